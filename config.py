@@ -33,6 +33,8 @@ SIZE = (1, 2**20)
 COUNT = (0, 10**12)
 FACTOR = (0, 10**9)
 SHARE = (0, 1)
+# A bf16 number has 8 binary digits, so times a factor above 1 - 2**-8 it can round to itself again.
+LARGEST_BF16_DECAY = 0.996
 
 KINDS = ("shape", "shape or meaning", "meaning", "data", "free", "silent")
 
@@ -212,6 +214,8 @@ class Config:
     # AdamW's fp32 masters are kept as the bf16 weights and the 16 bits that these lack, which saves 2 bytes
     # per weight
     split_masters: bool = flag(False, "free")
+    # of AdamW's two moments; bf16 rounds them after each update, which saves 4 bytes per weight
+    moments_dtype: Literal["fp32", "bf16"] = flag("fp32", "free")
     # on a GPU, replay forward and backward as one CUDA graph where shapes are static
     cuda_graph: bool = flag(True, "free")
 
@@ -468,6 +472,10 @@ def check_precision(cfg):
     if cfg.split_masters and cfg.dtype != "bf16":
         raise ValueError("--split-masters splits fp32 masters into bf16 weights and the bits besides, and "
                          f"--dtype {cfg.dtype} has no such weights; try --dtype bf16")
+    if cfg.moments_dtype == "bf16" and max(cfg.beta1, cfg.beta2) > LARGEST_BF16_DECAY:
+        raise ValueError(f"--moments-dtype bf16 needs --beta1 and --beta2 of at most {LARGEST_BF16_DECAY}: a "
+                         "factor nearer to 1 is lost in rounding, and a moment would never fall; try "
+                         "--moments-dtype fp32")
 
 
 def check_run(cfg):

@@ -68,8 +68,12 @@ class AdamW:
     """
     moments = "exp_avg", "exp_avg_sq"
 
-    def __init__(self, params, decays, betas, eps=1e-8, *, one_step_count=False):
-        """Make the state. decays: one per parameter. one_step_count: all share one tensor."""
+    def __init__(self, params, decays, betas, eps=1e-8, *, one_step_count=False, moments_dtype=None):
+        """Make the state.
+
+        decays: one per parameter. one_step_count: all share one tensor. moments_dtype: of the
+        moments; None is that of the parameters.
+        """
         self.params = params
         self.decays = decays
         self.betas = betas
@@ -81,17 +85,34 @@ class AdamW:
             count = torch.zeros((), device=device) if shared_count is None else shared_count
             self.state[p] = {"step": count}
             for moment in self.moments:
-                self.state[p][moment] = torch.zeros(p.shape, dtype=p.dtype, device=device)
+                self.state[p][moment] = torch.zeros(p.shape, dtype=moments_dtype or p.dtype,
+                                                    device=device)
         # {(weight decay, an index or None): indices of parameters}. All with one weight decay are
-        # updated in one call. A SplitMaster has its own, so that one at a time is a whole tensor.
+        # updated in one call. A SplitMaster or a parameter with moments of another dtype has its
+        # own call, so that only one at a time has whole copies.
         self.groups = {}
         for i, decay in enumerate(decays):
-            alone = i if isinstance(params[i], SplitMaster) else None
+            has_copies = isinstance(params[i], SplitMaster) or moments_dtype is not None
+            alone = i if has_copies else None
             self.groups.setdefault((decay, alone), []).append(i)
 
     def of_group(self, group, key):
         """Return one entry of the state of each parameter in a group."""
         return [self.state[self.params[i]][key] for i in group]
+
+    def widened(self, group, moment):
+        """Return a moment of each parameter in a group, in the dtype of the parameter.
+
+        With --moments-dtype bf16 these are copies, else the moments themselves.
+        """
+        kept = self.of_group(group, moment)
+        return [values.to(self.params[i].dtype) for i, values in zip(group, kept, strict=True)]
+
+    def keep_rounded(self, group, moment, updated):
+        """Round what widened() returned, and was updated since, into the moments that are kept."""
+        for kept, values in zip(self.of_group(group, moment), updated, strict=True):
+            if kept is not values:
+                kept.copy_(values)
 
     def step(self, grads, lr, divisor, not_finite):
         """Update all parameters with their gradients. Each is the master of a bucket, or under ZeRO
@@ -103,25 +124,28 @@ class AdamW:
             v = beta2 * v + (1 - beta2) * g**2
             p = p - lr * (m / (1 - beta1**t)) / (sqrt(v / (1 - beta2**t)) + eps)
 
-        m is exp_avg, v is exp_avg_sq. lr: float. divisor: () fp32. not_finite: () fp32; where it is
-        1.0, nothing changes.
+        m is exp_avg, v is exp_avg_sq. With --moments-dtype bf16 they are rounded after the update.
+        lr: float. divisor: () fp32. not_finite: () fp32; where it is 1.0, nothing changes.
         """
         for (decay, _), group in self.groups.items():
             params = [whole(self.params[i]) for i in group]
             group_grads = [grads[i].to(self.params[i].dtype) for i in group]
             step_counts = self.of_group(group, "step")
+            exp_avgs = self.widened(group, "exp_avg")
+            exp_avg_sqs = self.widened(group, "exp_avg_sq")
             # The kernel below is what nanoGPT's AdamW(fused=True) calls. It expects the new counts.
             torch._foreach_add_(step_counts, 1)
             # It divides by its grad_scale, and does nothing where found_inf is 1.
             torch._fused_adamw_(
-                params, group_grads, self.of_group(group, "exp_avg"),
-                self.of_group(group, "exp_avg_sq"), [], step_counts,
+                params, group_grads, exp_avgs, exp_avg_sqs, [], step_counts,
                 lr=lr, beta1=self.betas[0], beta2=self.betas[1], weight_decay=decay, eps=self.eps,
                 amsgrad=False, maximize=False, grad_scale=divisor, found_inf=not_finite)
             # Where nothing was done, the counts go down again.
             torch._foreach_sub_(step_counts, [not_finite] * len(group))
             for i, updated in zip(group, params, strict=True):
                 put_back(self.params[i], updated)  # --split-masters
+            self.keep_rounded(group, "exp_avg", exp_avgs)
+            self.keep_rounded(group, "exp_avg_sq", exp_avg_sqs)
 
 
 class Optimizer:
@@ -148,14 +172,16 @@ class Optimizer:
         count_factors = [bucket.count_factor for bucket in data_parallel.buckets]
         self.count_factors = torch.tensor(count_factors, dtype=torch.float64, device=device)
         # The Triton kernel reads each number once and writes the model's weights too: it moves 30
-        # bytes per weight. The fused kernel of torch moves 38: it also writes the scaled gradients
-        # back, and rounding is a second pass. So on a GPU the formula of the update is in
-        # ops/kernels.py, adamw. If you change AdamW.step, change the kernel, or set this to False.
+        # bytes per weight, or 22 with --moments-dtype bf16. The fused kernel of torch moves 38: it
+        # also writes the scaled gradients back, and rounding is a second pass. So on a GPU the
+        # formula of the update is in ops/kernels.py, adamw. If you change AdamW.step, change the
+        # kernel, or set this to False.
         self.use_triton = backend.use_triton(self.masters[0])
         self.adam_buckets = self.of_adam(data_parallel.buckets)
         decays = [cfg.weight_decay if bucket.decayed else 0.0 for bucket in self.adam_buckets]
+        moments_dtype = torch.bfloat16 if cfg.moments_dtype == "bf16" else None
         self.adam = AdamW(self.of_adam(self.masters), decays, (cfg.beta1, cfg.beta2),
-                          one_step_count=self.use_triton)
+                          one_step_count=self.use_triton, moments_dtype=moments_dtype)
         self.muon = None
         if cfg.optimizer == "muon":
             self.muon = Muon(cfg, data_parallel)

@@ -306,7 +306,8 @@ def state_bytes(cfg, mesh, vocab_size, choice):
     masters = owned * master_bytes
     if cfg.split_masters:  # Those of AdamW are half as long.
         masters -= (owned - of_muon) * master_bytes / 2
-    moments = 2 * owned - of_muon  # Muon has one moment, not two.
+    moment_bytes = 2 if cfg.moments_dtype == "bf16" else sum_bytes
+    moments = 2 * (owned - of_muon) * moment_bytes + of_muon * sum_bytes  # Muon has one moment, not two.
 
     # ZeRO-3 keeps this rank's slices in the place of all matrices, and two parts that are gathered.
     sharded, parts = sharded_parameters(cfg, mesh, vocab_size)
@@ -317,7 +318,7 @@ def state_bytes(cfg, mesh, vocab_size, choice):
         weights += owned
     return {"weights": weights * weight_bytes,
             "gradients": gradient_bytes(cfg, mesh, vocab_size, choice),
-            "optimizer": masters + moments * sum_bytes}
+            "optimizer": masters + moments}
 
 
 # -----------------------------------------------------------------------------

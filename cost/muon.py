@@ -102,6 +102,8 @@ def muon_seconds(cfg, mesh, gpu, vocab_size):
         seconds += elements * UPDATE_BYTES / (STREAM * gpu.hbm)
         if cfg.split_masters:  # Muon's masters stay as they are, so its update does not save these bytes.
             seconds += elements * 2 / (STREAM * gpu.hbm)
+        if cfg.moments_dtype == "bf16":  # Muon's momenta stay as they are, too.
+            seconds += elements * 8 / (STREAM * gpu.hbm)
         if shard.size > 1:
             seconds += elements * SORT_BYTES / (STREAM * gpu.hbm)
             seconds += sent[shard.name] / ring_bandwidth(shard, stride_of(shard, mesh), gpu)

@@ -453,6 +453,8 @@ def step_time(cfg, mesh, gpu, vocab_size, slowest, reductions):
     adam_bytes = owned_parameters(cfg, mesh, local) * ADAM - alone * 4
     if cfg.split_masters:
         adam_bytes -= 2 * owned_parameters(cfg, mesh, local)
+    if cfg.moments_dtype == "bf16":  # Two moments are read and written, with 2 bytes less each.
+        adam_bytes -= 8 * owned_parameters(cfg, mesh, local)
     # From ZeRO-2 on gradients are sent in every micro-batch, before that in the last one. With --shard
     # the replicas' sums are always sent in the last one, and never as copies.
     beside = slowest * num_micro_batches if cfg.zero > 1 else slowest

@@ -136,7 +136,8 @@ def kernels_of(cfg):
         arguments = [weight, "int64", "float32", "float32", cfg.vocab_size, pad_vocab(cfg.vocab_size)]
         found.append(("kernels.cross_entropy", arguments, {"ROWS": 2, "BLOCK": 2048, "num_warps": 4}))
     for grad in dict.fromkeys([weight, "float32"]):  # the gradients keep their dtype, or are summed in fp32
-        arguments = ["float32", grad, "float32", "float32", weight, "float32", 0.9, 0.1, 0.05, 1e-8, 16]
+        moment = "bfloat16" if cfg.moments_dtype == "bf16" else "float32"
+        arguments = ["float32", grad, moment, moment, weight, "float32", 0.9, 0.1, 0.05, 1e-8, 16]
         options = {"OUT": weight != "float32", "SPLIT": cfg.split_masters, "BLOCK": 2048, "num_warps": 8}
         if cfg.split_masters:
             arguments[0] = "int16"  # the low bits

@@ -116,7 +116,7 @@ def record_steps(steps, plan):
 def hash_of(tensors):
     digest = hashlib.sha256()
     for tensor in tensors:
-        digest.update(tensor.numpy().tobytes())
+        digest.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())  # numpy knows no bf16
     return digest.hexdigest()
 
 

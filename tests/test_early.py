@@ -164,7 +164,8 @@ def test_train_py_calls_what_is_here(flags, tmp_path):
 # Kernels. Their keys are Triton's own; nothing is launched. conftest.py lets this process interpret kernels,
 # so another process compares the keys.
 
-CASES = [["dense-210m"], ["dense-210m", "--split-masters"], ["dense-210m", "--dtype=fp32"],
+CASES = [["dense-210m"], ["dense-210m", "--split-masters"],
+         ["dense-210m", "--moments-dtype=bf16"], ["dense-210m", "--dtype=fp32"],
          ["dense-210m", "--global-batch=4"], ["gpt2", "--vocab-size=300"], ["dense-210m", "--dtype=fp16"]]
 
 

@@ -107,6 +107,8 @@ dense gpus=1 fp8=True lora=8
 dense gpus=1 split_masters=True
 dense gpus=4 zero=1 split_masters=True optimizer=muon
 moe gpus=2 ep=2 zero=1 split_masters=True
+dense gpus=1 moments_dtype=bf16
+dense gpus=4 zero=1 moments_dtype=bf16 split_masters=True optimizer=muon
 """
 
 

@@ -309,12 +309,15 @@ def test_adamw_keeps_nan_beside_split_masters(kernels):
     assert found.own.isnan().all() and whole(found).isnan().all()
 
 
-@pytest.mark.parametrize("dtype, split", [("bf16", False), ("bf16", True), ("fp32", False)])
+@pytest.mark.parametrize("dtype, split, moments", [
+    ("bf16", False, "fp32"), ("bf16", True, "fp32"), ("fp32", False, "fp32"), ("bf16", True, "bf16"),
+    ("fp32", False, "bf16")])
 @pytest.mark.parametrize("clip", [0.0, 0.5])
 @pytest.mark.parametrize("keeps_dtype", [False, True])
-def test_adamw(kernels, dtype, split, clip, keeps_dtype):
+def test_adamw(kernels, dtype, split, moments, clip, keeps_dtype):
     """Optimizer.step with the kernel beside torch's fused AdamW, 4 steps, the third refused. keeps_dtype:
-    bf16 gradients as backward made them beside the same in fp32. split: --split-masters, with the kernel."""
+    bf16 gradients as backward made them beside the same in fp32. split: --split-masters, with the kernel.
+    moments: --moments-dtype, of both."""
     from config import Config
     from ddp import Comm, DataParallel
     from model import DTYPES
@@ -332,7 +335,8 @@ def test_adamw(kernels, dtype, split, clip, keeps_dtype):
         mesh = make_mesh(World(device=torch.device(DEVICE)))
         data_parallel = DataParallel(model, mesh, make_comm=lambda axis: Comm(grad_dtype),
                                      split_masters=split)
-        opt = Optimizer(Config(dtype=dtype, clip=clip, weight_decay=0.1), data_parallel)
+        cfg = Config(dtype=dtype, clip=clip, weight_decay=0.1, moments_dtype=moments)
+        opt = Optimizer(cfg, data_parallel)
         opt.use_triton = triton
         for state in opt.adam.state.values():  # torch's kernel counts in each bucket's own tensor
             t = opt.adam.state[opt.masters[0]]["step"]
@@ -350,13 +354,18 @@ def test_adamw(kernels, dtype, split, clip, keeps_dtype):
     ours = zip(data_parallel.buckets, opt.masters, strict=True)
     theirs = zip(data_parallel2.buckets, opt2.masters, strict=True)
     for (a, m), (b, m2) in zip(ours, theirs, strict=True):
-        assert_near(whole(m), m2, 1e-6)
-        assert_near(a.flat, b.flat, 1e-2 if dtype == "bf16" else 1e-6)
+        # A moment in bf16 may be rounded to its other neighbour, and the updates have a size of 0.01.
+        near = 3e-4 if moments == "bf16" else 1e-6
+        assert_near(whole(m), m2, near)
+        assert_near(a.flat, b.flat, 1e-2 if dtype == "bf16" else near)
         # The interpreter cuts bits off where a GPU rounds. The kernel rounds a SplitMaster by whole numbers.
         is_rounded = split or DEVICE == "cuda"
         assert_near(a.flat[a.own_slice], whole(m).to(a.flat.dtype), 0 if is_rounded else 8e-3)
         for key, value in opt2.adam.state[m2].items():
-            assert_near(opt.adam.state[m][key], value, 1e-6)
+            # Rounded moments are up to two steps of bf16 apart where the interpreter cuts bits off.
+            is_narrow = value.dtype == torch.bfloat16
+            assert opt.adam.state[m][key].dtype == value.dtype
+            assert_near(opt.adam.state[m][key], value, 2**-6 if is_narrow else 1e-6)
     assert opt.adam_t() == opt2.adam_t() == 3
 
 

@@ -1,0 +1,160 @@
+"""--moments-dtype bf16: AdamW's moments are rounded to bf16 after each update; runs, layouts and checkpoints.
+
+test_kernels.py compares the Triton kernel with AdamW.step, and test_early.py has its early compilation.
+"""
+import pytest
+import torch
+from runs import final, go, refused, rows, same
+
+import train
+from cost.memory import state_bytes
+from fast.choose import Choice
+from interface.command_line import parse
+from optim import AdamW
+from parallel import make_mesh
+from runtime.launch import World
+
+BF16 = ["--moments-dtype=bf16"]
+MOMENTS = "exp_avg/", "exp_avg_sq/"
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.3])
+def test_it_is_torchs_adamw_with_rounded_moments(decay):
+    """The oracle is torch.optim.AdamW, whose fp32 moments are rounded by hand after each step."""
+    rng = torch.Generator().manual_seed(1)
+    start = torch.randn(500, generator=rng)
+    expected = torch.nn.Parameter(start.clone())
+    theirs = torch.optim.AdamW([expected], lr=0.1, betas=(0.9, 0.95), weight_decay=decay, fused=True)
+    found = start.clone()
+    ours = AdamW([found], [decay], (0.9, 0.95), moments_dtype=torch.bfloat16)
+    unrounded = start.clone()
+    wide = AdamW([unrounded], [decay], (0.9, 0.95))
+    for _ in range(5):
+        expected.grad = torch.randn(500, generator=rng)
+        for optimizer in ours, wide:
+            optimizer.step([expected.grad], 0.1, torch.ones(()), torch.zeros(()))
+        theirs.step()
+        state = theirs.state[expected]
+        for moment in AdamW.moments:
+            state[moment].copy_(state[moment].bfloat16())
+            kept = ours.state[found][moment]
+            assert kept.dtype == torch.bfloat16 and torch.equal(kept.float(), state[moment])
+        assert torch.equal(found, expected)
+    assert not torch.equal(found, unrounded), "without rounding the weights are others"
+
+
+def test_a_refused_update_changes_no_bit():
+    p = torch.ones(50)
+    adam = AdamW([p], [0.1], (0.9, 0.95), moments_dtype=torch.bfloat16)
+    adam.step([torch.randn(50)], 0.1, torch.ones(()), torch.zeros(()))
+    before = [p.clone()] + [adam.state[p][moment].clone() for moment in AdamW.moments]
+    adam.step([torch.full((50,), float("nan"))], 0.1, torch.ones(()), torch.ones(()))
+    after = [p] + [adam.state[p][moment] for moment in AdamW.moments]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+# -----------------------------------------------------------------------------
+# Factors that rounding would lose
+
+def falls(beta):
+    """Return whether every bf16 number times beta, rounded, is less than before."""
+    numbers = (torch.arange(0x3F80, 0x4000).to(torch.int16)).view(torch.bfloat16)  # those from 1 to 2
+    return bool(((numbers.float() * beta).bfloat16() < numbers).all())
+
+
+def test_the_largest_factor_lets_every_moment_fall():
+    from config import LARGEST_BF16_DECAY
+    assert falls(LARGEST_BF16_DECAY) and not falls(0.997)
+
+
+@pytest.mark.parametrize("flag", ["--beta1", "--beta2"])
+def test_a_factor_nearer_to_one_is_refused(flag):
+    argv = ["tiny", "--data=synthetic", flag, "0.999"]
+    refused(train.main, [*argv, *BF16], "--moments-dtype fp32")
+    parse(argv)
+
+
+# -----------------------------------------------------------------------------
+# Runs
+
+LAYOUTS = {  # name: (ranks, flags)
+    "dp 2": (2, []),
+    "zero 1": (2, ["--zero=1"]),
+    "zero 2": (2, ["--zero=2"]),
+    "zero 3": (2, ["--zero=3"]),
+    "tp 2": (2, ["--tp=2"]),
+    "pp 2, tied": (2, ["--pp=2", "--tied"]),
+    "muon, zero 1": (2, ["--optimizer=muon", "--zero=1"]),
+    "ep 2, zero 1": (2, ["--n-experts=4", "--ep=2", "--zero=1"])}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_layout_is_one_process(name, tmp_path):
+    """After three steps, moments are apart by one rounding at most, and so much weights may differ."""
+    n, flags = LAYOUTS[name]
+    layout = ("--zero", "--tp", "--pp", "--ep")
+    model = [flag for flag in flags if not flag.startswith(layout)]
+    common = [*BF16, "--steps=3", "--save-every=3"]
+    go(1, tmp_path / "one", *common, *model)
+    go(n, tmp_path / "many", *common, *flags)
+    expected, _ = final(tmp_path / "one", 3)
+    found, _ = final(tmp_path / "many", 3)
+    assert expected.keys() == found.keys()
+    for row, other in zip(rows(tmp_path / "one"), rows(tmp_path / "many"), strict=True):
+        assert other["loss"] == pytest.approx(row["loss"], rel=2e-5)
+    n_rounded = 0
+    for key, tensor in expected.items():
+        if key.startswith(MOMENTS):
+            assert tensor.dtype == found[key].dtype == torch.bfloat16
+            n_rounded += tensor.numel()
+            # Cancelled sums of gradients can be nearly zero, and their last digits are of no meaning.
+            least = 1e-3 * tensor.float().abs().max().item()
+            torch.testing.assert_close(found[key], tensor, rtol=2**-6, atol=least)
+        else:
+            torch.testing.assert_close(found[key].float(), tensor.float(), rtol=0, atol=5e-3)
+    assert n_rounded > 1000
+
+
+@pytest.mark.parametrize("n, flags", [(1, []), (2, ["--zero=1", "--dtype=bf16", "--split-masters"]),
+                                      (2, ["--zero=3"])])
+def test_a_resume_is_equal_to_the_bit(n, flags, tmp_path):
+    flags = [*BF16, *flags, "--save-every=2"]
+    go(n, tmp_path / "a", *flags, "--steps=4")
+    go(n, tmp_path / "b", *flags, "--steps=2", "--decay-steps=4")
+    go(n, tmp_path / "b", *flags, "--steps=4", "--resume=auto")
+    same(tmp_path / "a", tmp_path / "b", 4)
+
+
+def test_a_checkpoint_opens_with_the_other_dtype(tmp_path):
+    """Wide moments are rounded when they are read, and bf16 ones are widened. The resume says so."""
+    go(1, tmp_path / "wide", "--steps=2", "--save-every=2")
+    go(1, tmp_path / "narrow", *BF16, "--steps=2", "--save-every=2")
+    went = {}
+    for source, flags, words in (("wide", BF16, "moments-dtype fp32 -> bf16"),
+                                 ("narrow", [], "moments-dtype bf16 -> fp32")):
+        out = tmp_path / f"from {source}"
+        said = go(2, out, *flags, "--zero=1", f"--resume={tmp_path / source / 'step_000002'}",
+                  "--steps=3", "--save-every=3")
+        assert words in said["out"]
+        tensors, _ = final(out, 3)
+        went[source] = {tensor.dtype for key, tensor in tensors.items() if key.startswith(MOMENTS)}
+    assert went == {"wide": {torch.bfloat16}, "narrow": {torch.float32}}
+
+
+# -----------------------------------------------------------------------------
+# Memory
+
+@pytest.mark.parametrize("flags", [[], ["--zero=1"], ["--optimizer=muon"], ["--split-masters"]])
+def test_memory_is_as_planned(flags):
+    """masters and moments, in bytes."""
+    cfg = parse(["tiny", "--data=synthetic", "--vocab-size=200", "--dtype=bf16", *BF16, *flags])
+    mesh = make_mesh(World())
+    _, _, opt = train.build(cfg, mesh, cfg.vocab_size, torch.device("cpu"))
+    used = 0
+    for master in opt.masters:
+        tensor = getattr(master, "low", master)
+        used += tensor.numel() * tensor.element_size()
+    for slices in opt.moments().values():
+        used += sum(piece.numel() * piece.element_size() for piece in slices if piece is not None)
+    planned = state_bytes(cfg, mesh, cfg.vocab_size, Choice(False, False, False, False))
+    assert used == planned["optimizer"]
