@@ -63,8 +63,10 @@ class Choice(NamedTuple):
         """Return what attends in those layers, in words."""
         return FLASH_ATTN.with_version() if self.flash else "torch"
 
-    def products_by(self):
-        """Return what multiplies the experts' rows, in words."""
+    def products_by(self, cfg):
+        """Return what multiplies the experts' rows, in words, or None if there are no experts."""
+        if not cfg.n_experts:
+            return None
         return QUACK.with_version() if self.quack else OURS
 
     def comm_maker(self, cfg):

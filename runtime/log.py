@@ -205,7 +205,7 @@ def make_log(cfg, parts, world, out, state, source):
         config["mask_token"] = source.mask_token
     config.update(git=git_revision(), argv=sys.argv, world=world.size, launcher=world.launcher,
                   dp=mesh.dp.size, torch=torch.__version__, machine=machine(world),
-                  attention=parts.choice.attention_by())
+                  attention=parts.choice.attention_by(), products=parts.choice.products_by(cfg))
 
     if world.n_nodes == 1:
         print_node(world)

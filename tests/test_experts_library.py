@@ -23,7 +23,8 @@ from fast import experts, padded, symm_mem
 from fast.choose import OURS, choose
 from fast.experts import QUACK
 from fast.flash import FLASH_ATTN
-from interface.command_line import parse
+from interface.command_line import parse, read_flags
+from interface.schema import load_json
 from ops import grouped_mm, routed_experts
 from ops.backend import is_hopper
 from parallel import Axis
@@ -291,7 +292,7 @@ def test_the_choice_gives_layers_their_dispatcher(installed):
         choice = choose(WIDE, MESH, CUDA)
     dispatcher = choice.dispatcher_maker(WIDE)(WIDE, MESH)
     assert type(dispatcher) is moe.Local and dispatcher.make_multiplier.func is experts.QuackProducts
-    assert choice.products_by() == f"quack-kernels {QUACK.tested}"
+    assert choice.products_by(WIDE) == f"quack-kernels {QUACK.tested}"
     two = dataclasses.replace(MESH, ep=Axis("ep", size=2))
     over_ranks = choice._replace(symm_mem=True).dispatcher_maker(WIDE)(WIDE, two)
     assert type(over_ranks) is symm_mem.SymmMem
@@ -302,7 +303,7 @@ def test_the_choice_gives_layers_their_dispatcher(installed):
         assert not choose(without_graph, two, CUDA, lambda *_: False).quack
         assert choose(without_graph, MESH, CUDA).quack
     without = choice._replace(quack=False)
-    assert without.dispatcher_maker(WIDE) is moe.plain_dispatcher and without.products_by() == OURS
+    assert without.dispatcher_maker(WIDE) is moe.plain_dispatcher and without.products_by(WIDE) == OURS
 
 
 @pytest.mark.parametrize("version, fault, words", [
@@ -375,7 +376,7 @@ EXPERTS = [*TINY, "--steps=5", "--n-experts=4", "--top-k=2"]
 
 
 def test_a_run_with_it_is_the_run_without(tmp_path):
-    """It says who multiplies."""
+    """It says who multiplies, and its config.json names what did."""
     said = session(World(), [*EXPERTS, f"--out={tmp_path}/plain"])
     assert said["code"] == 0 and "quack" not in said["out"], said
     with planted(*CHOSEN), planted("fast.libraries.Library.version", lambda *_: "0.6.5"), \
@@ -385,6 +386,9 @@ def test_a_run_with_it_is_the_run_without(tmp_path):
     assert "experts' products by quack-kernels 0.6.5" in said["out"] and "--kernels plain" in said["out"]
     for got, want in zip(rows(tmp_path / "quack"), rows(tmp_path / "plain"), strict=True):
         assert got == pytest.approx(want, rel=1e-5)
+    for folder, words in (("plain", OURS), ("quack", "quack-kernels 0.6.5")):
+        assert load_json(tmp_path / folder / "config.json")["products"] == words
+        assert read_flags(tmp_path / folder)["n_experts"] == 4, "--config reads it"
 
 
 def test_a_run_says_why_ours_multiply(tmp_path):
@@ -396,9 +400,11 @@ def test_a_run_says_why_ours_multiply(tmp_path):
     assert "products by ours: quack-kernels is installed, but version 0.7 was not tried" in said["out"]
 
 
-def test_a_dense_model_has_no_experts(capsys):
+def test_a_dense_model_has_no_experts(capsys, tmp_path):
     log.say_who_multiplies(WIDE, torch.nn.Linear(2, 2))
     assert capsys.readouterr().out == ""
+    assert session(World(), [*TINY, "--steps=1", f"--out={tmp_path}"])["code"] == 0
+    assert load_json(tmp_path / "config.json")["products"] is None
 
 
 # -----------------------------------------------------------------------------
