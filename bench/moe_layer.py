@@ -25,7 +25,7 @@ from timing import gpu_milliseconds, graphed
 
 import moe
 from config import Config
-from fast import experts as quack
+from fast.experts import QUACK, by_quack
 from interface.command_line import wrong_input
 from model import DTYPES
 from ops import grouped_mm
@@ -134,9 +134,9 @@ def measure(name, device):
         cfg = experts(factor)
         make_dispatcher = moe.plain_dispatcher
         if label == "same, by quack":
-            if not quack.is_taken(cfg, device):
+            if not QUACK.is_taken(cfg, device):
                 continue
-            make_dispatcher = quack.by_quack(make_dispatcher)
+            make_dispatcher = by_quack(make_dispatcher)
         with turned_off(off):
             run = forward_backward(*compiled(cfg, device, make_dispatcher), x, g)
             eager = gpu_milliseconds(run)

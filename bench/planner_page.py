@@ -98,8 +98,8 @@ def script():
     dtypes = ", ".join(f"torch.{str(dtype).removeprefix('torch.')}" for dtype in backend.DTYPES)
     parts.append(f"const backend = {{ TRITON_DEVICES: [], DTYPES: [{dtypes}] }};\n"
                  "const ACTIVATIONS = new Counting();\n"
-                 "const flash = { is_taken: (cfg, device) => false };  // which plan.py's device never does\n"
-                 "const experts = { is_taken: (cfg, ep, device) => false };")
+                 "const QUACK = { is_taken: (cfg, device) => false };  // plan.py's device takes none\n"
+                 "const FLASH_ATTN = QUACK;")
     for name, names in TRANSLATED.items():
         path = ROOT / name
         wanted = all_names(path) if names is None else names.split()

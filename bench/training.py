@@ -55,7 +55,7 @@ class Training:
         self.train_step = make_step(train.Step(cfg, self.model, self.data_parallel, self.opt), choice)
         self.graph = choice.graph
         self.attention = choice.attention_by()
-        self.products = choice.products_by() if cfg.n_experts else None
+        self.products = choice.products_by(cfg)
 
     def batches(self):
         """This rank's micro-batches of the next step."""

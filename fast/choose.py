@@ -12,7 +12,9 @@ import torch
 import moe
 from config import head_width
 from ddp import Comm
-from fast import experts, flash, symm_mem
+from fast import symm_mem
+from fast.experts import QUACK, by_quack
+from fast.flash import FLASH_ATTN, FlashAttention
 from fast.flex import FlexAttention
 from fast.padded import PaddedAllToAll
 from fast.peer import CopyStream, PeerComm, PeerSlotComm
@@ -37,7 +39,7 @@ class Choice(NamedTuple):
     def dispatcher_maker(self, cfg):
         """Return make_dispatcher(cfg, mesh), which makes the token dispatcher of each expert layer."""
         make_dispatcher = self.way_to_experts(cfg)
-        return experts.by_quack(make_dispatcher) if self.quack else make_dispatcher
+        return by_quack(make_dispatcher) if self.quack else make_dispatcher
 
     def way_to_experts(self, cfg):
         """Return the dispatcher_maker of the way that rows take to the experts. ops/ multiplies there."""
@@ -55,15 +57,17 @@ class Choice(NamedTuple):
 
     def unmasked_attention(self):
         """Return what attends in the layers that hide no keys, or None for torch's function."""
-        return flash.FlashAttention() if self.flash else None
+        return FlashAttention() if self.flash else None
 
     def attention_by(self):
         """Return what attends in those layers, in words."""
-        return f"{flash.PACKAGE} {flash.version()}" if self.flash else "torch"
+        return FLASH_ATTN.with_version() if self.flash else "torch"
 
-    def products_by(self):
-        """Return what multiplies the experts' rows, in words."""
-        return f"{experts.PACKAGE} {experts.version()}" if self.quack else OURS
+    def products_by(self, cfg):
+        """Return what multiplies the experts' rows, in words, or None if there are no experts."""
+        if not cfg.n_experts:
+            return None
+        return QUACK.with_version() if self.quack else OURS
 
     def comm_maker(self, cfg):
         """Return make_comm(axis), which makes the Comm of a bucket that is reduced over axis."""
@@ -108,7 +112,7 @@ def choose(cfg, mesh, device, reach=None):
     # Without a graph, rows of other ranks come in messages of their exact size.
     has_buffers = graph or mesh.ep.size == 1
     return Choice(graph, one_sided, peer_copies, single, flex_possible(cfg, device),
-                  flash.is_taken(cfg, device), has_buffers and experts.is_taken(cfg, device))
+                  FLASH_ATTN.is_taken(cfg, device), has_buffers and QUACK.is_taken(cfg, device))
 
 
 def has_cuda_api(device):

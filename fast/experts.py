@@ -7,7 +7,7 @@ the bit on a GPU. docs/machines.md says what it saves, and in which shapes it wa
 
     by_quack       makes a token dispatcher say that quack multiplies the rows of its experts
     QuackProducts  has experts_mm and experts_wgrad of ops/grouped_mm.py: what multiplies in their place
-    is_taken       whether a run takes it, which fast/choose.py asks; why_not: why it cannot, in words
+    QUACK          the library: fast/choose.py asks whether a run takes it
 
 For each number of rows that it has seen, the library keeps a plan of the launch for ever. So with --ep it
 multiplies where rows stand in a buffer, and not where each message has its exact size.
@@ -17,12 +17,9 @@ import functools
 import torch.nn.functional as F
 
 from config import ceil_div
-from fast import libraries
+from fast.libraries import Library
 from ops import grouped_mm
-from ops.backend import is_hopper
 
-PACKAGE = "quack-kernels"
-TESTED = "0.6.5"
 WIDTHS = 64  # Widths of the model and of an expert that are no multiple were not run.
 
 # A tile: (rows, columns, whether two tiles take turns, blocks of a cluster along rows, along columns). A tile
@@ -140,22 +137,6 @@ def by_quack(make_dispatcher):
     return make
 
 
-def is_taken(cfg, device):
-    """Whether the library multiplies experts' rows in a run. plan.py's device has no index."""
-    is_planned = device.index is None
-    return not is_planned and version() == TESTED and would_fit(cfg, device) and not problem()
-
-
-def why_not(cfg, device):
-    """Return why a run cannot take the library that is installed for it, or ""."""
-    return problem() if version() and would_fit(cfg, device) else ""
-
-
-def would_fit(cfg, device):
-    """Whether the library would multiply here, where it is installed."""
-    return cfg.kernels != "plain" and fits(cfg) and is_hopper(device)
-
-
 def fits(cfg):
     """Whether the experts, and the widths of their matrices, are of the kind that was run on a GPU."""
     is_dropless = cfg.n_experts > 0 and cfg.capacity_factor == 0
@@ -164,12 +145,5 @@ def fits(cfg):
     return cfg.n_embd % WIDTHS == 0 and cfg.ffn_hidden % WIDTHS == 0
 
 
-def version():
-    """Return the version of quack-kernels that is installed, or ""."""
-    return libraries.version_of(PACKAGE)
-
-
-@functools.cache
-def problem():
-    """Return why the library cannot be taken, or "". The function of it that we call is not public."""
-    return libraries.problem_of(PACKAGE, version(), TESTED, library)
+# Only this version is taken, because the function of it that we call is not public.
+QUACK = Library("quack-kernels", tested="0.6.5", load=library, fits=fits)

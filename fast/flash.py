@@ -8,7 +8,7 @@ the gradient of the queries in any order, as cuDNN's does, so --deterministic ta
 docs/machines.md says what it saves, and in which shapes it was run.
 
     FlashAttention   what attention.attend calls in the place of torch's function
-    is_taken         whether a run takes it, which fast/choose.py asks; why_not: why it cannot, in words
+    FLASH_ATTN       the library: fast/choose.py asks whether a run takes it
 """
 import functools
 import warnings
@@ -17,13 +17,10 @@ from collections.abc import Sequence
 import torch
 
 from config import head_width
-from fast import libraries
-from ops.backend import is_hopper
+from fast.libraries import Library
 
 HEAD_WIDTHS = {"causal": (64, 128), "mlm": (64,)}  # by objective: those that were run on a GPU
 TOKENS = 128  # Sequences whose length is no multiple were not run.
-PACKAGE = "flash-attn-4"
-TESTED = "4.0.0b36"
 
 
 @functools.cache
@@ -100,22 +97,6 @@ class FlashAttention:
         return out.transpose(1, 2)
 
 
-def is_taken(cfg, device):
-    """Whether the layers of a run that hide no keys attend by the library. plan.py's device has no index."""
-    is_planned = device.index is None
-    return not is_planned and version() == TESTED and would_fit(cfg, device) and not problem()
-
-
-def why_not(cfg, device):
-    """Return why a run cannot take the library that is installed for it, or ""."""
-    return problem() if version() and would_fit(cfg, device) else ""
-
-
-def would_fit(cfg, device):
-    """Whether the library would attend here, where it is installed."""
-    return cfg.kernels != "plain" and fits(cfg) and is_hopper(device)
-
-
 def fits(cfg):
     """Whether some layers attend without a mask, and all that was run on a GPU."""
     if cfg.dtype != "bf16" or cfg.dropout > 0 or cfg.cp > 1 or cfg.deterministic:
@@ -127,12 +108,5 @@ def fits(cfg):
     return has_full_layer and cfg.doc_mask != "on"
 
 
-def version():
-    """Return the version of flash-attn-4 that is installed, or ""."""
-    return libraries.version_of(PACKAGE)
-
-
-@functools.cache
-def problem():
-    """Return why the library cannot be taken, or "". The two functions of it that we call are not public."""
-    return libraries.problem_of(PACKAGE, version(), TESTED, library)
+# Only this version is taken, because the two functions of it that we call are not public.
+FLASH_ATTN = Library("flash-attn-4", tested="4.0.0b36", load=library, fits=fits)

@@ -105,7 +105,7 @@ TESTS = {  # file or room: the test files that must notice a mutant, the quickes
     "fast/choose.py": "estimates details accelerator graph symm_mem flash experts_library",
     "fast/flash.py": "flash compile",
     "fast/experts.py": "experts_library moe",
-    "fast/libraries.py": "flash experts_library",
+    "fast/libraries.py": "flash experts_library accelerator",
     "fast/flex.py": "flex doc_mask model_flags",
     "fast/graph.py": "details graph",
     "fast/host_buffers.py": "details accelerator graph",

@@ -323,8 +323,9 @@ def test_all_rows_of_a_moe_layer_run(monkeypatch, capsys):
                       "loop over expe"]
 
     made = []
-    monkeypatch.setattr(moe_layer.quack, "is_taken", lambda cfg, device: cfg.capacity_factor == 0)
-    monkeypatch.setattr(moe_layer.quack, "by_quack", lambda make: made.append(1) or make)
+    taken = SimpleNamespace(is_taken=lambda cfg, device: cfg.capacity_factor == 0)
+    monkeypatch.setattr(moe_layer, "QUACK", taken)
+    monkeypatch.setattr(moe_layer, "by_quack", lambda make: made.append(1) or make)
     moe_layer.measure("W2", torch.device("cpu"))
     assert made == [1]
     assert "same, by quack    1.000 ms, as a CUDA graph    1.000 ms" in capsys.readouterr().out

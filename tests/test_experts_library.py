@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 import pytest
+import test_flash
 import torch
 from faults import planted
 from runs import TINY, rows, session
@@ -20,7 +21,10 @@ import moe
 from config import Config
 from fast import experts, padded, symm_mem
 from fast.choose import OURS, choose
-from interface.command_line import parse
+from fast.experts import QUACK
+from fast.flash import FLASH_ATTN
+from interface.command_line import parse, read_flags
+from interface.schema import load_json
 from ops import grouped_mm, routed_experts
 from ops.backend import is_hopper
 from parallel import Axis
@@ -64,9 +68,14 @@ def our_gradient(grad, x, ends):
     return torch.stack([grad[part].mT @ x[part] for _, part in pieces(bounds)])
 
 
+def takes_quack(original, library, cfg, device):
+    return library is QUACK or original(library, cfg, device)
+
+
 LIBRARY = SimpleNamespace(gemm_tuned=SimpleNamespace(fn=product), calls=0)
 ON_A_CPU = [("fast.experts.library", lambda original: LIBRARY),
             ("fast.experts.config", lambda original, *tile: tile)]
+CHOSEN = ("fast.libraries.Library.is_taken", takes_quack)
 OURS_ON_A_CPU = [("ops.grouped_mm.experts_mm", lambda original, *args, **out: our_product(*args, **out)),
                  ("ops.grouped_mm.experts_wgrad", lambda original, *args: our_gradient(*args)),
                  ("moe.use_grouped_mm", lambda original, x, w: True)]
@@ -81,8 +90,8 @@ def library():
 
 def forget():
     experts.library.cache_clear()
-    experts.problem.cache_clear()
     experts.config.cache_clear()
+    vars(QUACK).pop("problem", None)
 
 
 # -----------------------------------------------------------------------------
@@ -258,7 +267,7 @@ def test_rows_in_messages_of_their_exact_size_are_ours(kind):
 def installed(monkeypatch):
     """quack-kernels in the version that was tried."""
     forget()
-    monkeypatch.setattr(importlib.metadata, "version", lambda package: experts.TESTED)
+    monkeypatch.setattr(importlib.metadata, "version", lambda package: QUACK.tested)
     return monkeypatch
 
 
@@ -270,11 +279,11 @@ def installed(monkeypatch):
 def test_when_it_is_taken(change, is_taken, installed):
     cfg = dataclasses.replace(WIDE, **change)
     with mock.patch.multiple(torch.cuda, **HOPPER):
-        assert experts.is_taken(cfg, CUDA) == is_taken
-        assert not experts.is_taken(cfg, torch.device("cpu"))
-        assert not experts.is_taken(cfg, torch.device("cuda"))  # plan.py's
+        assert QUACK.is_taken(cfg, CUDA) == is_taken
+        assert not QUACK.is_taken(cfg, torch.device("cpu"))
+        assert not QUACK.is_taken(cfg, torch.device("cuda"))  # plan.py's
     with mock.patch.object(torch.cuda, "get_device_capability", lambda device: (8, 0)):
-        assert not experts.is_taken(cfg, CUDA)
+        assert not QUACK.is_taken(cfg, CUDA)
 
 
 def test_the_choice_gives_layers_their_dispatcher(installed):
@@ -283,7 +292,7 @@ def test_the_choice_gives_layers_their_dispatcher(installed):
         choice = choose(WIDE, MESH, CUDA)
     dispatcher = choice.dispatcher_maker(WIDE)(WIDE, MESH)
     assert type(dispatcher) is moe.Local and dispatcher.make_multiplier.func is experts.QuackProducts
-    assert choice.products_by() == f"quack-kernels {experts.TESTED}"
+    assert choice.products_by(WIDE) == f"quack-kernels {QUACK.tested}"
     two = dataclasses.replace(MESH, ep=Axis("ep", size=2))
     over_ranks = choice._replace(symm_mem=True).dispatcher_maker(WIDE)(WIDE, two)
     assert type(over_ranks) is symm_mem.SymmMem
@@ -294,7 +303,7 @@ def test_the_choice_gives_layers_their_dispatcher(installed):
         assert not choose(without_graph, two, CUDA, lambda *_: False).quack
         assert choose(without_graph, MESH, CUDA).quack
     without = choice._replace(quack=False)
-    assert without.dispatcher_maker(WIDE) is moe.plain_dispatcher and without.products_by() == OURS
+    assert without.dispatcher_maker(WIDE) is moe.plain_dispatcher and without.products_by(WIDE) == OURS
 
 
 @pytest.mark.parametrize("version, fault, words", [
@@ -306,13 +315,52 @@ def test_without_the_version_that_was_tried_ours_multiply(version, fault, words,
     if version:
         installed.setattr(importlib.metadata, "version", version)
     with planted(*fault or ON_A_CPU[0]), mock.patch.multiple(torch.cuda, **HOPPER):
-        assert words in experts.problem() and not experts.is_taken(WIDE, CUDA)
-        assert experts.why_not(WIDE, CUDA) == ("" if version is missing else experts.problem())
+        assert words in QUACK.problem and not QUACK.is_taken(WIDE, CUDA)
+        assert QUACK.why_not(WIDE, CUDA) == ("" if version is missing else QUACK.problem)
         for change in (dict(capacity_factor=1.0), dict(kernels="plain"), dict(n_experts=0)):
-            assert experts.why_not(dataclasses.replace(WIDE, **change), CUDA) == ""
-        assert experts.why_not(WIDE, torch.device("cpu")) == ""
+            assert QUACK.why_not(dataclasses.replace(WIDE, **change), CUDA) == ""
+        assert QUACK.why_not(WIDE, torch.device("cpu")) == ""
     if version:
-        assert "pip install quack-kernels==0.6.5" in experts.problem()
+        assert "pip install quack-kernels==0.6.5" in QUACK.problem
+
+
+BOTH = [(QUACK, WIDE), (FLASH_ATTN, test_flash.WIDE)]
+
+
+@pytest.mark.parametrize("library, cfg", BOTH, ids=["quack", "flash"])
+def test_without_the_library_no_gpu_is_asked(library, cfg, installed):
+    """fast/libraries.py: a torch that was built for CPUs alone cannot answer."""
+    installed.setattr(importlib.metadata, "version", missing)
+    with planted("ops.backend.is_hopper", asked):
+        assert not library.is_taken(cfg, CUDA) and library.why_not(cfg, CUDA) == ""
+
+
+def asked(original, device):
+    raise AssertionError("the GPU was asked")
+
+
+@pytest.mark.parametrize("name, old, new", [
+    ("is_taken", "is_planned or", "is_planned or not self.would_fit(cfg, device) or"),
+    ("why_not", "self.version() and self.would_fit(cfg, device)", "self.would_fit(cfg, device)"),
+    ("is_taken", "is_planned or", ""), ("is_taken", " and not self.problem", ""),
+    ("would_fit", 'cfg.kernels != "plain" and', ""), ("would_fit", "self.fits(cfg) and", ""),
+    ("would_fit", " and is_hopper(device)", "")])
+def test_a_fault_of_what_the_libraries_share_is_detected(name, old, new, installed):
+    check_what_the_libraries_share(installed)
+    with planted(f"fast.libraries.Library.{name}", old, new), pytest.raises(AssertionError):
+        check_what_the_libraries_share(installed)
+
+
+def check_what_the_libraries_share(installed):
+    for library, cfg in BOTH:
+        test_without_the_library_no_gpu_is_asked(library, cfg, installed)
+    installed.setattr(importlib.metadata, "version", lambda package: QUACK.tested)
+    forget()
+    for change, is_taken in (({}, True), (dict(kernels="plain"), False), (dict(mlp="relu2"), False)):
+        test_when_it_is_taken(change, is_taken, installed)
+    forget()
+    test_without_the_version_that_was_tried_ours_multiply(
+        None, ("fast.experts.library", broken), "no cutlass", installed)
 
 
 def test_the_workloads_that_were_measured_take_it(installed):
@@ -321,36 +369,42 @@ def test_the_workloads_that_were_measured_take_it(installed):
     with mock.patch.multiple(torch.cuda, **HOPPER):
         for flags, is_taken in workloads.items():
             cfg = parse(flags.split(), data="synthetic")
-            assert experts.is_taken(cfg, CUDA) == is_taken
+            assert QUACK.is_taken(cfg, CUDA) == is_taken
 
 
 EXPERTS = [*TINY, "--steps=5", "--n-experts=4", "--top-k=2"]
 
 
 def test_a_run_with_it_is_the_run_without(tmp_path):
-    """It says who multiplies."""
+    """It says who multiplies, and its config.json names what did."""
     said = session(World(), [*EXPERTS, f"--out={tmp_path}/plain"])
     assert said["code"] == 0 and "quack" not in said["out"], said
-    chosen = ("fast.experts.is_taken", lambda original, cfg, device: True)
-    with planted(*chosen), planted("fast.experts.version", lambda original: "0.6.5"), \
+    with planted(*CHOSEN), planted("fast.libraries.Library.version", lambda *_: "0.6.5"), \
             planted(*OURS_ON_A_CPU[0]), planted(*OURS_ON_A_CPU[1]), planted(*OURS_ON_A_CPU[2]):
         said = session(World(), [*EXPERTS, f"--out={tmp_path}/quack"])
     assert said["code"] == 0, said["err"]
     assert "experts' products by quack-kernels 0.6.5" in said["out"] and "--kernels plain" in said["out"]
     for got, want in zip(rows(tmp_path / "quack"), rows(tmp_path / "plain"), strict=True):
         assert got == pytest.approx(want, rel=1e-5)
+    for folder, words in (("plain", OURS), ("quack", "quack-kernels 0.6.5")):
+        assert load_json(tmp_path / folder / "config.json")["products"] == words
+        assert read_flags(tmp_path / folder)["n_experts"] == 4, "--config reads it"
 
 
 def test_a_run_says_why_ours_multiply(tmp_path):
-    with planted("fast.experts.why_not", lambda original, cfg, device: "version 0.7 was not tried"):
+    def why_not(original, library, cfg, device):
+        return "version 0.7 was not tried" if library is QUACK else ""
+    with planted("fast.libraries.Library.why_not", why_not):
         said = session(World(), [*EXPERTS, f"--out={tmp_path}"])
     assert said["code"] == 0, said["err"]
     assert "products by ours: quack-kernels is installed, but version 0.7 was not tried" in said["out"]
 
 
-def test_a_dense_model_has_no_experts(capsys):
+def test_a_dense_model_has_no_experts(capsys, tmp_path):
     log.say_who_multiplies(WIDE, torch.nn.Linear(2, 2))
     assert capsys.readouterr().out == ""
+    assert session(World(), [*TINY, "--steps=1", f"--out={tmp_path}"])["code"] == 0
+    assert load_json(tmp_path / "config.json")["products"] is None
 
 
 # -----------------------------------------------------------------------------
@@ -366,8 +420,8 @@ def test_the_librarys_own_kernels():
     """In bf16, by each tile, also with an expert that has no row and with rows that no expert has: the very
     bits of torch's products."""
     forget()
-    if not torch.cuda.is_available() or not is_hopper(CUDA) or experts.version() != experts.TESTED:
-        pytest.skip(f"quack-kernels {experts.TESTED} is not installed here, or there is no Hopper GPU")
+    if not torch.cuda.is_available() or not is_hopper(CUDA) or QUACK.version() != QUACK.tested:
+        pytest.skip(f"quack-kernels {QUACK.tested} is not installed here, or there is no Hopper GPU")
     from quack import gemm_interface
     from quack.gemm_config import GemmConfig
 

@@ -20,7 +20,7 @@ import attention
 from config import Config
 from fast import flash
 from fast.choose import choose
-from fast.flash import FlashAttention
+from fast.flash import FLASH_ATTN, FlashAttention
 from model import GPT
 from ops.backend import is_hopper
 from runtime import log
@@ -75,12 +75,12 @@ def by_torch(original):
     return LIBRARY
 
 
-def always(original, cfg, device):
-    return True
+def takes_flash_attn(original, library, cfg, device):
+    return library is FLASH_ATTN or original(library, cfg, device)
 
 
 ON_A_CPU = ("fast.flash.library", by_torch)
-CHOSEN = ("fast.flash.is_taken", always)
+CHOSEN = ("fast.libraries.Library.is_taken", takes_flash_attn)
 
 
 @pytest.fixture(autouse=True)
@@ -91,9 +91,9 @@ def library():
 
 
 def forget():
-    """What fast/flash.py keeps of a library."""
+    """What fast/flash.py and fast/libraries.py keep of a library."""
     flash.library.cache_clear()
-    flash.problem.cache_clear()
+    vars(FLASH_ATTN).pop("problem", None)
 
 
 def heads(h, g, T=9, D=8):
@@ -193,7 +193,7 @@ def test_a_run_with_it_is_the_run_without(tmp_path):
     flags = [*TINY, "--steps=5"]
     said = session(World(), [*flags, f"--out={tmp_path}/plain"])
     assert said["code"] == 0 and "flash-attn-4" not in said["out"], said
-    with planted(*CHOSEN), planted("fast.flash.version", lambda original: "4.1"):
+    with planted(*CHOSEN), planted("fast.libraries.Library.version", lambda *_: "4.1"):
         said, seen = graphed_session(World(), [*flags, f"--out={tmp_path}/flash"])
     assert said["code"] == 0 and seen["captures"] == 1, said["err"]
     assert "attention without a mask by flash-attn-4 4.1" in said["out"] and "--kernels plain" in said["out"]
@@ -209,7 +209,7 @@ HOPPER = dict(get_device_capability=lambda device: (9, 0))
 def installed(monkeypatch):
     """flash-attn-4 in the version that was tried."""
     forget()
-    monkeypatch.setattr(importlib.metadata, "version", lambda package: flash.TESTED)
+    monkeypatch.setattr(importlib.metadata, "version", lambda package: FLASH_ATTN.tested)
     return monkeypatch
 
 
@@ -225,14 +225,14 @@ def installed(monkeypatch):
 def test_when_it_is_taken(change, is_taken, installed):
     cfg = dataclasses.replace(WIDE, **change)
     with mock.patch.multiple(torch.cuda, **HOPPER):
-        assert flash.is_taken(cfg, CUDA) == is_taken
-        assert not flash.is_taken(cfg, torch.device("cpu"))
-        assert not flash.is_taken(cfg, torch.device("cuda"))  # plan.py's
+        assert FLASH_ATTN.is_taken(cfg, CUDA) == is_taken
+        assert not FLASH_ATTN.is_taken(cfg, torch.device("cpu"))
+        assert not FLASH_ATTN.is_taken(cfg, torch.device("cuda"))  # plan.py's
 
 
 def test_other_gpus_take_torchs(installed):
     with mock.patch.object(torch.cuda, "get_device_capability", lambda device: (8, 0)):
-        assert not flash.is_taken(WIDE, CUDA)
+        assert not FLASH_ATTN.is_taken(WIDE, CUDA)
 
 
 def test_the_choice_gives_layers_what_attends(installed):
@@ -240,7 +240,7 @@ def test_the_choice_gives_layers_what_attends(installed):
     with mock.patch.multiple(torch.cuda, **HOPPER):
         choice = choose(WIDE, MESH, CUDA)
     assert isinstance(choice.unmasked_attention(), FlashAttention)
-    assert choice.attention_by() == f"flash-attn-4 {flash.TESTED}"
+    assert choice.attention_by() == f"flash-attn-4 {FLASH_ATTN.tested}"
     without = choice._replace(flash=False)
     assert without.unmasked_attention() is None and without.attention_by() == "torch"
 
@@ -262,15 +262,17 @@ def test_without_the_version_that_was_tried_torch_attends(version, fault, words,
     if version:
         installed.setattr(importlib.metadata, "version", version)
     with planted(*fault or ON_A_CPU), mock.patch.multiple(torch.cuda, **HOPPER):
-        assert words in flash.problem() and not flash.is_taken(WIDE, CUDA)
-        assert flash.why_not(WIDE, CUDA) == ("" if version is missing else flash.problem())
+        assert words in FLASH_ATTN.problem and not FLASH_ATTN.is_taken(WIDE, CUDA)
+        assert FLASH_ATTN.why_not(WIDE, CUDA) == ("" if version is missing else FLASH_ATTN.problem)
         for change in (dict(kernels="plain"), dict(dtype="fp32")):
-            assert flash.why_not(dataclasses.replace(WIDE, **change), CUDA) == ""
-        assert flash.why_not(WIDE, torch.device("cpu")) == ""
+            assert FLASH_ATTN.why_not(dataclasses.replace(WIDE, **change), CUDA) == ""
+        assert FLASH_ATTN.why_not(WIDE, torch.device("cpu")) == ""
 
 
 def test_a_run_says_why_torch_attends(tmp_path):
-    with planted("fast.flash.why_not", lambda original, cfg, device: f"no {device}"):
+    def why_not(original, library, cfg, device):
+        return f"no {device}" if library is FLASH_ATTN else ""
+    with planted("fast.libraries.Library.why_not", why_not):
         said = session(World(), [*TINY, "--steps=1", f"--out={tmp_path}"])
     assert said["code"] == 0, said["err"]
     assert "attention by torch: flash-attn-4 is installed, but no cpu" in said["out"]
@@ -304,8 +306,8 @@ def test_a_run_with_documents_does_not_say_that_flash_attends(capsys):
 def test_the_librarys_own_kernels():
     """In bf16, output and gradients have no larger errors than torch's attention has."""
     forget()
-    if not torch.cuda.is_available() or not is_hopper(CUDA) or flash.version() != flash.TESTED:
-        pytest.skip(f"flash-attn-4 {flash.TESTED} is not installed here, or there is no Hopper GPU")
+    if not torch.cuda.is_available() or not is_hopper(CUDA) or FLASH_ATTN.version() != FLASH_ATTN.tested:
+        pytest.skip(f"flash-attn-4 {FLASH_ATTN.tested} is not installed here, or there is no Hopper GPU")
     from flash_attn.cute import interface
     for shape in ((256, 4, 4, 64, True), (200, 4, 1, 128, True), (1024, 6, 2, 64, False),
                   (129, 2, 2, 128, False)):

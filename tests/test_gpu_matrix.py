@@ -200,9 +200,9 @@ def test_another_attention_is_found(flash_attn):
 @contextlib.contextmanager
 def quack(steps=2):
     """Loops over the experts in the place of quack-kernels, and of our kernels."""
-    taken = "fast.experts.is_taken", lambda original, cfg, device: True
     with contextlib.ExitStack() as stack:
-        for fault in (taken, *test_experts_library.ON_A_CPU, *test_experts_library.OURS_ON_A_CPU):
+        for fault in (test_experts_library.CHOSEN, *test_experts_library.ON_A_CPU,
+                      *test_experts_library.OURS_ON_A_CPU):
             stack.enter_context(planted(*fault))
         stack.enter_context(small(steps))
         yield
