@@ -50,12 +50,15 @@ from cost.parameters import (
 )
 from cost.plan_tables import print_plan, print_scaling, print_search
 from cost.step_time import (
+    MOST_UNEVEN,
     expected_choice,
     max_load_factor,
+    quack_multiplies,
     stage_time,
     step_time,
 )
 from cost.traffic import bytes_between_nodes, reductions, traffic
+from fast.choose import needs_row_limit
 from interface.layout import check_layout
 from interface.nearest import with_fix
 from interface.terminal import complain, counted, say
@@ -97,11 +100,12 @@ def _groups_of_stages(cfg, gpus):
     return list(groups.values())
 
 
-def estimate(cfg, gpus, gpu, vocab):
+def estimate(cfg, gpus, gpu, vocab, uneven=False):
     """Return {name: plain numbers} of one layout: memory of the fullest stage, time of the slowest.
 
     cfg: a Config with a global batch. gpus: the number of GPUs. gpu: their kind, a name in
-    cost.gpus.GPUS. vocab: the number of symbols, before padding. ValueError: see gpu_for.
+    cost.gpus.GPUS. vocab: the number of symbols, before padding. uneven: the time is that of the experts'
+    young routing, not of what it settles to. ValueError: see gpu_for.
     """
     chip = gpu_for(cfg, gpu)
     groups = _groups_of_stages(cfg, gpus)
@@ -115,10 +119,10 @@ def estimate(cfg, gpus, gpu, vocab):
     between = [bytes_between_nodes(mesh, sent_here, lambda rank: rank // chip.node)
                for mesh, sent_here in zip(meshes, sent, strict=True)]
 
-    block = saved_activations(cfg, meshes[0], max_load_factor(cfg, meshes[0]), choice)
+    block = saved_activations(cfg, meshes[0], max_load_factor(cfg, meshes[0], uneven=uneven), choice)
     of_stage = {}  # seconds of a micro-batch on each stage
     for stages, mesh, sent_here in zip(groups, meshes, sent, strict=True):
-        seconds = stage_time(cfg, mesh, chip, vocab, block, sent_here)
+        seconds = stage_time(cfg, mesh, chip, vocab, block, sent_here, uneven=uneven)
         of_stage.update(dict.fromkeys(stages, seconds))
 
     largest = max(meshes, key=lambda mesh: sum(local_parameters(cfg, mesh, vocab).values()))
@@ -144,7 +148,19 @@ def estimate(cfg, gpus, gpu, vocab):
         "tok_s_gpu": tokens / total / gpus,
         "tflops": full * tokens / total / gpus / 1e12,
         "mfu": full * tokens / total / gpus / chip.peak,
+        "quack": quack_multiplies(cfg, meshes[0], chip),
         "stage_ms": [of_stage[stage] * 1e3 for stage in range(cfg.pp)]}
+
+
+def uneven_ms(cfg, gpus, gpu, vocab):
+    """Return the milliseconds of a step while the routing of experts is young and uneven.
+
+    None: no rank waits for the one with the most rows, or young routing was not measured over so many ranks.
+    For the arguments see estimate.
+    """
+    if not needs_row_limit(cfg, stage_mesh(cfg, gpus, 0)) or cfg.ep > MOST_UNEVEN:
+        return None
+    return estimate(cfg, gpus, gpu, vocab, uneven=True)["ms"]
 
 
 def _largest_traffic(sent):
@@ -378,6 +394,7 @@ def plan_one(cfg, vocab):
     with with_fix(cfg, cfg.gpus):
         cfg, _ = check_gpus(cfg, cfg.gpus)
     plan = estimate(cfg, cfg.gpus, cfg.gpu, vocab)
+    plan["ms_uneven"] = uneven_ms(cfg, cfg.gpus, cfg.gpu, vocab)
     plan["warnings"] = warnings(cfg, plan, cfg.gpu, vocab)
     plan.update(training_cost(cfg, plan, vocab))
     return cfg, plan

@@ -54,6 +54,8 @@ TRANSLATED = {
     "lora.py": "Adapter add_adapters",
     "attention.py": "is_nth Attention",
     "model.py": "DTYPES MLP Block Weight MaskedHead GPT",
+    "ops/tiles.py": "WGRAD_ROWS",
+    "fast/experts.py": "WIDTHS fits",
     "fast/choose.py": "Choice choose has_cuda_api static_shapes needs_row_limit grouped_mm_possible "
                       "flex_possible",
     "cost/parameters.py": None,
@@ -65,11 +67,12 @@ TRANSLATED = {
     "cost/idle.py": None,
     "cost/meshes.py": None,
     "plan.py": "LAYOUT MOST_OPERATIONS check_gpus _groups_of_stages estimate "
-               "_largest_traffic warnings SHORTEST_SHARE divisors layouts _ep_sizes _micro_batch_sizes "
-               "_shares _chunk_counts"}
+               "uneven_ms _largest_traffic warnings SHORTEST_SHARE divisors layouts _ep_sizes "
+               "_micro_batch_sizes _shares _chunk_counts"}
 # It asks torch for the name of a device; and a key of a cache, which runtime.js makes in another way.
 NOT_TRANSLATED = {"peak_flops", "_flags_of_any_layout"}
-RENAMED = {"plan.py": {"LAYOUT": "LAYOUT_OF_PLAN"}}  # cost/parameters.py has another LAYOUT
+# Names that another of these files has, too
+RENAMED = {"plan.py": {"LAYOUT": "LAYOUT_OF_PLAN"}, "fast/experts.py": {"fits": "fits_quack"}}
 
 # The flags that the page asks for, in groups.
 ASKED = {
@@ -79,7 +82,7 @@ ASKED = {
     "experts": ("n_experts", "top_k", "n_shared_experts", "capacity_factor", "ep_slack"),
     "layout": ("tp", "cp", "pp", "pp_chunks", "ep", "zero", "shard"),
     "training": ("micro_batch", "global_batch", "recompute", "dtype", "fp8", "split_masters", "moments_dtype",
-                 "compile", "cuda_graph", "optimizer", "lora")}
+                 "kernels", "compile", "cuda_graph", "optimizer", "lora")}
 
 
 def all_names(path):
@@ -99,7 +102,8 @@ def script():
     parts.append(f"const backend = {{ TRITON_DEVICES: [], DTYPES: [{dtypes}] }};\n"
                  "const ACTIVATIONS = new Counting();\n"
                  "const QUACK = { is_taken: (cfg, device) => false };  // plan.py's device takes none\n"
-                 "const FLASH_ATTN = QUACK;")
+                 "const FLASH_ATTN = QUACK;\n"
+                 "const quack = { fits: (cfg) => fits_quack(cfg) };")
     for name, names in TRANSLATED.items():
         path = ROOT / name
         wanted = all_names(path) if names is None else names.split()

@@ -32,6 +32,7 @@ from config import SHAPE, flags_of_kind
 from cost.gpus import kind_of
 from cost.parameters import count_parameters, flops_per_token
 from cost.step_time import peak_flops
+from fast.choose import OURS
 from interface.command_line import parse
 from interface.terminal import say
 from ops import grouped_mm
@@ -164,11 +165,14 @@ def window(world, first, last, times, paths):
     return {"steps": [first, last], "ms": ms, "paths": shares}
 
 
-def planned_ms(cfg, world, vocab):
+def planned_ms(cfg, world, vocab, products=None):
     """Return the milliseconds of a step that plan.py expects here; None for a GPU that it does not know.
 
-    cfg: a Config with a global batch. vocab: the number of symbols, before padding.
+    cfg: a Config with a global batch. vocab: the number of symbols, before padding. products: what multiplies
+    the experts' rows of this run. plan.py takes quack-kernels to be installed.
     """
+    if products == OURS:
+        cfg = dataclasses.replace(cfg, kernels="plain")
     gpu = kind_of(device_name(world.device), total_memory(world.device) / 2**30)
     return estimate(cfg, world.size, gpu, vocab)["ms"] if gpu else None
 
@@ -216,7 +220,8 @@ def measure(world, name, train_flags, steps, profile=False, *, make=Training):
     # Two numbers from each rank to all, over the world.
     reserved, allocated = world.tree.maximum([reserved, allocated])
     windows = [window(world, first, last, times, paths) for first, last in counted]
-    planned = planned_ms(dataclasses.replace(cfg, global_batch=training.batch), world, training.vocab)
+    planned = planned_ms(dataclasses.replace(cfg, global_batch=training.batch), world, training.vocab,
+                         training.products)
     ms = windows[0]["ms"]
     redone, slack = training.overflows()
     tokens = training.batch * cfg.seq_len / world.size

@@ -15,6 +15,7 @@ class Gpu(NamedTuple):
     rails: int = 1    # GPUs of a node that have a network adapter each; a ring uses all of them
     node: int = 8     # GPUs of a node
     fp8: float = 0.0  # rate of a product of fp8 numbers over that of bf16; 0: the GPU has none
+    quack: bool = False  # quack-kernels has products for it (fast/experts.py)
 
 
 # h200 and h100: the ceilings were measured on h200. bf16 products: 687 TFLOP/s for 8192^3, 495-605 for
@@ -22,7 +23,8 @@ class Gpu(NamedTuple):
 # the same share of its 3.35 TB/s. The network is assumed: 80 % of 8 x 400 Gb/s per node. Nothing beyond
 # one node was measured. fp8: W3-8192's products have 1.57 to 2.03 times bf16's rate, each alone,
 # and 1.76 together. Less is taken: with 1.65 a step is already predicted 3 % too fast.
-HOPPER = dict(peak=989e12, sms=132, sustained=0.735, tail=0.5, link=320e9, net=40e9, rails=8, fp8=1.65)
+HOPPER = dict(peak=989e12, sms=132, sustained=0.735, tail=0.5, link=320e9, net=40e9, rails=8, fp8=1.65,
+              quack=True)
 # a100: sustained, tail and link (what tensor parallelism gets, nothing hidden) come from 17 rows of
 # BLOOM's planning table with other models, 12288, 13312 and 13824 wide (tests/test_plan.py lists them).
 # They are the best of a grid, with an error of 4.6 % rms (5.0 with the parts of a step that were added

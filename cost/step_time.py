@@ -31,9 +31,11 @@ from cost.parameters import (
     uncopied_gradients,
     unwidened_gradients,
 )
+from fast import experts as quack
 from fast.choose import choose, needs_row_limit
 from ops.accelerator import device_name
 from ops.activations import GATED
+from ops.tiles import WGRAD_ROWS
 from pipeline import timetable
 
 # -----------------------------------------------------------------------------
@@ -48,6 +50,11 @@ FP8_INPUT = 6
 FP8_WEIGHT = 8
 FP8_GRADIENT = 6
 GROUPED = 0.5  # of peak, experts: 445 TFLOP/s at 1024 rows each, less the time of the weights' bytes
+# Rates of quack-kernels over those of ours, of experts' products and of gradients of their weights: the means
+# of 15 and 10 products on one H100, sustained, each by the tile that fast/experts.py takes
+# (bench/results/experts-quack-tiles-h100.jsonl). They are 1.04 to 1.24 and 0.95 to 1.29.
+QUACK_RATE = 1.134
+QUACK_WGRAD_RATE = 1.183
 
 # Other kernels
 ATTENTION = 0.34  # of peak, causal FLOPs: cuDNN SDPA both ways, 340 TFLOP/s on h200 at 2048 tokens
@@ -91,6 +98,14 @@ COPIED = 0.85  # the same where copy engines carry the bytes: it took 1.936
 # to 3.4). That is the worst layer. The mean layer has about a third of the excess, if loads are normal:
 # the largest of 4 is 1.03 deviations above the mean, the largest of 24 layers x 4 ranks 2.5.
 SKEW = 3.05
+# While routing is young it is uneven. In steps 30 to 60 of W2b on text, the row limits stood at all the rows
+# that there are: 2.0 for ep 2, 4.0 for ep 4 (bench/results/peers-2-4-gpus-h200.jsonl). A limit is 1.1 times
+# the need, 1.32 times where it grew in the middle of steps, and at most all rows. So the fullest rank of the
+# worst layer had needed 0.76 to 1 of all rows, and is taken to need 1 / 1.1. In another run (bench/results/
+# w2b-300-steps-4xh200.jsonl) one of 64 experts had 88 % of a layer's rows in steps 10 and 20, and 80 to 44 %
+# in steps 30 to 60. The mean layer is taken to have a third of the excess, as above.
+UNEVEN = 1 / 1.1
+MOST_UNEVEN = 4  # ranks: the largest ep for which this was measured
 
 
 def peak_flops(device):
@@ -114,19 +129,26 @@ def expected_choice(cfg, mesh, node=NODE):
 # -----------------------------------------------------------------------------
 # The experts' rows
 
-def max_load_factor(cfg, mesh, worst=False):
-    """Return the rows of the fullest ep rank over the mean: in the mean layer, or in the worst one."""
+def max_load_factor(cfg, mesh, worst=False, uneven=False):
+    """Return the rows of the fullest ep rank over the mean: in the mean layer, or in the worst one.
+
+    uneven: while routing is young, not what it settles to.
+    """
     if not needs_row_limit(cfg, mesh):
         return 1.0
     excess = SKEW * math.sqrt((mesh.ep.size - 1) / cfg.n_experts)
+    if uneven:
+        excess = max(excess, UNEVEN * mesh.ep.size - 1)
     share = 1 if worst else 1 / 3
     return min(1 + excess * share, mesh.ep.size)
 
 
-def row_limit_factor(cfg, mesh):
+def row_limit_factor(cfg, mesh, uneven=False):
     """Return the rows at which the buffers of a CUDA graph settle (fast/graph.py), over the balanced number.
+
+    uneven: those at which they stand while routing is young.
     """
-    return min(1.1 * max_load_factor(cfg, mesh, worst=True), mesh.ep.size)
+    return min(1.1 * max_load_factor(cfg, mesh, worst=True, uneven=uneven), mesh.ep.size)
 
 
 def allocated_row_factor(cfg, mesh):
@@ -184,19 +206,63 @@ def matmul_shapes(cfg, mesh):
     return dense, experts
 
 
-def forward_matmuls(cfg, mesh, gpu):
-    """Return the seconds of one block's matrix products; the experts' on the rank with the most rows."""
-    weight_bytes, _ = element_bytes(cfg)
-    dense, experts = matmul_shapes(cfg, mesh)
+def dense_matmuls(cfg, mesh, gpu):
+    """Return the seconds of one block's dense products in a forward."""
+    dense, _ = matmul_shapes(cfg, mesh)
     seconds = sum(matmul_seconds(m, n, k, gpu, count) for m, n, k, count in dense)
-    if cfg.fp8:
-        seconds /= gpu.fp8
+    return seconds / gpu.fp8 if cfg.fp8 else seconds
+
+
+def expert_matmuls(cfg, mesh, gpu, uneven=False):
+    """Return the seconds of one block's experts in a forward by our products, on the rank with the most rows.
+    """
+    weight_bytes, _ = element_bytes(cfg)
+    _, experts = matmul_shapes(cfg, mesh)
+    load = max_load_factor(cfg, mesh, uneven=uneven)
+    seconds = 0.0
     for m, n, k, count in experts:
         if cfg.capacity_factor:
             seconds += matmul_seconds(m, n, k, gpu, count)
         else:
-            seconds += 2 * count * m * n * k / (GROUPED * gpu.peak) * max_load_factor(cfg, mesh)
+            seconds += 2 * count * m * n * k / (GROUPED * gpu.peak) * load
         seconds += count * n * k * weight_bytes / gpu.hbm  # each weight is read for few rows
+    return seconds
+
+
+def quack_multiplies(cfg, mesh, gpu):
+    """Whether quack-kernels multiplies the experts' rows, on GPUs where the library is installed."""
+    if cfg.kernels == "plain" or not gpu.quack or not quack.fits(cfg):
+        return False
+    return mesh.ep.size == 1 or expected_choice(cfg, mesh, gpu.node).graph
+
+
+def expert_passes(cfg, mesh, gpu, uneven=False):
+    """Return how long the experts' products take, over their forward by our own.
+
+    They are three numbers: the forward, the gradients of rows, the gradients of weights.
+    """
+    if not quack_multiplies(cfg, mesh, gpu):
+        return 1.0, 1.0, 1.0
+    # Of the three products that give gradients of rows, two are added up. Their sum stays ours.
+    of_rows = (1 / QUACK_RATE + 2) / 3
+    rows = expert_rows(cfg, rank_tokens(cfg, mesh) // mesh.tp.size) * row_limit_factor(cfg, mesh, uneven)
+    has_many_rows = rows >= WGRAD_ROWS * (cfg.n_experts // mesh.ep.size)
+    ours_make_weights = mesh.ep.size > 1 and has_many_rows  # QuackProductsOverRanks
+    return 1 / QUACK_RATE, of_rows, 1.0 if ours_make_weights else 1 / QUACK_WGRAD_RATE
+
+
+def product_seconds(cfg, mesh, gpu, uneven=False):
+    """Return the seconds of one block's matrix products, forward and backward of one micro-batch.
+
+    --recompute full runs the forward once more. A weight that is not trained has no gradient.
+    """
+    forwards = 2 if cfg.recompute == "full" else 1
+    backwards = 1 if cfg.lora else 2
+    seconds = (forwards + backwards) * dense_matmuls(cfg, mesh, gpu)
+    if cfg.n_experts:
+        forward, of_rows, of_weights = expert_passes(cfg, mesh, gpu, uneven)
+        passes = forwards * forward + of_rows + of_weights
+        seconds += passes * expert_matmuls(cfg, mesh, gpu, uneven)
     return seconds
 
 
@@ -261,19 +327,18 @@ def attention_rate(cfg, mesh, keys):
     return min(ATTENTION, SHORT * keys) * (min(max(keys, begin), end) / begin) ** GROWTH
 
 
-def block_seconds(cfg, mesh, gpu, saved):
+def block_seconds(cfg, mesh, gpu, saved, uneven=False):
     """Return the seconds of the kernels of one block, forward and backward of one micro-batch.
 
     saved: bytes that the block keeps for backward. --recompute full runs the forward once more: a whole
     pass of the matrix products, and a third of everything else.
     """
-    products = 2 if cfg.lora else 3  # A weight that is not trained has no gradient.
-    if cfg.recompute == "full":
-        return (products + 1) * forward_matmuls(cfg, mesh, gpu) + 4 / 3 * other_seconds(cfg, mesh, gpu, saved)
-    return products * forward_matmuls(cfg, mesh, gpu) + other_seconds(cfg, mesh, gpu, saved)
+    times = 4 / 3 if cfg.recompute == "full" else 1
+    other = other_seconds(cfg, mesh, gpu, saved, uneven)
+    return product_seconds(cfg, mesh, gpu, uneven) + times * other
 
 
-def other_seconds(cfg, mesh, gpu, saved):
+def other_seconds(cfg, mesh, gpu, saved, uneven=False):
     """Return the seconds of what a block computes besides its products with whole matrices, both ways."""
     seconds = adapter_seconds(cfg, mesh, gpu) + attention_seconds(cfg, mesh, gpu)
     seconds += rounding_seconds(cfg, mesh, gpu)
@@ -284,7 +349,7 @@ def other_seconds(cfg, mesh, gpu, saved):
 
     weight_bytes, _ = element_bytes(cfg)
     n = rank_tokens(cfg, mesh) // mesh.tp.size
-    routed = expert_rows(cfg, n) * max_load_factor(cfg, mesh)
+    routed = expert_rows(cfg, n) * max_load_factor(cfg, mesh, uneven=uneven)
     if cfg.mlp == "swiglu":
         # The hidden layer is not kept: it is written and read, and both again in backward.
         seconds += 4 * routed * cfg.ffn_hidden * weight_bytes / gpu.hbm
@@ -343,8 +408,8 @@ def ring_latency(axis, stride, gpu):
 def communication_seconds(cfg, mesh, gpu, blocks, sent, direct):
     """Return the seconds of one micro-batch's messages over tp, cp, ep and pp, both ways.
 
-    Compute does not hide them. sent: {axis name: bytes of the micro-batch}, with the experts' rows
-    balanced. direct: the experts' rows use symmetric memory.
+    Compute does not hide them. sent: {axis name: bytes of the micro-batch}, the experts' rows those of the
+    fullest rank. direct: the experts' rows use symmetric memory.
     """
     ep_rate = gpu.net
     if mesh.ep.size <= gpu.node:
@@ -358,11 +423,8 @@ def communication_seconds(cfg, mesh, gpu, blocks, sent, direct):
 
     seconds = 0.0
     for axis, (rate, calls) in messages.items():
-        nbytes = sent.get(axis, 0)
-        if axis == "ep":
-            nbytes *= max_load_factor(cfg, mesh)
         latency = LATENCY * calls if getattr(mesh, axis).size > 1 else 0
-        seconds += nbytes / rate + latency
+        seconds += sent.get(axis, 0) / rate + latency
     return seconds
 
 
@@ -394,20 +456,20 @@ def exposed_seconds(mesh, gpu, reductions, slowest, overlap):
 # -----------------------------------------------------------------------------
 # The step
 
-def stage_time(cfg, mesh, gpu, vocab_size, block, sent):
+def stage_time(cfg, mesh, gpu, vocab_size, block, sent, *, uneven=False):
     """Return the seconds of one micro-batch on this rank's stages, both ways.
 
     block: a cost.memory.BlockActivations. sent: {axis name: bytes that this rank sends in a step},
-    with the experts' rows balanced.
+    with the experts' rows balanced. uneven: while routing is young.
     """
     choice = expected_choice(cfg, mesh, gpu.node)
     varies = needs_row_limit(cfg, mesh)
-    limit = row_limit_factor(cfg, mesh) if varies and choice.graph else 0.0
+    limit = row_limit_factor(cfg, mesh, uneven) if varies and choice.graph else 0.0
     waits = varies and not limit  # all_to_all asks the host how many rows travel
     direct = choice.symm_mem and not waits
     held = held_layers(cfg, mesh)
 
-    per_block = block_seconds(cfg, mesh, gpu, block.saved)
+    per_block = block_seconds(cfg, mesh, gpu, block.saved, uneven)
     if cfg.recompute == "selective":
         per_block += 2 * (block.saved - block.remains) / gpu.hbm  # a guess
     if waits:
@@ -423,9 +485,10 @@ def stage_time(cfg, mesh, gpu, vocab_size, block, sent):
         host = LAUNCH[cfg.compile] * launches
 
     per_micro_batch = {axis: nbytes / micro_batches(cfg, mesh) for axis, nbytes in sent.items()}
-    if limit and not direct:
-        # Messages have a fixed size: zeros fill what the rows leave.
-        per_micro_batch["ep"] *= limit / max_load_factor(cfg, mesh)
+    if "ep" in per_micro_batch:
+        # Where messages have a fixed size, zeros fill what the rows leave.
+        has_fixed_size = limit and not direct
+        per_micro_batch["ep"] *= limit if has_fixed_size else max_load_factor(cfg, mesh, uneven=uneven)
     return max(device, host) + communication_seconds(cfg, mesh, gpu, held.blocks, per_micro_batch, direct)
 
 

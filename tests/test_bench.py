@@ -27,7 +27,7 @@ import torch_versions
 import windows
 
 import attention
-from fast.choose import Choice
+from fast.choose import OURS, Choice
 from interface.command_line import command_line, parse
 from interface.layout import check_layout
 from ops import permute
@@ -256,6 +256,9 @@ def test_a_row_of_speed_has_the_time_that_plan_expects(monkeypatch, capsys):
     monkeypatch.setattr(speed, "device_name", lambda device: "NVIDIA H200")
     planned = speed.planned_ms(cfg, world, 128256)
     assert planned == estimate(cfg, 2, "h200", 128256)["ms"] and planned > 30
+    experts = parse(["moe-4b", "--global-batch", "8"], data="synthetic")
+    ours, by_quack = (speed.planned_ms(experts, World(), 128256, name) for name in (OURS, "quack-kernels 1"))
+    assert by_quack == estimate(experts, 1, "h200", 128256)["ms"] < ours
     window = {"ms": 43.0, "steps": [30, 60], "paths": {"graph": 1.0}}
     row = dict.fromkeys(("tok_s_gpu", "tflops", "tflops_causal", "mfu", "reserved_gib", "first_step_s"), 1.0)
     row |= {"workload": "W1", "flags": "", "windows": [window], "windows_gib": 0, "slack": None,

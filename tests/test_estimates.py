@@ -109,6 +109,11 @@ dense gpus=4 zero=1 split_masters=True optimizer=muon
 moe gpus=2 ep=2 zero=1 split_masters=True
 dense gpus=1 moments_dtype=bf16
 dense gpus=4 zero=1 moments_dtype=bf16 split_masters=True optimizer=muon
+moe gpus=1 kernels=plain
+moe gpus=1 gpu=a100-80
+moe gpus=1 gpu=h100 recompute=full
+moe gpus=4 ep=4 cuda_graph=False
+moe gpus=4 ep=2 zero=1 gpu=h100 kernels=plain
 """
 
 
@@ -134,6 +139,7 @@ def estimates(line):
     whole = plan.estimate(cfg, gpus, gpu, vocab)
     summary = ("fits", "memory", "capacity_gib", "ms", "tok_s_gpu", "mfu")
     found = {"plan": {name: whole[name] for name in summary},
+             "uneven": plan.uneven_ms(cfg, gpus, gpu, vocab), "quack": whole["quack"],
              "parameters": whole["parameters"], "flops": whole["flops"], "ms_parts": whole["ms_parts"],
              "traffic_mb": whole["traffic_mb"], "stage_ms": whole["stage_ms"],
              "warnings": plan.warnings(cfg, whole, gpu, vocab)}
@@ -161,7 +167,11 @@ def parts_of_stage(cfg, mesh, vocab, chip):
         "reductions": traffic.reductions(cfg, mesh, vocab),
         "products": [*dense, *experts],
         "load": [step_time.max_load_factor(cfg, mesh), step_time.row_limit_factor(cfg, mesh)],
-        "seconds": [step_time.forward_matmuls(cfg, mesh, chip), step_time.attention_seconds(cfg, mesh, chip),
+        "load, uneven": [step_time.max_load_factor(cfg, mesh, uneven=True),
+                         step_time.row_limit_factor(cfg, mesh, uneven=True)],
+        "passes": [step_time.expert_passes(cfg, mesh, chip), step_time.expert_passes(cfg, mesh, chip, True)],
+        "seconds": [step_time.dense_matmuls(cfg, mesh, chip), step_time.expert_matmuls(cfg, mesh, chip),
+                    step_time.attention_seconds(cfg, mesh, chip),
                     step_time.head_seconds(cfg, mesh, chip, vocab)]}
 
 

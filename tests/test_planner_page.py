@@ -72,11 +72,12 @@ def random_layout(dice):
         "lora": [1, 8, 64], "window": [1, 100, 1024], "full_every": [0, 2, 3], "doc_mask": ["on", "off"],
         "head_dim": [16, 40, 128], "qk_norm": ["none", "head", "all"], "qkv_bias": [True, False],
         "norm_place": ["before", "after", "both"], "logit_softcap": [0.0, 30.0], "fp8": [True],
-        "split_masters": [True]}
+        "split_masters": [True], "moments_dtype": ["bf16"], "kernels": ["plain"]}
     for name in dice.sample([*changes], dice.randint(1, 9)):
         flags[name] = dice.choice(changes[name])
     # What must not be rare below
-    often = dice.choice(["lora", "window", "doc_mask", "shard", "optimizer", "fp8", "split_masters"])
+    often = dice.choice(["lora", "window", "doc_mask", "shard", "optimizer", "fp8", "split_masters",
+                         "moments_dtype"])
     flags[often] = dice.choice(changes[often])
     if often == "shard":
         flags["zero"] = dice.choice([1, 2, 3])
@@ -95,6 +96,7 @@ def plan_of(flags, gpus, gpu, vocab):
         found = plan.estimate(cfg, gpus, gpu, vocab)
     except ValueError as error:
         return {"refused": str(error)}
+    found["ms_uneven"] = plan.uneven_ms(cfg, gpus, gpu, vocab)
     found["warnings"] = plan.warnings(cfg, found, gpu, vocab)
     return json.loads(json.dumps(found))
 
@@ -126,13 +128,14 @@ def test_200_random_layouts_are_those_of_plan_py():
             ours.append(plan_of(*layouts[-1]))
     theirs = run_node(script_of_page() + PLANS, layouts)
     assert sum("ms" in found for found in ours) == 200 and any("refused" in found for found in ours)
+    assert any(found.get("quack") for found in ours) and any(found.get("ms_uneven") for found in ours)
     for layout, mine, other in zip(layouts, as_in_browser(ours), as_in_browser(theirs), strict=True):
         assert mine == other, (layout, {key: (value, other.get(key)) for key, value in mine.items()
                                         if value != other.get(key)})
     assert len({found.get("ms") for found in ours}) > 190
     for name, values in {"lora": [1, 8, 64], "window": [1, 100, 512, 1024], "doc_mask": ["on"],
                          "shard": [2, 4, 8], "optimizer": ["muon"], "fp8": [True],
-                         "split_masters": [True]}.items():
+                         "split_masters": [True], "moments_dtype": ["bf16"]}.items():
         planned = [flags.get(name) in values for (flags, *_), found in zip(layouts, ours, strict=True)
                    if "ms" in found]
         assert sum(planned) >= 10, (name, sum(planned))

@@ -59,7 +59,10 @@ PLANS = [
     "tiny --data synthetic --gpus 2 --search --global-batch 4 --tokens 1e9",
     "tiny-moe --data synthetic --gpus 2 --search --n-layer 1 --n-experts 2 --global-batch 2",
     "dense-210m --n-layer 4 --zero 1 --micro-batch 8 --global-batch 8 --scaling 1,8,64",
-    "moe-4b --n-layer 4 --ep 4 --zero 1 --global-batch 32 --micro-batch 8 --scaling 4,8,16 --gpu a100-40"]
+    "moe-4b --n-layer 4 --ep 4 --zero 1 --global-batch 32 --micro-batch 8 --scaling 4,8,16 --gpu a100-40",
+    "moe-4b --gpus 4 --ep 4 --zero 1",
+    "moe-4b --n-layer 4 --zero 1 --micro-batch 8 --global-batch 8 --scaling 1,2",
+    "moe-4b --n-layer 2 --gpus 2 --micro-batch 8 --global-batch 16 --search"]
 
 
 def plan_pages():

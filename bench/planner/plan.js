@@ -31,7 +31,8 @@ function plan(flags, gpus, gpu, vocab) {
   const [cfg] = check_gpus(config_of(flags), gpus);
   const found = estimate(cfg, gpus, gpu, vocab);
   const causes = warnings(cfg, found, gpu, vocab);
-  return { ...plain(found), warnings: plain(causes) };
+  const uneven = uneven_ms(cfg, gpus, gpu, vocab);
+  return { ...plain(found), ms_uneven: uneven, warnings: plain(causes) };
 }
 
 function pictures(flags, gpus) {

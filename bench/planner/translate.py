@@ -34,6 +34,8 @@ def translate(path, names, renamed=None):
     for node in ast.walk(tree):
         if isinstance(node, ast.Name) and renamed:
             node.id = renamed.get(node.id, node.id)
+        if isinstance(node, ast.FunctionDef) and renamed:
+            node.name = renamed.get(node.name, node.name)
     wanted = {(renamed or {}).get(name, name) for name in names}
     for node in tree.body:
         defined = names_of(node)
