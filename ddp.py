@@ -104,8 +104,9 @@ def assign_buckets(named_parameters, zero=0, bucket_elements=BUCKET_ELEMENTS, op
     Backward reaches the last layers first, so buckets are filled in reverse. Vectors (norms,
     biases) have buckets of their own, because they are not decayed and each bucket is one tensor of
     the optimizer. With Muon, the matrices inside blocks have buckets of their own, too. Buckets
-    that are still open at the end come last, in the order in which they were begun. A bucket of
-    matrices is closed
+    that are still open at the end come last, in the order in which they were begun. Under ZeRO-0
+    and ZeRO-1 a parameter of at least half a bucket has one of its own, which can be a LoneBucket.
+    Another bucket of matrices is closed
         under ZeRO-0 and ZeRO-1   when it has bucket_elements
         under ZeRO-2              at the first end of a block after that: the gradients of a block
                                   come almost at once, and a second bucket would wait for a slot
@@ -124,6 +125,9 @@ def assign_buckets(named_parameters, zero=0, bucket_elements=BUCKET_ELEMENTS, op
                     closed.append(filling.pop(key))
         is_muons = optimizer == "muon" and uses_muon(p, name)
         key = p.reduction_axis, uses_weight_decay(p), "muon" if is_muons else "adamw"
+        is_alone = zero < 2 and p.numel() >= bucket_elements / 2
+        if is_alone and key in filling:
+            closed.append(filling.pop(key))
         if key not in filling:
             axis, decayed, updated_by = key
             filling[key] = Contents(axis, decayed, [], [], updated_by)
@@ -132,7 +136,8 @@ def assign_buckets(named_parameters, zero=0, bucket_elements=BUCKET_ELEMENTS, op
         filling[key].params.append(p)
         elements[key] += p.numel()
         closes_only_at_block_end = zero > 1 and filling[key].decayed
-        if elements[key] >= bucket_elements and not closes_only_at_block_end:
+        is_full = is_alone or elements[key] >= bucket_elements
+        if is_full and not closes_only_at_block_end:
             closed.append(filling.pop(key))
     return closed + list(filling.values())
 

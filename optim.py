@@ -68,7 +68,8 @@ class AdamW:
     """
     moments = "exp_avg", "exp_avg_sq"
 
-    def __init__(self, params, decays, betas, eps=1e-8, *, one_step_count=False, moments_dtype=None):
+    def __init__(self, params, decays, betas, eps=1e-8, *, one_step_count=False,
+                 moments_dtype=None):
         """Make the state.
 
         decays: one per parameter. one_step_count: all share one tensor. moments_dtype: of the

@@ -98,14 +98,13 @@ COPIED = 0.85  # the same where copy engines carry the bytes: it took 1.936
 # to 3.4). That is the worst layer. The mean layer has about a third of the excess, if loads are normal:
 # the largest of 4 is 1.03 deviations above the mean, the largest of 24 layers x 4 ranks 2.5.
 SKEW = 3.05
-# While routing is young it is uneven. In steps 30 to 60 of W2b on text, the row limits stood at all the rows
-# that there are: 2.0 for ep 2, 4.0 for ep 4 (bench/results/peers-2-4-gpus-h200.jsonl). A limit is 1.1 times
-# the need, 1.32 times where it grew in the middle of steps, and at most all rows. So the fullest rank of the
-# worst layer had needed 0.76 to 1 of all rows, and is taken to need 1 / 1.1. In another run (bench/results/
-# w2b-300-steps-4xh200.jsonl) one of 64 experts had 88 % of a layer's rows in steps 10 and 20, and 80 to 44 %
-# in steps 30 to 60. The mean layer is taken to have a third of the excess, as above.
-UNEVEN = 1 / 1.1
-MOST_UNEVEN = 4  # ranks: the largest ep for which this was measured
+# While routing is young it is uneven: of the rows that the fullest rank could have beyond its share, (ep - 1)
+# times the mean number, it has this part in the mean layer. In steps 30 to 60 of W2b on text it was 0.43 for
+# 2 ranks, and 0.42 for 4 and for 8 (bench/results/young-loads-h100.jsonl). In some step and layer the fullest
+# rank had all rows but a few, so the row limits then stand at all rows.
+UNEVEN = 0.425
+MOST_UNEVEN = 8  # ranks: the largest ep for which the loads were summed
+
 
 
 def peak_flops(device):
@@ -136,11 +135,14 @@ def max_load_factor(cfg, mesh, worst=False, uneven=False):
     """
     if not needs_row_limit(cfg, mesh):
         return 1.0
-    excess = SKEW * math.sqrt((mesh.ep.size - 1) / cfg.n_experts)
+    settled_excess = SKEW * math.sqrt((mesh.ep.size - 1) / cfg.n_experts)
+    if not worst:
+        settled_excess /= 3
+    most_excess = mesh.ep.size - 1
     if uneven:
-        excess = max(excess, UNEVEN * mesh.ep.size - 1)
-    share = 1 if worst else 1 / 3
-    return min(1 + excess * share, mesh.ep.size)
+        young_excess = most_excess if worst else UNEVEN * most_excess
+        return 1 + max(settled_excess, young_excess)
+    return 1 + min(settled_excess, most_excess)
 
 
 def row_limit_factor(cfg, mesh, uneven=False):

@@ -324,12 +324,12 @@ def test_synthetic_tokens_are_as_uneven_as_young_text():
 
 
 def test_uneven_routing_has_a_sum_where_it_was_measured():
-    """Not over more than four ranks, not with a capacity, and not on one rank, where nobody waits."""
+    """Not over more than eight ranks, not with a capacity, and not on one rank, where nobody waits."""
     def ms(gpus, *flags):
         cfg, _ = plan.check_gpus(parse(["moe-4b", f"--ep={gpus}", *flags]), gpus)
         return plan.uneven_ms(cfg, gpus, "h200", cfg.vocab_size)
-    assert ms(2) and ms(4)
-    assert ms(1) is None and ms(8) is None and ms(4, "--capacity-factor=1") is None
+    assert ms(2) and ms(4) and ms(8)
+    assert ms(1) is None and ms(16) is None and ms(4, "--capacity-factor=1") is None
 
 
 EIGHT_BILLION = ("llama-3.2-1b --n-layer 32 --n-embd 4096 --ffn-hidden 14336 --no-tied --vocab-size 128256 "
