@@ -283,8 +283,9 @@ class Optimizer:
     def stats(self, loss, full=True):
         """Return the StepStats. loss: () this rank's part of the mean.
 
-        One all-reduce of four numbers is enough. The slices partition the model, and a slice that k
-        ranks hold counts 1/k on each. num_zeros and param_norm are computed only if full.
+        One all-reduce of four numbers, and of the votes to stop, is enough. Over all ranks each
+        number of the model counts once, because a slice that k ranks hold counts 1/k on each.
+        num_zeros and param_norm are computed only if full.
         """
         loss = loss.double() / self.data_parallel.mesh.tp.size  # Every tp rank has the same loss.
         grad_squares = self.sum_of_squares(self.grads)
@@ -296,8 +297,8 @@ class Optimizer:
         sums = torch.stack([loss, grad_squares, num_zeros, param_squares, *self.votes()])
         self.data_parallel.mesh.world.all_reduce(sums)  # SUM of 4 numbers and 6 votes, over world
         self.count_votes(sums[4:])
-        grad_norm = self.unscale(sums[1].sqrt())
-        return StepStats(sums[0], grad_norm, num_zeros=sums[2], param_norm=sums[3].sqrt())
+        return StepStats(loss=sums[0], grad_norm=self.unscale(sums[1].sqrt()), num_zeros=sums[2],
+                         param_norm=sums[3].sqrt())
 
     def weights(self):
         """Return the masters; in the place of a SplitMaster the weights that it rounds to."""
@@ -341,12 +342,14 @@ class Optimizer:
     def step(self, lr, grad_norm):
         """Do one update. Return not_finite, () fp32: 1.0 where the step was not taken.
 
-        If the norm is not finite, nothing changes: neither weights nor moments nor Adam's step
-        count. The host does not wait for the device.
+        If the norm is not finite, neither weights nor moments nor Adam's step count change, only
+        fp16's loss scale. The host does not wait for the device.
         """
         self.prepare_update()
-        not_finite = (~torch.isfinite(grad_norm)).to(torch.float32)
-        divisor = self.fp32_divisor(self.divisor(grad_norm), not_finite)  # max(1, norm / clip)
+        is_finite = torch.isfinite(grad_norm)
+        not_finite = (~is_finite).to(torch.float32)
+        divisor = self.divisor(grad_norm)  # It clips: max(1, norm / clip).
+        divisor = self.fp32_divisor(divisor, not_finite)
         with self.data_parallel.timers("optimizer"):
             if self.use_triton:  # one kernel does what the two calls below do
                 self.step_triton(lr, divisor, not_finite)

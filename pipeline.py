@@ -67,16 +67,17 @@ def one_stage(model, data_parallel, batches, n_trained, loss_scale, before_forwa
         with data_parallel.timers("forward"):
             # The loss is a sum over x's tokens, the same on all tp ranks.
             loss, router_loss = model(x, y, *places)
-        loss = loss / n_trained  # the one division
-        loss_part = loss_part + loss.detach()
+        mean_part = loss / n_trained  # This is the one division.
+        loss_part = loss_part + mean_part.detach()
         # The one exception: the router's loss, 0 without experts, is a mean over each micro-batch,
         # so it is divided by the number of micro-batches of the global batch.
-        loss = loss + router_loss / (len(batches) * model.mesh.dp.size)
+        router_part = router_loss / (len(batches) * model.mesh.dp.size)
         # In the last micro-batch, the sum of a bucket starts as soon as its gradients are complete.
         is_last = i == len(batches) - 1
         data_parallel.announce_backward(completes_grads=is_last)
         with data_parallel.timers("backward"):
-            loss.backward(loss_scale)  # None, and so 1, except in fp16
+            # The loss scale is None except in fp16, and then backward starts from 1.
+            (mean_part + router_part).backward(loss_scale)
     return loss_part
 
 

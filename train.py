@@ -107,8 +107,7 @@ class Step:
         batches: from micro_batches(). n_trained: what the loss is divided by; a run passes
         trained_tokens(), and None means all tokens of the global batch.
         full: whether to compute num_zeros and param_norm, too. guard: a skip.Guard, which may veto
-        the update. refused: a () tensor, 1.0 if the device left weights and moments as they are,
-        because the gradient's norm was not finite, else 0.0; None after a veto.
+        the update. refused: what update() returns, or None after a veto.
         """
         loss = self.gradients(batches, number, n_trained=n_trained)
         with self.data_parallel.timers("norm"):
@@ -127,8 +126,8 @@ class Step:
         seed_dropout = dropout_seeder(cfg, mesh, number, len(batches), set_seed)
         # There is no zero_grad: after reset(), the first gradient of each parameter overwrites.
         self.data_parallel.reset()
-        moe.reset_stats(self.model)  # nothing in a model without experts
-        scale = self.opt.loss_scale  # None except in fp16
+        moe.reset_stats(self.model)  # Without experts this does nothing.
+        scale = self.opt.loss_scale  # It is None except in fp16.
         loss = forward_backward(self.model, self.data_parallel, batches, n_trained, scale,
                                 seed_dropout)
         self.data_parallel.finish_grad_sync()  # waits for the sums that backward has started
@@ -149,7 +148,11 @@ class Step:
         return stats, self.update(stats, number)
 
     def update(self, stats, number):
-        """Clip and update. Return not_finite, (): 1.0 if a norm that is not finite prevented it."""
+        """Clip and update. Return not_finite, a () tensor.
+
+        It is 1.0 where the gradient's norm was not finite. Then the device left weights and moments
+        as they were. Otherwise it is 0.0.
+        """
         not_finite = self.opt.step(learning_rate(self.cfg, number), stats.grad_norm)
         moe.update_router_bias(self.model, self.cfg.router_bias_rate, not_finite)
         return not_finite

@@ -35,7 +35,8 @@ IDLE = {"GPT.provide_weights", "DataParallel.provide_weights", "gather_rows", "s
         "reset_stats", "update_router_bias", "FlatBuffers.after_update", "DataParallel.on_updated",
         "FlatBuffers.used", "FlatBuffers.count_factor", "Block.norm_after", "dropout_seeder",
         "Bucket.complete_grad", "Optimizer.of_adam", "Optimizer.prepare_update",
-        "Optimizer.update_loss_scale", "Optimizer.count_votes", "Op.direction"}
+        "Optimizer.update_loss_scale", "Optimizer.count_votes", "Op.direction", "AdamW.widened",
+        "AdamW.keep_rounded"}
 PASSED_OVER = {"Block.maybe_recompute"}  # What it calls is shown in its place.
 OF_MICRO_BATCH = {"several_stages.<locals>.forward", "several_stages.<locals>.backward"}
 WIDTH = 110
