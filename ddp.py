@@ -319,8 +319,8 @@ class Bucket(FlatBuffers):
         """Take the gradient that backward made for parameter i.
 
         completes_grads: whether this is the last micro-batch (with --pp-chunks, of this chunk), so
-        that no gradient will be added to this one. When all parameters of the bucket have their
-        last gradient, the sum over the ranks starts. A "tied" sum waits: see wait_grads().
+        that parameter i gets no more gradients in this step. When all parameters of the bucket have
+        their last gradient, the sum over the ranks starts. A "tied" sum waits: see wait_grads().
         """
         self.take_gradient(i)
         self.untouched[i] = False

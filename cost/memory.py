@@ -25,6 +25,7 @@ from cost.parameters import (
     query_columns,
     rank_tokens,
     sharded_parameters,
+    uncopied_gradients,
     unwidened_gradients,
 )
 from cost.step_time import allocated_row_factor, expected_choice
@@ -384,7 +385,7 @@ def _backward_bytes(cfg, mesh, vocab_size, block):
 def memory(cfg, mesh, vocab_size, choice=None):
     """Return {part: bytes on this rank} at the fullest moment, on a GPU.
 
-    weights, gradients, optimizer: as in state_bytes.
+    weights, gradients, optimizer: as in state_bytes, without gradients that take the place of activations.
     activations: of all micro-batches in flight.
     logits: what the head and the cross-entropy need.
     workspace: what the first block's backward needs besides, if that is more than the logits; or Muon's
@@ -407,5 +408,11 @@ def memory(cfg, mesh, vocab_size, choice=None):
     buffers = held.blocks + 2  # one for each layer, two for all layers
     symm_mem = buffers * buffer_rows(cfg, mesh, choice) * cfg.n_embd * weight_bytes
     overhead = CONTEXT + FRAGMENTS * (activations + logits + workspace)
-    return {**state_bytes(cfg, mesh, vocab_size, choice), "activations": activations, "logits": logits,
-            "workspace": workspace, "symm_mem": symm_mem, "overhead": overhead}
+    state = state_bytes(cfg, mesh, vocab_size, choice)
+    # A gradient that stays where backward wrote it has no memory before (ddp.LoneBucket). Backward makes
+    # those of a block when it has freed the activations of the blocks behind it.
+    made_late = uncopied_gradients(cfg, mesh, vocab_size, choice) * weight_bytes
+    freed_before = activations * (held.blocks - 1) / held.blocks
+    state["gradients"] -= min(made_late, freed_before)
+    return {**state, "activations": activations, "logits": logits, "workspace": workspace,
+            "symm_mem": symm_mem, "overhead": overhead}

@@ -154,9 +154,13 @@ def row_limit_factor(cfg, mesh, uneven=False):
 
 
 def allocated_row_factor(cfg, mesh):
-    """Return the rows for which there are buffers, over the balanced number: they begin at --ep-slack, and
-    grow if a step needs more."""
-    return max(min(cfg.ep_slack, mesh.ep.size), row_limit_factor(cfg, mesh))
+    """Return the rows for which there are buffers, over the balanced number.
+
+    They begin at --ep-slack, and grow if a step needs more, which is while routing is young. Over more ranks
+    than it was measured on, those are counted that it settles to.
+    """
+    is_measured = mesh.ep.size <= MOST_UNEVEN
+    return max(min(cfg.ep_slack, mesh.ep.size), row_limit_factor(cfg, mesh, uneven=is_measured))
 
 
 # -----------------------------------------------------------------------------

@@ -665,13 +665,17 @@ def test_a_plan_says_what_wastes_the_gpu(capsys):
 
 
 def test_buffers_of_experts_are_planned_as_large_as_they_grow():
-    """moe-4b over 4 ranks settles at 1.8 times the balanced rows, wherever --ep-slack lets them begin."""
-    def estimate(slack):
-        cfg, mesh = plan.check_gpus(parse(["moe-4b", "--ep=4", "--zero=1", f"--ep-slack={slack}"]), 4)
-        return step_time.allocated_row_factor(cfg, mesh), plan.estimate(cfg, 4, "h200", cfg.vocab_size)
-    (least, small), (same, also), (more, large) = map(estimate, (1.0, 1.5, 4.0))
-    assert least == same == pytest.approx(1.83, abs=0.05) and more == 4.0
-    assert small["memory"] == also["memory"] < large["memory"] and small["ms"] == large["ms"]
+    """Over 4 ranks to all rows, while routing is young. Over 16 ranks, of which no loads were summed, to what
+    the routing settles to, or to --ep-slack."""
+    def estimate(ep, slack):
+        cfg, mesh = plan.check_gpus(parse(["moe-4b", f"--ep={ep}", "--zero=1", f"--ep-slack={slack}"]), ep)
+        return step_time.allocated_row_factor(cfg, mesh), plan.estimate(cfg, ep, "h200", cfg.vocab_size)
+    (least, small), (more, large) = estimate(4, 1.0), estimate(4, 4.0)
+    assert least == more == 4.0
+    assert small["memory"] == large["memory"] and small["ms"] == large["ms"]
+    (least, small), (same, also), (more, large) = [estimate(16, slack) for slack in (1.0, 2.0, 8.0)]
+    assert least == same == pytest.approx(2.72, abs=0.05) and more == 8.0
+    assert small["memory"] == also["memory"] < large["memory"]
 
 
 def test_help_says_what_it_does_and_lists_both_kinds_of_flags(capsys):
