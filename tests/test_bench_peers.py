@@ -201,7 +201,8 @@ def test_the_8b_model_is_llamas_and_fits_one_gpu_by_prediction():
         found = plan.estimate(layout, 1, "h200", cfg.vocab_size)
         needed[recompute] = found["memory"]
         assert found["fits"] == (recompute != "none")
-    assert needed["full"] == pytest.approx(125.0, abs=1) and needed["selective"] == pytest.approx(134.0, abs=1)
+    assert needed["full"] == pytest.approx(125.0, abs=1)
+    assert needed["selective"] == pytest.approx(134.0, abs=1)
     two = parse(f"{flags_of('ours', 2)} --recompute selective".split(), data="synthetic", global_batch=2)
     assert plan.estimate(two, 2, "h200", cfg.vocab_size)["fits"]
     assert [peer for peer, (_, names) in peer_cell.PEERS.items() if "8B" in names] == ["torchtitan"]
