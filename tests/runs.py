@@ -6,6 +6,7 @@
     same            asserts that two runs left the same bits
     assert_refused  asserts that a run ended with one line about its wrong input
     refused         the same of a program's main, which it calls
+    optimizer_as_planned   asserts that masters and moments have the planned bytes
 """
 import contextlib
 import hashlib
@@ -21,9 +22,14 @@ from pool import run_ranks
 import checkpoint
 import prepare
 import train
+from cost.memory import state_bytes
+from fast.choose import Choice
 from interface import terminal
+from interface.command_line import parse
 from ops.split_master import whole
+from parallel import make_mesh
 from runtime import launch, launcher
+from runtime.launch import World
 
 SHAPE = ["--n-layer=2", "--n-embd=16", "--n-head=2", "--n-kv-head=1", "--ffn-hidden=32", "--seq-len=16",
          "--vocab-size=100"]
@@ -188,3 +194,22 @@ def chars(folder):
     source.write_text(" ".join(words[(i * i + i // 7) % len(words)] for i in range(2000)))
     assert prepare.main([str(source), "--name", "toy", "--tokenizer", "char", "--out", str(folder)]) == 0
     return folder / "toy"
+
+
+def optimizer_as_planned(*flags):
+    """Assert that masters and moments of tiny with these flags take the planned bytes on one rank.
+
+    Return the Optimizer.
+    """
+    cfg = parse(["tiny", "--data=synthetic", "--vocab-size=200", *flags])
+    mesh = make_mesh(World())
+    _, _, opt = train.build(cfg, mesh, cfg.vocab_size, torch.device("cpu"))
+    used = 0
+    for master in opt.masters:
+        tensor = getattr(master, "low", master)
+        used += tensor.numel() * tensor.element_size()
+    for slices in opt.moments().values():
+        used += sum(piece.numel() * piece.element_size() for piece in slices if piece is not None)
+    planned = state_bytes(cfg, mesh, cfg.vocab_size, Choice(False, False, False, False))
+    assert used == planned["optimizer"]
+    return opt

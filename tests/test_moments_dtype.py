@@ -4,15 +4,11 @@ test_kernels.py compares the Triton kernel with AdamW.step, and test_early.py ha
 """
 import pytest
 import torch
-from runs import final, go, refused, rows, same
+from runs import final, go, optimizer_as_planned, refused, rows, same
 
 import train
-from cost.memory import state_bytes
-from fast.choose import Choice
 from interface.command_line import parse
 from optim import AdamW
-from parallel import make_mesh
-from runtime.launch import World
 
 BF16 = ["--moments-dtype=bf16"]
 MOMENTS = "exp_avg/", "exp_avg_sq/"
@@ -146,15 +142,4 @@ def test_a_checkpoint_opens_with_the_other_dtype(tmp_path):
 
 @pytest.mark.parametrize("flags", [[], ["--zero=1"], ["--optimizer=muon"], ["--split-masters"]])
 def test_memory_is_as_planned(flags):
-    """masters and moments, in bytes."""
-    cfg = parse(["tiny", "--data=synthetic", "--vocab-size=200", "--dtype=bf16", *BF16, *flags])
-    mesh = make_mesh(World())
-    _, _, opt = train.build(cfg, mesh, cfg.vocab_size, torch.device("cpu"))
-    used = 0
-    for master in opt.masters:
-        tensor = getattr(master, "low", master)
-        used += tensor.numel() * tensor.element_size()
-    for slices in opt.moments().values():
-        used += sum(piece.numel() * piece.element_size() for piece in slices if piece is not None)
-    planned = state_bytes(cfg, mesh, cfg.vocab_size, Choice(False, False, False, False))
-    assert used == planned["optimizer"]
+    optimizer_as_planned("--dtype=bf16", *BF16, *flags)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from faults import nothing, with_faults
 from pool import run_ranks
-from runs import final, go, refused, rows, same
+from runs import final, go, optimizer_as_planned, refused, rows, same
 from test_layouts import MOE, equality
 
 import train
@@ -197,20 +197,9 @@ def test_other_dtypes_are_refused(dtype):
 
 @pytest.mark.parametrize("flags", [[], ["--zero=1"], ["--optimizer=muon"]])
 def test_memory_is_as_planned(flags):
-    """masters and moments, in bytes."""
-    cfg = parse(["tiny", "--data=synthetic", "--vocab-size=200", *SPLIT, *flags])
-    mesh = make_mesh(World())
-    _, data_parallel, opt = train.build(cfg, mesh, cfg.vocab_size, torch.device("cpu"))
-    used = 0
-    for master in opt.masters:
-        tensor = getattr(master, "low", master)
-        used += tensor.numel() * tensor.element_size()
-    for slices in opt.moments().values():
-        used += sum(piece.numel() * piece.element_size() for piece in slices if piece is not None)
-    planned = state_bytes(cfg, mesh, cfg.vocab_size, Choice(False, False, False, False))
-    assert used == planned["optimizer"]
+    opt = optimizer_as_planned(*SPLIT, *flags)
     n_split = sum(isinstance(master, SplitMaster) for master in opt.masters)
-    assert 0 < n_split <= len(opt.masters) and (n_split < len(opt.masters)) == (cfg.optimizer == "muon")
+    assert 0 < n_split <= len(opt.masters) and (n_split < len(opt.masters)) == (opt.muon is not None)
 
 
 def masters_of(world, flags):
