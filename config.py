@@ -33,8 +33,9 @@ SIZE = (1, 2**20)
 COUNT = (0, 10**12)
 FACTOR = (0, 10**9)
 SHARE = (0, 1)
-# A bf16 number has 8 binary digits, so times a factor above 1 - 2**-8 it can round to itself again.
-LARGEST_BF16_DECAY = 0.996
+# Rounding errors of a moment in bf16 add up over 1 / (1 - beta) steps. Up to this beta they stay near 1 %.
+# With 0.99 they are 5 %, and above 0.996 a moment can round to itself for ever.
+LARGEST_BF16_DECAY = 0.98
 
 KINDS = ("shape", "shape or meaning", "meaning", "data", "free", "silent")
 
@@ -466,7 +467,7 @@ def check_sharing(cfg):
 
 
 def check_precision(cfg):
-    """Raise ValueError if --fp8 or --split-masters does not go with --dtype."""
+    """Raise ValueError if --fp8 or --split-masters does not go with --dtype, or --moments-dtype with beta."""
     if cfg.fp8 and cfg.dtype == "fp16":
         raise ValueError("--fp8 does not go with --dtype fp16: its products were tried with bf16 alone; "
                          "try --dtype bf16")
@@ -474,8 +475,8 @@ def check_precision(cfg):
         raise ValueError("--split-masters splits fp32 masters into bf16 weights and the bits besides, and "
                          f"--dtype {cfg.dtype} has no such weights; try --dtype bf16")
     if cfg.moments_dtype == "bf16" and max(cfg.beta1, cfg.beta2) > LARGEST_BF16_DECAY:
-        raise ValueError(f"--moments-dtype bf16 needs --beta1 and --beta2 of at most {LARGEST_BF16_DECAY}: a "
-                         "factor nearer to 1 is lost in rounding, and a moment would never fall; try "
+        raise ValueError(f"--moments-dtype bf16 needs --beta1 and --beta2 of at most {LARGEST_BF16_DECAY}: "
+                         "with a factor nearer to 1, errors of rounding add up over more steps; try "
                          "--moments-dtype fp32")
 
 

@@ -98,15 +98,18 @@ def block_of(name):
     return ".".join(name.split(".")[:2])
 
 
-def assign_buckets(named_parameters, zero=0, bucket_elements=BUCKET_ELEMENTS, optimizer="adamw"):
+def assign_buckets(named_parameters, zero=0, bucket_elements=BUCKET_ELEMENTS, optimizer="adamw",
+                   lone_axes=()):
     """Return the Contents of each bucket, roughly in the order in which backward fills the buckets.
 
     Backward reaches the last layers first, so buckets are filled in reverse. Vectors (norms,
     biases) have buckets of their own, because they are not decayed and each bucket is one tensor of
     the optimizer. With Muon, the matrices inside blocks have buckets of their own, too. Buckets
-    that are still open at the end come last, in the order in which they were begun. Under ZeRO-0
-    and ZeRO-1 a parameter of at least half a bucket has one of its own, which can be a LoneBucket.
-    Another bucket of matrices is closed
+    that are still open at the end come last, in the order in which they were begun.
+
+    lone_axes: the names of the axes of one rank, which has nobody to sum with. Under ZeRO-0 and
+    ZeRO-1 a parameter of such an axis that has at least half a bucket gets one of its own, which
+    can be a LoneBucket. Another bucket of matrices is closed
         under ZeRO-0 and ZeRO-1   when it has bucket_elements
         under ZeRO-2              at the first end of a block after that: the gradients of a block
                                   come almost at once, and a second bucket would wait for a slot
@@ -125,7 +128,8 @@ def assign_buckets(named_parameters, zero=0, bucket_elements=BUCKET_ELEMENTS, op
                     closed.append(filling.pop(key))
         is_muons = optimizer == "muon" and uses_muon(p, name)
         key = p.reduction_axis, uses_weight_decay(p), "muon" if is_muons else "adamw"
-        is_alone = zero < 2 and p.numel() >= bucket_elements / 2
+        is_large = p.numel() >= bucket_elements / 2
+        is_alone = is_large and zero < 2 and p.reduction_axis in lone_axes
         if is_alone and key in filling:
             closed.append(filling.pop(key))
         if key not in filling:
@@ -436,7 +440,8 @@ class DataParallel:
         self.completes_grads = True  # of the next backward: see announce_backward
         self.buckets = []
         trained = trained_parameters(model)
-        for contents in assign_buckets(trained, zero, bucket_elements, optimizer):
+        lone_axes = [name for name, axis in mesh.axes().items() if axis.size == 1]
+        for contents in assign_buckets(trained, zero, bucket_elements, optimizer, lone_axes):
             self.add_bucket(contents, dtype, make_comm)
         self.frozen_buckets = self.freeze(frozen_parameters(model), dtype)
         bucket_of = {}

@@ -76,7 +76,7 @@ def one_stage(model, data_parallel, batches, n_trained, loss_scale, before_forwa
         is_last = i == len(batches) - 1
         data_parallel.announce_backward(completes_grads=is_last)
         with data_parallel.timers("backward"):
-            # The loss scale is None except in fp16, and then backward starts from 1.
+            # Without fp16 the loss scale is None, and backward starts from 1.
             (mean_part + router_part).backward(loss_scale)
     return loss_part
 

@@ -265,14 +265,17 @@ class BucketSize(NamedTuple):
     lone: bool = False  # whether one parameter fills it
 
 
-def _build_buckets(cfg, mesh, vocab_size, first, blocks):
-    """Return the BucketSize of each bucket of a rank that holds these consecutive blocks."""
+def _build_buckets(cfg, mesh, vocab_size, first, blocks, lone_axes):
+    """Return the BucketSize of each bucket of a rank that holds these consecutive blocks.
+
+    lone_axes: the names of the layout's axes of one rank.
+    """
     with torch.device("meta"):
         model = GPT(cfg, mesh, vocab_size, [(first, first + blocks)])
     position = {name: i for i, (name, _) in enumerate(model.named_parameters())}
     sizes = []
     for named_parameters in (trained_parameters(model), frozen_parameters(model)):
-        buckets = assign_buckets(named_parameters, cfg.zero, optimizer=cfg.optimizer)
+        buckets = assign_buckets(named_parameters, cfg.zero, optimizer=cfg.optimizer, lone_axes=lone_axes)
         # Backward reaches the first layers last, so it completes the bucket with the last name first.
         buckets.sort(key=lambda bucket: -position[bucket.names[-1]])
         for bucket in buckets:
@@ -300,11 +303,12 @@ def _buckets(cfg, mesh, vocab_size):
     # times, so the key is a plain tuple: to make another Config and to hash it takes half of a search.
     zero = 0 if cfg.zero == 1 else cfg.zero
     cut = {name: getattr(mesh, name).size for name in ("tp", "cp", "ep")}
-    key = (_flags_of_any_layout(cfg), zero, *cut.values(), vocab_size, first, held.blocks)
+    lone_axes = tuple(name for name in Mesh.__annotations__ if getattr(mesh, name).size == 1)
+    key = (_flags_of_any_layout(cfg), zero, *cut.values(), vocab_size, first, held.blocks, lone_axes)
     if key not in _built:
         cut_alike = dataclasses.replace(cfg, **LAYOUT, zero=zero)
         axes = [Axis(name, size=cut.get(name, 1)) for name in Mesh.__annotations__]
-        _built[key] = _build_buckets(cut_alike, Mesh(*axes), vocab_size, first, held.blocks)
+        _built[key] = _build_buckets(cut_alike, Mesh(*axes), vocab_size, first, held.blocks, lone_axes)
     return _built[key]
 
 

@@ -50,8 +50,8 @@ FP8_INPUT = 6
 FP8_WEIGHT = 8
 FP8_GRADIENT = 6
 GROUPED = 0.5  # of peak, experts: 445 TFLOP/s at 1024 rows each, less the time of the weights' bytes
-# Rates of quack-kernels over those of ours, of experts' products and of gradients of their weights: the means
-# of 15 and 10 products on one H100, sustained, each by the tile that fast/experts.py takes
+# Rates of quack-kernels over those of ours, of experts' products and of gradients of their weights: the
+# geometric means of 15 and 10 products on one H100, sustained, each by the tile that fast/experts.py takes
 # (bench/results/experts-quack-tiles-h100.jsonl). They are 1.04 to 1.24 and 0.95 to 1.29.
 QUACK_RATE = 1.134
 QUACK_WGRAD_RATE = 1.183
@@ -104,7 +104,6 @@ SKEW = 3.05
 # rank had all rows but a few, so the row limits then stand at all rows.
 UNEVEN = 0.425
 MOST_UNEVEN = 8  # ranks: the largest ep for which the loads were summed
-
 
 
 def peak_flops(device):
@@ -517,13 +516,13 @@ def step_time(cfg, mesh, gpu, vocab_size, slowest, reductions):
     local = local_trained(cfg, mesh, vocab_size)
     alone, copied = unwidened_gradients(mesh, local, choice)
     gradient_bytes = _bytes_of_sums(cfg, mesh, local, alone, copied)
-    weight_bytes, _ = element_bytes(cfg)
+    weight_bytes, sum_bytes = element_bytes(cfg)
     gradient_bytes -= 2 * weight_bytes * uncopied_gradients(cfg, mesh, vocab_size, choice)
     adam_bytes = owned_parameters(cfg, mesh, local) * ADAM - alone * 4
     if cfg.split_masters:
         adam_bytes -= 2 * owned_parameters(cfg, mesh, local)
-    if cfg.moments_dtype == "bf16":  # Two moments are read and written, with 2 bytes less each.
-        adam_bytes -= 8 * owned_parameters(cfg, mesh, local)
+    if cfg.moments_dtype == "bf16":  # Two moments are read and written, each with 2 bytes.
+        adam_bytes -= 4 * (sum_bytes - 2) * owned_parameters(cfg, mesh, local)
     # From ZeRO-2 on gradients are sent in every micro-batch, before that in the last one. With --shard
     # the replicas' sums are always sent in the last one, and never as copies.
     beside = slowest * num_micro_batches if cfg.zero > 1 else slowest

@@ -205,7 +205,8 @@ def optimizer_as_planned(*flags):
     mesh = make_mesh(World())
     _, _, opt = train.build(cfg, mesh, cfg.vocab_size, torch.device("cpu"))
     used = 0
-    for master in opt.masters:
+    is_16_bit = cfg.dtype in ("bf16", "fp16")  # In a wider model the masters are the weights.
+    for master in opt.masters if is_16_bit else ():
         tensor = getattr(master, "low", master)
         used += tensor.numel() * tensor.element_size()
     for slices in opt.moments().values():

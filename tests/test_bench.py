@@ -25,6 +25,7 @@ import smoke
 import speed
 import torch_versions
 import windows
+from training import Training
 
 import attention
 from fast.choose import OURS, Choice
@@ -246,6 +247,18 @@ def test_young_routing_is_told_from_settled_routing():
     windows = [speed.window(World(), first, last, times, paths) for first, last in [(30, 60), (300, 330)]]
     assert windows[0] == {"steps": [30, 60], "ms": 90.0, "paths": {"graph": 0.9, "redone": 0.1}}
     assert speed.times_of(windows) == "90.00 ms in steps 30 to 60, 10% redone; 70.00 ms in steps 300 to 330"
+
+
+def test_a_row_of_speed_is_planned_with_what_multiplied(monkeypatch):
+    def training_by_a_library(cfg, world):
+        training = Training(cfg, world)
+        training.products = "quack-kernels 1"
+        return training
+    asked = []
+    monkeypatch.setattr(speed, "planned_ms", lambda cfg, world, vocab, products: asked.append(products))
+    flags = "tiny --n-layer 1 --n-experts 2 --vocab-size 100 --micro-batch 1"
+    speed.measure(World(), "W2b", flags, 4, make=training_by_a_library)
+    assert asked == ["quack-kernels 1"]
 
 
 def test_a_row_of_speed_has_the_time_that_plan_expects(monkeypatch, capsys):

@@ -17,6 +17,7 @@ from test_layouts import assemble, run
 import train
 from config import Config
 from corpus.synthetic import Synthetic
+from ddp import assign_buckets
 from ops.flat import rectangles
 from parallel import Axis, make_mesh
 from runtime.resume import broadcast_and_verify, own_pieces
@@ -161,3 +162,28 @@ def test_a_tied_embedding_is_summed_after_the_last_message(zero):
         messages = [i for i, (axis, _) in enumerate(seen) if axis == "pp"]
         assert seen.count(("tied", reduce)) == 1 and messages
         assert seen.index(("tied", reduce)) > max(messages)
+
+
+def test_a_bucket_is_full_when_it_has_its_elements():
+    def named(*sizes):
+        parameters = []
+        for i, n in enumerate(sizes):
+            p = torch.nn.Parameter(torch.zeros(n, 1))
+            p.reduction_axis = "dp"
+            parameters.append((f"blocks.{i}.w", p))
+        return parameters
+
+    for zero in (0, 2, 3):
+        assert [contents.names for contents in assign_buckets(named(5, 5, 5), zero, 5)] == [
+            ["blocks.2.w"], ["blocks.1.w"], ["blocks.0.w"]]
+    assert [len(contents.names) for contents in assign_buckets(named(5, 5, 5), 2, 6)] == [2, 1]
+
+    def sizes(zero, *lone_axes):
+        """Of a model of 3 + 8 + 2 + 7 + 1 elements, in buckets of 16. Backward begins with the last."""
+        found = assign_buckets(named(3, 8, 2, 7, 1), zero, 16, lone_axes=lone_axes)
+        return [[p.numel() for p in contents.params] for contents in found]
+
+    for zero in (0, 1):  # Half a bucket is alone, where no other rank has it.
+        assert sizes(zero, "dp") == [[1, 7, 2], [8], [3]]
+        assert sizes(zero, "edp") == sizes(zero) == [[1, 7, 2, 8], [3]]
+    assert sizes(2, "dp") == [[1, 7, 2, 8], [3]] and sizes(3, "dp") == [[1], [7], [2], [8], [3]]

@@ -29,7 +29,6 @@ from corpus import text
 from cost.fits import larger_zero
 from cost.idle import pipeline_warnings, width_warnings
 from cost.meshes import stage_mesh
-from ddp import assign_buckets
 from fast import choose, graph
 from fast import compile as compile_
 from fast.choose import Choice
@@ -383,21 +382,6 @@ def test_a_run_without_a_history_begins_at_step_0(tmp_path):
 
 # -----------------------------------------------------------------------------
 # Ranks and kernels
-
-def test_a_bucket_is_full_when_it_has_its_elements():
-    def named(*sizes):
-        parameters = []
-        for i, n in enumerate(sizes):
-            p = torch.nn.Parameter(torch.zeros(n, 1))
-            p.reduction_axis = "dp"
-            parameters.append((f"blocks.{i}.w", p))
-        return parameters
-
-    for zero in (0, 2, 3):
-        assert [contents.names for contents in assign_buckets(named(5, 5, 5), zero, 5)] == [
-            ["blocks.2.w"], ["blocks.1.w"], ["blocks.0.w"]]
-    assert [len(contents.names) for contents in assign_buckets(named(5, 5, 5), 2, 6)] == [2, 1]
-
 
 def test_a_message_to_a_neighbour_is_recorded_with_its_bytes(monkeypatch):
     sent = []

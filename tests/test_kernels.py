@@ -369,6 +369,23 @@ def test_adamw(kernels, dtype, split, moments, clip, keeps_dtype):
     assert opt.adam_t() == opt2.adam_t() == 3
 
 
+def test_adamw_rounds_moments_and_not_what_updates_the_weights(kernels):
+    """Gradients of few digits give moments that bf16 has exactly. Others are rounded after the update."""
+    n = 1000
+    scalars = torch.tensor([0.1, 1.0, 1.0, 0.0], device=DEVICE)
+    few_digits = torch.arange(-8, 8, device=DEVICE).repeat(63)[:n] / 8
+    for grad, is_exact in ((few_digits.float(), True), (torch.randn(n, device=DEVICE), False)):
+        w = torch.ones(n, device=DEVICE)
+        m, v = torch.zeros(2, n, dtype=torch.bfloat16, device=DEVICE)
+        kernels.adamw[(-(-n // 128),)](w, grad, m, v, w, scalars, 1.0, 0.5, 0.25, 1e-3, n, OUT=False,
+                                       SPLIT=False, BLOCK=128, num_warps=4)
+        assert_near(w, 1 - 0.1 * (grad / 2) / ((grad.square() / 4).sqrt() + 1e-3), 1e-6)
+        for found, expected in ((m, grad / 2), (v, grad.square() / 4)):
+            # The interpreter cuts bits off where a GPU rounds.
+            step = 0 if is_exact else 2**-8 if DEVICE == "cuda" else 2**-7
+            torch.testing.assert_close(found.float(), expected, rtol=step, atol=0)
+
+
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
 @pytest.mark.parametrize("keeps_dtype", [False, True])
 def test_muon(kernels, dtype, keeps_dtype):

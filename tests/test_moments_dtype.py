@@ -7,6 +7,7 @@ import torch
 from runs import final, go, optimizer_as_planned, refused, rows, same
 
 import train
+from config import LARGEST_BF16_DECAY
 from interface.command_line import parse
 from optim import AdamW
 
@@ -52,20 +53,26 @@ def test_a_refused_update_changes_no_bit():
 # -----------------------------------------------------------------------------
 # Factors that rounding would lose
 
-def falls(beta):
-    """Return whether every bf16 number times beta, rounded, is less than before."""
-    numbers = (torch.arange(0x3F80, 0x4000).to(torch.int16)).view(torch.bfloat16)  # those from 1 to 2
-    return bool(((numbers.float() * beta).bfloat16() < numbers).all())
+def error_of_rounding(beta2):
+    """Return the relative error (rms) of 1,000 second moments in bf16, after 1,000 normal gradients each."""
+    rng = torch.Generator().manual_seed(1)
+    wide = torch.zeros(1000)
+    narrow = torch.zeros(1000, dtype=torch.bfloat16)
+    for _ in range(1000):
+        squares = torch.randn(1000, generator=rng).square()
+        wide += (1 - beta2) * (squares - wide)
+        narrow = (narrow.float() + (1 - beta2) * (squares - narrow.float())).bfloat16()
+    return ((narrow.float() - wide) / wide).square().mean().sqrt().item()
 
 
-def test_the_largest_factor_lets_every_moment_fall():
-    from config import LARGEST_BF16_DECAY
-    assert falls(LARGEST_BF16_DECAY) and not falls(0.997)
+def test_up_to_the_largest_factor_errors_of_rounding_are_small():
+    assert error_of_rounding(0.95) < 0.01 and error_of_rounding(LARGEST_BF16_DECAY) < 0.015
+    assert error_of_rounding(0.99) > 0.03
 
 
 @pytest.mark.parametrize("flag", ["--beta1", "--beta2"])
 def test_a_factor_nearer_to_one_is_refused(flag):
-    argv = ["tiny", "--data=synthetic", flag, "0.999"]
+    argv = ["tiny", "--data=synthetic", flag, "0.99"]
     refused(train.main, [*argv, *BF16], "--moments-dtype fp32")
     parse(argv)
 
@@ -86,7 +93,7 @@ LAYOUTS = {  # name: (ranks, flags)
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_layout_is_one_process(name, tmp_path):
-    """After three steps, moments are apart by one rounding at most, and so much weights may differ."""
+    """After three steps moments are within two steps of bf16, and weights within what that moves them."""
     n, flags = LAYOUTS[name]
     layout = ("--zero", "--tp", "--pp", "--ep")
     model = [flag for flag in flags if not flag.startswith(layout)]
@@ -122,24 +129,30 @@ def test_a_resume_is_equal_to_the_bit(n, flags, tmp_path):
 
 
 def test_a_checkpoint_opens_with_the_other_dtype(tmp_path):
-    """Wide moments are rounded when they are read, and bf16 ones are widened. The resume says so."""
+    """Wide moments are rounded when they are read, and bf16 ones are widened. The resume says so, and a step
+    later the moments are near those of a run that goes on as it was."""
     go(1, tmp_path / "wide", "--steps=2", "--save-every=2")
     go(1, tmp_path / "narrow", *BF16, "--steps=2", "--save-every=2")
-    went = {}
-    for source, flags, words in (("wide", BF16, "moments-dtype fp32 -> bf16"),
-                                 ("narrow", [], "moments-dtype bf16 -> fp32")):
-        out = tmp_path / f"from {source}"
-        said = go(2, out, *flags, "--zero=1", f"--resume={tmp_path / source / 'step_000002'}",
-                  "--steps=3", "--save-every=3")
+    for source, flags, same_flags, words in (("wide", BF16, [], "moments-dtype fp32 -> bf16"),
+                                             ("narrow", [], BF16, "moments-dtype bf16 -> fp32")):
+        resumed = [f"--resume={tmp_path / source / 'step_000002'}", "--steps=3", "--save-every=3"]
+        said = go(2, tmp_path / f"other {source}", *flags, "--zero=1", *resumed)
+        go(1, tmp_path / f"same {source}", *same_flags, *resumed)
         assert words in said["out"]
-        tensors, _ = final(out, 3)
-        went[source] = {tensor.dtype for key, tensor in tensors.items() if key.startswith(MOMENTS)}
-    assert went == {"wide": {torch.bfloat16}, "narrow": {torch.float32}}
+        found, _ = final(tmp_path / f"other {source}", 3)
+        expected, _ = final(tmp_path / f"same {source}", 3)
+        dtype = torch.bfloat16 if flags else torch.float32
+        for key, tensor in found.items():
+            if key.startswith(MOMENTS):
+                assert tensor.dtype == dtype != expected[key].dtype
+                least = 1e-3 * expected[key].float().abs().max().item()
+                torch.testing.assert_close(tensor.float(), expected[key].float(), rtol=2**-6, atol=least)
 
 
 # -----------------------------------------------------------------------------
 # Memory
 
-@pytest.mark.parametrize("flags", [[], ["--zero=1"], ["--optimizer=muon"], ["--split-masters"]])
+@pytest.mark.parametrize("flags", [[], ["--dtype=fp32"], ["--dtype=fp64"], ["--optimizer=muon"],
+                                   ["--split-masters"]])
 def test_memory_is_as_planned(flags):
     optimizer_as_planned("--dtype=bf16", *BF16, *flags)

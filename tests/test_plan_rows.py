@@ -91,6 +91,7 @@ def test_quack_is_counted(row):
     assert 0.02 < without - with_library < 0.035 and abs(with_library - 1) < without - 1
 
 
+# With 32 experts the routing was more even: the sum of settled routing is that of these rows, within 0.2 %.
 @pytest.mark.parametrize("row", [row for row in UNEVEN if "--n-experts 32" not in row.flags], ids=str)
 def test_uneven_routing_takes_longer_than_what_it_settles_to(row):
     """Predictions of settled routing are 8 to 10 % too low on two GPUs, and 19 to 24 % on four."""
