@@ -103,6 +103,12 @@ class Flags:
     portable: bool = False  # experts multiply by our Triton kernels, as on GPUs that torch has no kernel for
 
 
+def say_begun(world, what):
+    """Print what begins, on one rank, so that a run that is cut off has said how far it came."""
+    if world.rank == 0:
+        print(f"  {what}", flush=True)
+
+
 # -----------------------------------------------------------------------------
 # Layouts (fp64, fp32, bf16): a layout computes what one rank computes
 
@@ -128,8 +134,7 @@ def check_layouts(world, dtype):
 
     worst = 0.0
     for family, batch, layout in layouts:
-        if world.rank == 0:
-            print(f"  {dtype} {family} {layout}", flush=True)
+        say_begun(world, f"{dtype} {family} {layout}")
         base = dict(FAMILIES[family], **SHAPE, micro_batch=2, dtype=dtype)
         # These few rows take the kernel that is for thousands of them.
         with mock.patch.object(tiles, "WGRAD_ROWS", 0):
@@ -164,7 +169,7 @@ def worst_error(name, flags, want, seen, results):
 # Replicas, and the step as a CUDA graph: train.py's own step, 20 times
 
 def fitting(world, layouts):
-    """Return [(family, flags)] of the layouts whose axes divide the number of ranks.
+    """Return [(name, flags)] of the layouts whose axes divide the number of ranks.
 
     A step has 16 sequences in micro-batches of 2. Under ZeRO the layout comes a second time with one
     micro-batch, the case in which gradients and weights travel as copies between GPUs.
@@ -179,7 +184,8 @@ def fitting(world, layouts):
                      data="synthetic", **layout)
         dp = world.size // layout.get("tp", 1) // layout.get("cp", 1) // layout.get("pp", 1)
         sizes = (2, 16 // dp) if layout.get("zero") else (2,)
-        fits += [(family, dict(flags, micro_batch=size)) for size in sizes]
+        fits += [(f"{family} {layout}, micro-batches of {size}", dict(flags, micro_batch=size))
+                 for size in sizes]
     return fits
 
 
@@ -205,19 +211,20 @@ def check_replicas(world):
     AssertionError: the bits of a parameter differ between two ranks that hold it, or between the runs.
     """
     checked = 0
-    for family, flags in fitting(world, REPLICATED):
+    for name, flags in fitting(world, REPLICATED):
+        say_begun(world, f"replicas {name}")
         prints = []
         for _ in range(2):
             training = Training(Config(**flags), world, without=["graph"])
             training.run(STEPS)
             prints.append(weights_of(training))
         ranks = world.tree.gather_objects(prints[0])  # two integers per parameter, over the world
-        for name, (group, bits) in prints[0].items():
+        for parameter, (group, bits) in prints[0].items():
             for r in group:
-                assert ranks[r][name][1] == bits, (f"{family} {flags}: {name} differs between ranks "
-                                                   f"{world.rank} and {r}")
+                assert ranks[r][parameter][1] == bits, (f"{name}: {parameter} differs between ranks "
+                                                        f"{world.rank} and {r}")
                 checked += 1
-        assert prints[0] == prints[1], f"{family} {flags}: two runs differ"
+        assert prints[0] == prints[1], f"{name}: two runs differ"
     n = sum(world.tree.gather_objects(checked))  # one number per rank, over the world
     return (f"{STEPS} bf16 steps: {n} comparisons of replicated parameters, all equal to the bit; "
             "two runs as well")
@@ -230,14 +237,15 @@ def check_graphs(world):
     """
     worst, redone = 0.0, 0
     layouts = fitting(world, CAPTURED)
-    for family, flags in layouts:
+    for name, flags in layouts:
+        say_begun(world, f"graph {name}")
         seen = []
         for graph in (False, True):
             training = Training(Config(**flags), world, without=[] if graph else ["graph"])
             seen.append(np.array([training.step(training.batches(), full=True).item() for _ in range(STEPS)]))
         redone += training.overflows()[0] or 0
         error = np.abs(seen[1] / seen[0] - 1).max()
-        assert error < 1e-2, f"{family} {flags}: {seen}"
+        assert error < 1e-2, f"{name}: {seen}"
         worst = max(worst, error)
     if not has_cuda_api(world.device):
         return (f"graph: left out, {world.device.type} has no CUDA graphs; {STEPS} bf16 steps without one, "
@@ -327,6 +335,7 @@ def check_products(world):
         runs.append((world, dict(ffn_hidden=128, ep=world.size, zero=1)))
     worst = 0.0
     for ranks, shape in runs:
+        say_begun(world, f"products {shape}")
         flags = of_library("dropless", **shape)
         losses = {}
         for without in ((), ("quack",)):

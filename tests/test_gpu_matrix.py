@@ -69,13 +69,20 @@ def rehearsed(world, check_layouts, *argv):
     return said.getvalue()
 
 
+def results_and_what_began(said):
+    """Return the lines of the parts, and those in which the parts say which of their runs begins."""
+    lines = said.splitlines()
+    return [line for line in lines if line[0] != " "], [line for line in lines if line[0] == " "]
+
+
 @pytest.mark.parametrize("check_layouts, numbers", [
     (layouts_of_one_family, (2, 1, 1)), pytest.param(CHECK_LAYOUTS, (4, 4, 4), marks=pytest.mark.long)],
     ids=["a family for each dtype", "all families"])
 def test_every_part_runs_on_two_ranks_of_a_cpu(check_layouts, numbers):
     first, second = run_ranks(2, rehearsed, check_layouts)
     assert second == ""
-    lines = [line for line in first.splitlines() if not line.startswith("  ")]
+    lines, begun = results_and_what_began(first)
+    assert {line.split()[0] for line in begun} == {"fp64", "fp32", "bf16", "replicas", "graph", "products"}
     for line, dtype, n in zip(lines, ("fp64", "fp32", "bf16"), numbers, strict=False):
         assert line.startswith(f"{dtype}: {n} layouts of 2 ranks equal one rank, worst error ")
     assert lines[3].startswith("2 bf16 steps: ") and lines[3].endswith("; two runs as well")
@@ -89,7 +96,8 @@ def test_every_part_runs_on_two_ranks_of_a_cpu(check_layouts, numbers):
 
 def test_one_rank_has_no_layouts():
     (said,) = run_ranks(1, rehearsed, CHECK_LAYOUTS, "sync", "graph", "fp64")
-    layouts, graph, sync = said.splitlines()
+    (layouts, graph, sync), begun = results_and_what_began(said)
+    assert begun and all(line.startswith("  graph ") for line in begun)
     assert layouts == "fp64: left out, no layout of the table has this number of ranks, 1"
     assert graph.startswith("graph: left out") and sync.startswith("sync: left out")
 
