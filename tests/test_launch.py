@@ -293,8 +293,7 @@ def recorded(local, local_size, own=None):
     return select(local, local_size)
 def started(*args):
     world = start(*args)
-    line = f"{world.launcher} {world.tree.gather_objects((world.shown, *mine))}\\n"
-    os.write(1, line.encode())  # in one piece: both ranks write at the same moment
+    os.write(1, f"{world.launcher} {world.tree.gather_objects((world.shown, *mine))}\\n".encode())
     return world
 launch.select_device, launch.launch = recorded, started
 train.main(sys.argv[1:])
