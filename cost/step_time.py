@@ -8,6 +8,7 @@ them was fitted to the milliseconds of a step on H200; tests/test_plan.py compar
 steps. plan.py prints the result.
 """
 import math
+from typing import NamedTuple
 
 import torch
 
@@ -241,19 +242,24 @@ def quack_multiplies(cfg, mesh, gpu):
     return mesh.ep.size == 1 or expected_choice(cfg, mesh, gpu.node).graph
 
 
-def expert_passes(cfg, mesh, gpu, uneven=False):
-    """Return how long the experts' products take, over their forward by our own.
+class ExpertPasses(NamedTuple):
+    """How long the experts' products take, each over their forward by our own products."""
+    forward: float = 1.0
+    of_rows: float = 1.0     # the gradients of rows
+    of_weights: float = 1.0  # the gradients of weights
 
-    They are three numbers: the forward, the gradients of rows, the gradients of weights.
-    """
+
+def expert_passes(cfg, mesh, gpu, uneven=False):
+    """Return the ExpertPasses of one micro-batch."""
     if not quack_multiplies(cfg, mesh, gpu):
-        return 1.0, 1.0, 1.0
+        return ExpertPasses()
     # Of the three products that give gradients of rows, two are added up. Their sum stays ours.
     of_rows = (1 / QUACK_RATE + 2) / 3
     rows = expert_rows(cfg, rank_tokens(cfg, mesh) // mesh.tp.size) * row_limit_factor(cfg, mesh, uneven)
     has_many_rows = rows >= WGRAD_ROWS * (cfg.n_experts // mesh.ep.size)
     ours_make_weights = mesh.ep.size > 1 and has_many_rows  # QuackProductsOverRanks
-    return 1 / QUACK_RATE, of_rows, 1.0 if ours_make_weights else 1 / QUACK_WGRAD_RATE
+    of_weights = 1.0 if ours_make_weights else 1 / QUACK_WGRAD_RATE
+    return ExpertPasses(1 / QUACK_RATE, of_rows, of_weights)
 
 
 def product_seconds(cfg, mesh, gpu, uneven=False):
@@ -265,8 +271,8 @@ def product_seconds(cfg, mesh, gpu, uneven=False):
     backwards = 1 if cfg.lora else 2
     seconds = (forwards + backwards) * dense_matmuls(cfg, mesh, gpu)
     if cfg.n_experts:
-        forward, of_rows, of_weights = expert_passes(cfg, mesh, gpu, uneven)
-        passes = forwards * forward + of_rows + of_weights
+        times = expert_passes(cfg, mesh, gpu, uneven)
+        passes = forwards * times.forward + times.of_rows + times.of_weights
         seconds += passes * expert_matmuls(cfg, mesh, gpu, uneven)
     return seconds
 

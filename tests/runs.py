@@ -4,6 +4,7 @@
     go              the same on n ranks at once
     rows, final     read what a run leaves behind: its metrics, a checkpoint
     same            asserts that two runs left the same bits
+    assert_resume_is_equal   asserts the same of a run and of one that was resumed
     assert_refused  asserts that a run ended with one line about its wrong input
     refused         the same of a program's main, which it calls
     optimizer_as_planned   asserts that masters and moments have the planned bytes
@@ -214,3 +215,12 @@ def optimizer_as_planned(*flags):
     planned = state_bytes(cfg, mesh, cfg.vocab_size, Choice(False, False, False, False))
     assert used == planned["optimizer"]
     return opt
+
+
+def assert_resume_is_equal(n, folder, *flags):
+    """Assert that four steps on n ranks leave the same bits as two steps and, resumed, two more."""
+    flags = [*flags, "--save-every=2"]
+    go(n, folder / "a", *flags, "--steps=4")
+    go(n, folder / "b", *flags, "--steps=2", "--decay-steps=4")
+    go(n, folder / "b", *flags, "--steps=4", "--resume=auto")
+    same(folder / "a", folder / "b", 4)

@@ -4,7 +4,7 @@ test_kernels.py compares the Triton kernel with AdamW.step, and test_early.py ha
 """
 import pytest
 import torch
-from runs import final, go, optimizer_as_planned, refused, rows, same
+from runs import assert_resume_is_equal, final, go, optimizer_as_planned, refused, rows
 
 import train
 from config import LARGEST_BF16_DECAY
@@ -38,6 +38,12 @@ def test_it_is_torchs_adamw_with_rounded_moments(decay):
             assert kept.dtype == torch.bfloat16 and torch.equal(kept.float(), state[moment])
         assert torch.equal(found, expected)
     assert not torch.equal(found, unrounded), "without rounding the weights are others"
+
+
+def test_wide_copies_are_made_of_one_parameter_at_a_time():
+    for moments_dtype, expected in ((None, [[0, 1]]), (torch.bfloat16, [[0], [1]])):
+        adam = AdamW([torch.ones(5), torch.ones(7)], [0.1, 0.1], (0.9, 0.95), moments_dtype=moments_dtype)
+        assert list(adam.groups.values()) == expected
 
 
 def test_a_refused_update_changes_no_bit():
@@ -121,11 +127,7 @@ def test_a_layout_is_one_process(name, tmp_path):
 @pytest.mark.parametrize("n, flags", [(1, []), (2, ["--zero=1", "--dtype=bf16", "--split-masters"]),
                                       (2, ["--zero=3"])])
 def test_a_resume_is_equal_to_the_bit(n, flags, tmp_path):
-    flags = [*BF16, *flags, "--save-every=2"]
-    go(n, tmp_path / "a", *flags, "--steps=4")
-    go(n, tmp_path / "b", *flags, "--steps=2", "--decay-steps=4")
-    go(n, tmp_path / "b", *flags, "--steps=4", "--resume=auto")
-    same(tmp_path / "a", tmp_path / "b", 4)
+    assert_resume_is_equal(n, tmp_path, *BF16, *flags)
 
 
 def test_a_checkpoint_opens_with_the_other_dtype(tmp_path):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from faults import nothing, with_faults
 from pool import run_ranks
-from runs import final, go, optimizer_as_planned, refused, rows, same
+from runs import assert_resume_is_equal, final, go, optimizer_as_planned, refused, rows
 from test_layouts import MOE, equality
 
 import train
@@ -139,11 +139,7 @@ def test_a_run_is_that_of_whole_masters(name, tmp_path, request):
 @pytest.mark.parametrize("n, flags", [(1, []), (2, ["--zero=1"]), (2, ["--zero=3"]),
                                       (2, ["--optimizer=muon", "--zero=2"])])
 def test_a_resume_is_equal_to_the_bit(n, flags, tmp_path):
-    flags = [*SPLIT, *flags, "--save-every=2"]
-    go(n, tmp_path / "a", *flags, "--steps=4")
-    go(n, tmp_path / "b", *flags, "--steps=2", "--decay-steps=4")
-    go(n, tmp_path / "b", *flags, "--steps=4", "--resume=auto")
-    same(tmp_path / "a", tmp_path / "b", 4)
+    assert_resume_is_equal(n, tmp_path, *SPLIT, *flags)
 
 
 def test_a_checkpoint_has_fp32_masters_and_opens_without_the_flag(tmp_path):
