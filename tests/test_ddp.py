@@ -17,9 +17,10 @@ from test_layouts import assemble, run
 import train
 from config import Config
 from corpus.synthetic import Synthetic
-from ddp import assign_buckets
+from ddp import Bucket, Comm, CopyBucket, DataParallel, LoneBucket, assign_buckets
 from ops.flat import rectangles
 from parallel import Axis, make_mesh
+from runtime.launch import World
 from runtime.resume import broadcast_and_verify, own_pieces
 
 # -----------------------------------------------------------------------------
@@ -187,3 +188,15 @@ def test_a_bucket_is_full_when_it_has_its_elements():
         assert sizes(zero, "dp") == [[1, 7, 2], [8], [3]]
         assert sizes(zero, "edp") == sizes(zero) == [[1, 7, 2, 8], [3]]
     assert sizes(2, "dp") == [[1, 7, 2, 8], [3]] and sizes(3, "dp") == [[1], [7], [2], [8], [3]]
+
+
+@pytest.mark.parametrize("ranks, grad_dtype, kinds", [
+    (1, torch.float32, [LoneBucket] * 3), (1, None, [Bucket] * 3), (2, torch.float32, [CopyBucket] * 2)])
+def test_a_matrix_of_half_a_bucket_is_alone_where_nobody_sums(ranks, grad_dtype, kinds):
+    """Three matrices of 64 elements in buckets of 128. On two ranks two of them share one."""
+    model = torch.nn.Sequential(*[torch.nn.Linear(8, 8, bias=False) for _ in range(3)])
+    for p in model.parameters():
+        p.reduction_axis = "dp"
+    mesh = make_mesh(World(size=ranks), groups=False)
+    data_parallel = DataParallel(model, mesh, make_comm=lambda axis: Comm(grad_dtype), bucket_elements=128)
+    assert [type(bucket) for bucket in data_parallel.buckets] == kinds
