@@ -346,7 +346,7 @@ class Bucket(FlatBuffers):
                 grad.zero_()
 
     def start_sum(self):
-        """Start to sum grad over the ranks of self.axis, while backward goes on."""
+        """Start to sum grad over the ranks of self.axis. Backward may go on meanwhile."""
         self.complete_grad()
         self.reduce_handle = self.comm.start_reduce(self)
 
@@ -426,22 +426,25 @@ class DataParallel:
 
     def __init__(self, model, mesh, zero=0, timers=untimed, *, dtype=None,
                  make_comm=lambda axis: Comm(), bucket_elements=BUCKET_ELEMENTS,
-                 optimizer="adamw", split_masters=False):
+                 optimizer="adamw", split_masters=False, draw=None):
         """Lay out the buckets.
 
         dtype: of the weights, from now on. make_comm(axis) returns the Comm of a bucket.
         optimizer: the one of --optimizer. split_masters: whether the masters that AdamW updates are
-        each an ops.split_master.SplitMaster. The dtype is then bf16.
+        each an ops.split_master.SplitMaster. The dtype is then bf16. draw(p, name)
+        returns the values that a parameter starts from, of its shape; None leaves the model's own.
         """
         self.mesh = mesh
         self.zero = zero
         self.timers = timers
         self.split_masters = split_masters
+        self.draw = draw
         self.completes_grads = True  # of the next backward: see announce_backward
         self.buckets = []
         trained = trained_parameters(model)
         lone_axes = [name for name, axis in mesh.axes().items() if axis.size == 1]
         for contents in assign_buckets(trained, zero, bucket_elements, optimizer, lone_axes):
+            self.draw_weights(zip(contents.names, contents.params, strict=True))
             self.add_bucket(contents, dtype, make_comm)
         self.frozen_buckets = self.freeze(frozen_parameters(model), dtype)
         bucket_of = {}
@@ -469,6 +472,15 @@ class DataParallel:
         for i, p in enumerate(bucket.params):
             p.register_post_accumulate_grad_hook(self.make_hook(bucket, i))
 
+    def draw_weights(self, named_parameters):
+        """Give parameters the values that they start from, unless the model came with its own.
+
+        The bucket that is made next copies them, and gives their memory back.
+        """
+        if self.draw is not None:
+            for name, p in named_parameters:
+                p.data = self.draw(p, name).to(p.dtype)
+
     def make_hook(self, bucket, i):
         """Return what backward calls when it has written p.grad of the bucket's parameter i.
 
@@ -495,7 +507,8 @@ class DataParallel:
 
         Here they are in none: they have no gradient and no moments, and every rank has them whole.
         """
-        for _, p in named_parameters:
+        for name, p in named_parameters:
+            self.draw_weights([(name, p)])
             p.data = p.data.to(dtype or p.dtype)
         return []
 
@@ -518,7 +531,7 @@ class DataParallel:
                 bucket.wait_grads()
 
     def on_updated(self, bucket):
-        """Send the other ranks the slice of a bucket that the optimizer has just written.
+        """Under ZeRO, send the others the slice of a bucket that the optimizer has just written.
 
         fast/graph.py replaces this function, because a CUDA graph starts with the gathers.
         """

@@ -366,36 +366,43 @@ VECTOR_STARTS = {"weight": 1.0, "bias": 0.0, "offset": 0.0}
 
 @torch.no_grad()
 def init_weights(model, seed):
-    """Fill every parameter, independently of the layout.
-
-    The *full* tensor is drawn from a generator seeded by (seed, name). Then this rank keeps its
-    share. Matrices are drawn from N(0, 0.02). The two matrices of a block that write into the
-    residual stream are divided by sqrt(2 L) (GPT-2 paper, section 2.3). Norms are one; biases,
-    norms' offsets and padding are zero. lora.py says how adapters start. ValueError: no start is
-    known for a parameter of one dimension.
-    """
+    """Fill every parameter of a model that has memory for all of them."""
     for name, p in model.named_parameters():
-        module, role = f".{name}".split(".")[-2:]  # of the model's own parameters module is ""
-        if p.ndim == 1:
-            if role not in VECTOR_STARTS:
-                raise ValueError(f"nothing says where {name} starts; give {role!r} a number in "
-                                 "VECTOR_STARTS of model.py, 1.0 for a factor, 0.0 for a summand")
-            p.fill_(VECTOR_STARTS[role])
-            continue
-        # An expert's w2 is itself a parameter. Elsewhere w2 is a layer, with a weight.
-        writes_residual = module in ("wo", "w2") or role == "w2"
-        std = 0.02 / math.sqrt(2 * model.cfg.n_layer) if writes_residual else 0.02
-        if module == "lora":
-            std = initial_std(role, p.full_shape)
-        if p.expert:
-            for i in range(p.size(0)):  # each expert has its own key: (seed, name, number)
-                key = f"{seed}/{name}/{p.offset[0] + i}"
-                p[i] = normal_from_key(p.shape[1:], std, key, p.device)
-            continue
-        full = torch.zeros(p.full_shape, dtype=torch.float32, device=p.device)
-        used_shape = (p.used, *p.full_shape[1:])
-        full[:p.used] = normal_from_key(used_shape, std, f"{seed}/{name}", p.device)
-        p.copy_(full[own_share(p)])
+        p.copy_(initial_weights(p, name, model, seed))
+
+
+@torch.no_grad()
+def initial_weights(p, name, model, seed):
+    """Return what the parameter p of that name starts from, independently of the layout.
+
+    The result has p's shape. p itself is not read, and may have no memory. The *full* tensor is
+    drawn from a generator seeded by (seed, name). Then this rank keeps its share. Matrices are
+    drawn from N(0, 0.02), in fp32. The two matrices of a block that write into the residual stream
+    are divided by sqrt(2 L) (GPT-2 paper, section 2.3). Norms are one; biases, norms' offsets and
+    padding are zero. lora.py says how adapters start. ValueError: no start is known for a parameter
+    of one dimension.
+    """
+    module, role = f".{name}".split(".")[-2:]  # of the model's own parameters module is ""
+    if p.ndim == 1:
+        if role not in VECTOR_STARTS:
+            raise ValueError(f"nothing says where {name} starts; give {role!r} a number in "
+                             "VECTOR_STARTS of model.py, 1.0 for a factor, 0.0 for a summand")
+        return torch.full_like(p, VECTOR_STARTS[role])
+    # An expert's w2 is itself a parameter. Elsewhere w2 is a layer, with a weight.
+    writes_residual = module in ("wo", "w2") or role == "w2"
+    std = 0.02 / math.sqrt(2 * model.cfg.n_layer) if writes_residual else 0.02
+    if module == "lora":
+        std = initial_std(role, p.full_shape)
+    if p.expert:
+        own = torch.empty(p.shape, dtype=torch.float32, device=p.device)
+        for i in range(p.size(0)):  # each expert has its own key: (seed, name, number)
+            key = f"{seed}/{name}/{p.offset[0] + i}"
+            own[i] = normal_from_key(p.shape[1:], std, key, p.device)
+        return own
+    full = torch.zeros(p.full_shape, dtype=torch.float32, device=p.device)
+    used_shape = (p.used, *p.full_shape[1:])
+    full[:p.used] = normal_from_key(used_shape, std, f"{seed}/{name}", p.device)
+    return full[own_share(p)]
 
 
 def own_share(p):

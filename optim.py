@@ -2,8 +2,8 @@
 
 In one step, stats() sums loss and norms over the world. Then step() clips and updates this rank's
 slice of every bucket (without ZeRO the slice is everything) and passes each updated bucket to
-DataParallel.on_updated, which sends it. stats() and step() never synchronise with the host:
-gradients that are not finite make step() a no-op on the device.
+DataParallel.on_updated, which under ZeRO sends it. stats() and step() never synchronise with the
+host: gradients that are not finite make step() a no-op on the device.
 """
 import math
 from typing import NamedTuple
@@ -348,7 +348,7 @@ class Optimizer:
         self.prepare_update()
         is_finite = torch.isfinite(grad_norm)
         not_finite = (~is_finite).to(torch.float32)
-        divisor = self.divisor(grad_norm)  # It clips: max(1, norm / clip).
+        divisor = self.divisor(grad_norm)  # It clips and undoes the loss scale.
         divisor = self.fp32_divisor(divisor, not_finite)
         with self.data_parallel.timers("optimizer"):
             if self.use_triton:  # one kernel does what the two calls below do

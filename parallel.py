@@ -19,6 +19,8 @@ comment at each call says what moves, over which axis, and how much. To list the
 false hits:
     grep -nE "\b(axis|[cetp]p|world|stage|shard|replicas)\.\w+\(|_(rows|all|segments)\(|isend" *.py
 """
+import contextlib
+import contextvars
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -295,6 +297,19 @@ def reduction_axis(mesh, tp_dim, expert=False, tied=False):
     return "dp" if mesh.cp.size == 1 else "dpcp"
 
 
+_gives_memory = contextvars.ContextVar("gives_memory", default=True)  # whether `parameter` does
+
+
+@contextlib.contextmanager
+def parameters_without_memory():
+    """Within this context `parameter` makes parameters of 0 bytes; ddp.DataParallel draws them."""
+    token = _gives_memory.set(False)
+    try:
+        yield
+    finally:
+        _gives_memory.reset(token)
+
+
 def parameter(shape, mesh, tp_dim=None, expert=False, *, used=None, tied=False):
     """Return an empty nn.Parameter: this rank's share of a tensor of `shape`.
 
@@ -312,6 +327,8 @@ def parameter(shape, mesh, tp_dim=None, expert=False, *, used=None, tied=False):
         local[dim] = shape[dim] // axis.size
         offset[dim] = local[dim] * axis.rank
     p = torch.nn.Parameter(torch.empty(local))
+    if not _gives_memory.get():
+        p.untyped_storage().resize_(0)
     p.full_shape = tuple(shape)
     p.offset = tuple(offset)
     p.used = shape[0] if used is None else used

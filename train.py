@@ -43,10 +43,10 @@ from interface.layout import check_layout
 from interface.nearest import with_fix
 from interface.schema import ChangedFile
 from interface.terminal import say
-from model import DTYPES, GPT, init_weights
+from model import DTYPES, GPT, initial_weights
 from ops import fp8
 from optim import Optimizer, learning_rate
-from parallel import make_mesh
+from parallel import make_mesh, parameters_without_memory
 from pipeline import dropout_seeder, forward_backward, forward_only, rank_layers
 from runtime import agree, debugger, early, log, profiles, resume, session, timing, watch
 from runtime.ending import is_finished, report_ending
@@ -65,12 +65,14 @@ def build(cfg, mesh, vocab_size, device, timers=untimed, choice=None):
     """Return this rank's (model, data_parallel, optimizer). choice: a fast.choose.Choice."""
     choice = choice or choose(cfg, mesh, device)
     dtype = DTYPES[cfg.dtype]
-    # Weights are drawn in at least fp32. The buckets round them and keep the fp32 masters.
+    # Weights are drawn in at least fp32. The buckets round them and keep the fp32 masters. No
+    # parameter has memory before its bucket is made, so with --zero 3 no rank ever holds all of
+    # the model.
     torch.set_default_dtype(torch.promote_types(dtype, torch.float32))
     # Where no fast way is taken, as on a CPU, dispatcher_maker() gives moe.plain_dispatcher,
     # masked_attention() and unmasked_attention() give None, and the Comms that comm_maker()
     # provides are ddp.Comm or, for ZeRO-2 and 3, zero.SlotComm.
-    with torch.device(device):
+    with torch.device(device), parameters_without_memory():
         model = GPT(cfg, mesh, vocab_size, rank_layers(cfg, mesh.pp), choice.dispatcher_maker(cfg),
                     choice.masked_attention(), flash=choice.unmasked_attention())
     torch.set_default_dtype(torch.float32)
@@ -79,11 +81,11 @@ def build(cfg, mesh, vocab_size, device, timers=untimed, choice=None):
         # which TF32 holds exactly.
         is_16_bit = cfg.dtype in ("bf16", "fp16")
         torch.set_float32_matmul_precision("high" if is_16_bit else "highest")
-    init_weights(model, cfg.seed)
     DataParallelClass = LEVELS[cfg.zero]
     data_parallel = DataParallelClass(model, mesh, cfg.zero, timers, dtype=dtype,
                                       make_comm=choice.comm_maker(cfg), optimizer=cfg.optimizer,
-                                      split_masters=cfg.split_masters)
+                                      split_masters=cfg.split_masters,
+                                      draw=partial(initial_weights, model=model, seed=cfg.seed))
     return model, data_parallel, Optimizer(cfg, data_parallel)
 
 
@@ -107,7 +109,8 @@ class Step:
         batches: from micro_batches(). n_trained: what the loss is divided by; a run passes
         trained_tokens(), and None means all tokens of the global batch.
         full: whether to compute num_zeros and param_norm, too. guard: a skip.Guard, which may veto
-        the update. refused: what update() returns, or None after a veto.
+        the update. refused: 0.0 after an update, 1.0 where the norm was not finite and nothing
+        changed, None after a veto.
         """
         loss = self.gradients(batches, number, n_trained=n_trained)
         with self.data_parallel.timers("norm"):
@@ -130,7 +133,7 @@ class Step:
         scale = self.opt.loss_scale  # It is None except in fp16.
         loss = forward_backward(self.model, self.data_parallel, batches, n_trained, scale,
                                 seed_dropout)
-        self.data_parallel.finish_grad_sync()  # waits for the sums that backward has started
+        self.data_parallel.finish_grad_sync()  # waits for the sums of gradients
         return loss
 
     def path_shares(self):

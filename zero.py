@@ -168,7 +168,8 @@ class ZeRO2(DataParallel):
     matrix_bucket = SlotBucket  # the class of the buckets of matrices
 
     def __init__(self, model, mesh, zero, timers=untimed, *, dtype=None, make_comm=plain_comm,
-                 bucket_elements=BUCKET_ELEMENTS, optimizer="adamw", split_masters=False):
+                 bucket_elements=BUCKET_ELEMENTS, optimizer="adamw", split_masters=False,
+                 draw=None):
         largest = 0  # elements of the largest bucket that uses a slot
         trained = trained_parameters(model)
         for contents in assign_buckets(trained, zero, bucket_elements, optimizer):
@@ -187,7 +188,7 @@ class ZeRO2(DataParallel):
                 self.slots.append(comm.new_slot(n, model_dtype, weight.device, everyone))
         super().__init__(model, mesh, zero, timers, dtype=dtype, make_comm=make_comm,
                          bucket_elements=bucket_elements, optimizer=optimizer,
-                         split_masters=split_masters)
+                         split_masters=split_masters, draw=draw)
 
     def make_bucket(self, contents, axis, dtype, comm):
         if not uses_slot(axis):
@@ -311,6 +312,7 @@ class ZeRO3(ZeRO2):
         for contents in assign_buckets(named_parameters, zero=3):
             axis = self.mesh.axes()[contents.reduction_axis]
             if contents.decayed and uses_slot(axis):
+                self.draw_weights(zip(contents.names, contents.params, strict=True))
                 buckets.append(FrozenBucket(contents, axis, dtype, SlotComm()))
                 for name in contents.names:
                     del rest[name]

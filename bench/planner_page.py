@@ -103,6 +103,7 @@ def script():
                  "const ACTIVATIONS = new Counting();\n"
                  "const QUACK = { is_taken: (cfg, device) => false };  // plan.py's device takes none\n"
                  "const FLASH_ATTN = QUACK;\n"
+                 "const _gives_memory = { get: () => true };  // shapes have none to give\n"
                  "const quack = { fits: (cfg) => fits_quack(cfg) };")
     for name, names in TRANSLATED.items():
         path = ROOT / name

@@ -81,6 +81,9 @@ ENTROPY = 0.82  # of hbm, cross-entropy: 2.43 ms for W1's 8.4 GB
 # The host
 GAP = 63e-6  # s per block between the kernels of a CUDA graph: 1,223 kernels, 1.5 ms in W1's trace
 KERNEL_GAP = 1.5e-3 / 1223  # s between two of these kernels
+# With experts and without: seconds that a block takes longer, both ways, where the step is no CUDA graph. In
+# 24 blocks W2b took 91.7 ms in the place of 88.0, and W1 42.2 in the place of 41.6 (bench/ladder.py).
+NO_GRAPH = {True: 0.15e-3, False: 0.025e-3}
 LAUNCH = {True: 0.2e-3, False: 0.5e-3}  # s of host per block, compiled or not, without a CUDA graph
 SYNC = 1e-3  # s per block that a GPU idles in dropless all_to_all: W2b's trace
 
@@ -483,16 +486,18 @@ def stage_time(cfg, mesh, gpu, vocab_size, block, sent, *, uneven=False):
     per_block = block_seconds(cfg, mesh, gpu, block.saved, uneven)
     if cfg.recompute == "selective":
         per_block += 2 * (block.saved - block.remains) / gpu.hbm  # a guess
+    forwards = 4 / 3 if cfg.recompute == "full" else 1
     if waits:
         per_block += SYNC
+    elif not choice.graph:
+        per_block += NO_GRAPH[cfg.n_experts > 0] * forwards
     device = held.blocks * per_block
     if held.has_head:
         device += head_seconds(cfg, mesh, gpu, vocab_size)
 
     host = 0.0
     if waits or not choice.graph:
-        recompute = 4 / 3 if cfg.recompute == "full" else 1
-        launches = held.blocks * recompute * (2 if cfg.n_experts else 1)
+        launches = held.blocks * forwards * (2 if cfg.n_experts else 1)
         host = LAUNCH[cfg.compile] * launches
 
     per_micro_batch = {axis: nbytes / micro_batches(cfg, mesh) for axis, nbytes in sent.items()}
@@ -537,9 +542,13 @@ def step_time(cfg, mesh, gpu, vocab_size, slowest, reductions):
     inside = {name: reduction for name, reduction in reductions.items() if name not in between}
     reduce = exposed_seconds(mesh, gpu, inside, beside, overlap)
     reduce += exposed_seconds(mesh, gpu, between, slowest, HIDDEN)
-    return {"compute": num_micro_batches * slowest,
-            "bubble": bubble(mesh.pp.size, cfg.pp_chunks, num_micro_batches) * num_micro_batches * slowest,
-            "gradients": gradient_bytes / (STREAM * gpu.hbm),
+    compute = num_micro_batches * slowest
+    gradients = gradient_bytes / (STREAM * gpu.hbm)
+    # Each backward adds its gradients to the sums, and the next stage waits for that, too.
+    idle = bubble(mesh.pp.size, cfg.pp_chunks, num_micro_batches) * (compute + gradients)
+    return {"compute": compute,
+            "bubble": idle,
+            "gradients": gradients,
             "reduce": reduce,
             "optimizer": adam_bytes / (STREAM * gpu.hbm)}
 

@@ -162,7 +162,7 @@ SENTENCES = table(
     ("untie_embeddings_and_output_weights", "is the default here: --tied ties them"),
     ("group_query_attention", "is no flag: give --n-kv-head, the number of groups"),
     ("multiple_of", "is no flag: give --ffn-hidden"),
-    ("init_method_std", "is no flag: docs/change-it.md shows how to change what init_weights draws"),
+    ("init_method_std", "is no flag: docs/change-it.md shows how to change what initial_weights draws"),
     ("vocab_file merge_file tokenizer tokenizer_model tokenizer_path",
      "belongs to the data: python prepare.py FILE... --name NAME --tokenizer TOKENIZER, then --data "
      "data/NAME"),

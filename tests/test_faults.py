@@ -485,7 +485,7 @@ FAULTS = {  # name: (model, (ranks, layout), a fault as arguments of planted[, m
     "experts summed over dp": (
         MOE, EP, *group("edp", "dp")),
     "the same experts on every ep rank": (
-        MOE, EP, "model.init_weights", "p.offset[0] + ", ""),
+        MOE, EP, "model.initial_weights", "p.offset[0] + ", ""),
     "balance loss not divided by dp": (
         MOE, DP, *router_loss_weight(2)),
     "balance loss's counts not summed over tp": (

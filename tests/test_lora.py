@@ -143,7 +143,7 @@ FAULTS = {
         "layers.fused_linear", "layer.lora(x, rows) for",
         "layers[0][0].lora(x, rows)[:, :layer.weight.size(0)] for"),
     "A starts as another matrix on each rank": (
-        "model.init_weights", "initial_std(role, p.full_shape)", "initial_std(role, p.shape)")}
+        "model.initial_weights", "initial_std(role, p.full_shape)", "initial_std(role, p.shape)")}
 
 
 @pytest.mark.parametrize("fault", list(FAULTS.values())[:2], ids=list(FAULTS)[:2])

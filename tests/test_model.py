@@ -173,7 +173,7 @@ def check_that_all_learn(cfg):
         if name.endswith("wk.bias") and cfg.pos == "learned":  # softmax ignores it, as above
             continue
         assert grad.abs().max() > 1e-9, (
-            f"{name} starts where it has no gradient, so it would never learn; see init_weights (model.py)")
+            f"{name} starts where it has no gradient, and never learns; see initial_weights in model.py")
 
 
 @pytest.mark.parametrize("form", [*FORMS, *MASKED_FORMS])

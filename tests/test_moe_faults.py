@@ -177,7 +177,7 @@ LAYOUT_FAULTS = {  # name: (model, (ranks, layout), a fault as arguments of plan
         CAPACITY, TP, "moe.expert_capacity", capacity_of_two_ranks),
     # Wrong experts or wrong rows
     "all ranks start with the same experts": (
-        MOE, EP, "model.init_weights", "p.offset[0] + ", ""),
+        MOE, EP, "model.initial_weights", "p.offset[0] + ", ""),
     "rows stay sorted by sender, dropless": (
         MOE, EP, "moe.AllToAll.plan", plan_by_sender),
     "rows stay sorted by sender, capacity": (

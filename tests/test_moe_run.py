@@ -29,7 +29,7 @@ from corpus.synthetic import Synthetic
 from cost.parameters import count_parameters, flops_per_token
 from interface.command_line import parse
 from interface.layout import check_layout
-from model import GPT, init_weights
+from model import GPT, initial_weights
 from parallel import make_mesh
 from runtime import launch, launcher, resume
 from runtime.launch import World
@@ -204,11 +204,10 @@ def test_recompute_routes_once(flags):
 
 
 def test_recompute_with_tied_routing():
-    def init_with_zero_routers(model, seed):
-        init_weights(model, seed)
-        for layer in moe.moe_layers(model).values():
-            layer.router.weight.data.zero_()
-    with mock.patch.object(train, "init_weights", init_with_zero_routers):
+    def zero_routers(p, name, model, seed):
+        weights = initial_weights(p, name, model, seed)
+        return weights.zero_() if name.endswith("router.weight") else weights
+    with mock.patch.object(train, "initial_weights", zero_routers):
         plain, _, stats = stats_and_routings("none", aux_coef=0.0)
         recomputed, _, stats_recomputed = stats_and_routings("full", aux_coef=0.0)
     assert stats_recomputed == stats and all(torch.equal(s, plain[i]) for i, s in recomputed.items())

@@ -464,7 +464,8 @@ MORE_FAULTS = {  # name: (model, (ranks, layout), where, what is planted)
     "lora: a row layer adds its adapter after the sum": (
         LORA["gpt2"], TP, "layers.RowLinear.forward", adapter_after_the_sum),
     "lora: each tp rank draws its own adapters": (
-        LORA["qwen"], TP, "model.init_weights", 'f"{seed}/{name}"', 'f"{seed}/{name}/{model.mesh.tp.rank}"'),
+        LORA["qwen"], TP, "model.initial_weights", 'f"{seed}/{name}"',
+        'f"{seed}/{name}/{model.mesh.tp.rank}"'),
 }
 
 

@@ -170,9 +170,9 @@ def gather_over_the_replicas(original, comm, bucket):
     return CompletedWork()
 
 
-def another_seed(original, model, seed):
-    """init_weights that draws other weights in each group."""
-    original(model, seed + model.mesh.dp.cut.replicas.rank)
+def another_seed(original, p, name, model, seed):
+    """initial_weights that draws other weights in each group."""
+    return original(p, name, model, seed + model.mesh.dp.cut.replicas.rank)
 
 
 SHARE, GATHER = "ddp.Comm.start_replica_sum", "ddp.Comm.start_gather"
@@ -193,8 +193,8 @@ FAULTS = {  # name: (--zero, where, what is planted); those before the line are 
     "averaged over the replicas": (1, SHARE, average),
     "averaged twice over the replicas, ZeRO-2": (2, SHARE, average_twice),
     "the slice of another rank": (1, "ddp.Bucket.slice_of_rank", slice_of_the_replica),
-    "another seed per group": (1, "model.init_weights", another_seed),
-    "another seed per group, ZeRO-3": (3, "model.init_weights", another_seed)}
+    "another seed per group": (1, "model.initial_weights", another_seed),
+    "another seed per group, ZeRO-3": (3, "model.initial_weights", another_seed)}
 SEEN_BY_ONE = [*FAULTS][:10]
 
 

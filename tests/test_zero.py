@@ -4,6 +4,7 @@ test_layouts.py compares every --zero with one rank, test_faults.py has the faul
 test_symm_mem.py has ZeRO by copies between GPUs.
 """
 import itertools
+from collections import Counter
 from unittest import mock
 
 import pytest
@@ -13,7 +14,7 @@ from test_layouts import CAPACITY, LLAMA, MOE, compare
 
 import attention
 import layers
-import model
+import model as model_module
 import train
 from config import Config
 from corpus.synthetic import Synthetic
@@ -91,6 +92,47 @@ def test_weights_in_memory_that_should_not_be_there(fault):
         check_parts(results, 2, False)
 
 
+def bytes_at_start(world, flags):
+    """Build a model under ZeRO-3. Return the most bytes that its parameters have when one is drawn, and the
+    bytes of the largest part and of all vectors. Each parameter is drawn once."""
+    cfg = Config(**flags, zero=3)
+    most, drawn = 0, Counter()
+
+    def draw(p, name, model, seed):
+        nonlocal most
+        storages = {q.untyped_storage().data_ptr(): q.untyped_storage().nbytes() for q in model.parameters()}
+        values = model_module.initial_weights(p, name, model, seed)
+        most = max(most, sum(storages.values()) + values.nbytes)
+        drawn[name] += 1
+        return values
+    mesh = make_mesh(world, cfg.tp, ep=cfg.ep)
+    with mock.patch.object(train, "initial_weights", draw):
+        model, *_ = train.build(cfg, mesh, cfg.vocab_size, world.device)
+    parts = [model.wte, model.head, *model.blocks.values()]
+    largest = max(sum(p.numel() for p in part.parameters() if p.ndim > 1) for part in parts)
+    vectors = sum(p.numel() for p in model.parameters() if p.ndim == 1)
+    assert drawn == Counter(dict.fromkeys(dict(model.named_parameters()), 1))
+    return most, 8 * (largest + vectors)
+
+
+START = dict(LLAMA, n_layer=8)
+
+
+@pytest.mark.parametrize("flags", [START, dict(MOE, n_layer=8), dict(START, lora=2)], ids=str)
+def test_no_rank_ever_has_the_whole_model(flags):
+    """Not even while weights are drawn: one part of the model after the other, in fp64 here."""
+    for most, part in run_ranks(2, bytes_at_start, flags):
+        assert part / 2 < most <= part
+
+
+@pytest.mark.parametrize("fault", [
+    ("train.build", ", parameters_without_memory()", ""),
+    ("zero.ShardedBucket.keep_slice", "self.free()", "pass")], ids=["all drawn at once", "nothing is freed"])
+def test_a_whole_model_at_the_start_is_seen(fault):
+    results = run_ranks(2, with_faults, [fault], bytes_at_start, START)
+    assert all(most > part for most, part in results)
+
+
 def losses(world, zero, dtype, products=None):
     """The losses of five steps on a random text. products: the --zero whose way to multiply is taken."""
     cfg = Config(n_layer=2, n_head=4, n_kv_head=2, n_embd=32, ffn_hidden=80, vocab_size=100, seq_len=16,
@@ -99,7 +141,7 @@ def losses(world, zero, dtype, products=None):
 
     def fused_linear(x, matrices, zero):
         return real(x, matrices, zero if products is None else products)
-    with mock.patch.object(model, "fused_linear", fused_linear), \
+    with mock.patch.object(model_module, "fused_linear", fused_linear), \
             mock.patch.object(attention, "fused_linear", fused_linear):
         step = train.Step(cfg, *train.build(cfg, mesh, cfg.vocab_size, world.device))
         return [step(train.micro_batches(cfg, mesh, source, 4 * i, 4, world.device), i + 1)[0].loss.item()
