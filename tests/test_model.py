@@ -199,7 +199,7 @@ def test_a_parameter_that_starts_dead_is_found(monkeypatch):
     """Its start must be given, and a start at which nothing has a gradient is named."""
     cfg = Config(**WIDE)
     monkeypatch.setattr("model.Attention", NormedAttention)
-    with pytest.raises(ValueError, match="nothing says where blocks.0.attn.qk_norm starts; give 'qk_norm'"):
+    with pytest.raises(ValueError, match=r"nothing says where blocks.\d.attn.qk_norm starts; give 'qk_norm'"):
         built(cfg)
     own = torch.nn.Module()
     own.scale = parameter((4,), MESH)
