@@ -1,7 +1,8 @@
 """--compile: torch.compile of a model's blocks; with tp 1 and cp 1 each is one graph.
 
-    compile_blocks    compile the blocks, all with one graph
-    compilation       what compiling cost
+    compile_blocks          compile the blocks, all with one graph
+    compile_stages_at_once  the same over several stages, where each would wait for the one before
+    compilation             what compiling cost
 """
 from typing import NamedTuple
 
@@ -32,13 +33,75 @@ def compile_blocks(model):
             block.attn.flex.prepare()  # Its import cannot be part of a graph.
     whole = model.mesh.tp.size * model.mesh.cp.size == 1  # collectives over tp and cp stand between graphs
     for block in model.blocks.values():
-        if block.moe is None:
-            block.compile(fullgraph=whole)
-        else:
-            block.before_experts = torch.compile(block.before_experts, fullgraph=whole)
-            block.after_experts = torch.compile(block.after_experts, fullgraph=whole)
+        compile_block(block, whole)
     if model.norm is not None:
         model.norm.compile(fullgraph=True)
+
+
+def compile_block(block, whole):
+    """Compile a block. whole: it can be one graph, or before and after its experts one each.
+
+    A graph can hold what --recompute full runs again in backward. If the block is not whole, torch compiles
+    nothing of such a function, unless the function is compiled by itself. With --recompute selective, which
+    looks for single operations, that function is not compiled then.
+    """
+    runs_again = block.recompute_mode == "full" and not whole
+    if block.moe is not None:
+        if runs_again:
+            block.attention_half = torch.compile(block.attention_half)
+            if block.moe.shared is not None:
+                block.moe.shared.compile()
+        block.before_experts = torch.compile(block.before_experts, fullgraph=whole)
+        block.after_experts = torch.compile(block.after_experts, fullgraph=whole)
+    elif runs_again:
+        block.dense_block = torch.compile(block.dense_block)
+    else:
+        block.compile(fullgraph=whole)
+
+
+def compile_stages_at_once(step):
+    """Let the first call of step.gradients begin with the compilation of this rank's blocks.
+
+    Otherwise a stage would compile its forward only when the stage before it has computed, and its backward
+    only when the stage after it has: the first step would take longer with each stage. step: a train.Step.
+    """
+    gradients = step.gradients
+
+    def first_gradients(batches, *args, **kwargs):
+        step.gradients = gradients  # from the second step on
+        compile_now(step.model, *batches[0])
+        return gradients(batches, *args, **kwargs)
+
+    step.gradients = first_gradients
+
+
+def compile_now(model, tokens, targets, places=None):
+    """Run one block of each kind, forward and backward, on random rows, in the shapes of a micro-batch.
+
+    The results are thrown away: no gradient is kept, and the counts of experts and bytes are as before. All
+    ranks of a stage do it together.
+    """
+    tp, t = model.mesh.tp.size, tokens.size(1)
+    like = next(model.parameters())
+    generator = torch.Generator(like.device).manual_seed(0)
+    x = torch.randn(tokens.numel() // tp, model.cfg.n_embd, generator=generator, device=like.device)
+    x = x.to(like.dtype).requires_grad_()  # (n, C)
+    rotation = model._rotation(model._positions(t, None, like.device), like.device)
+    bytes_sent = [(axis.sent, dict(axis.sent)) for axis in model.mesh.axes().values()]
+
+    kinds = {block.attn.window > 0: block for block in model.blocks.values()}
+    for has_window, block in kinds.items():
+        model.provide_weights(block, x)
+        cos, sin = rotation[has_window]
+        outputs = [out for out in block(x, t, cos, sin, None, places)
+                   if out is not None and out.requires_grad]
+        trained = [p for p in block.parameters() if p.requires_grad]
+        # Not backward(): that would tell the buckets that gradients have come.
+        torch.autograd.grad(outputs, [x, *trained], list(map(torch.ones_like, outputs)), allow_unused=True)
+
+    for sent, before in bytes_sent:
+        sent.clear()
+        sent.update(before)
 
 
 def prepare_compiler():

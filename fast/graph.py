@@ -17,7 +17,7 @@ import torch
 
 from config import ceil_div
 from fast.choose import needs_row_limit
-from fast.compile import compile_blocks
+from fast.compile import compile_blocks, compile_stages_at_once
 from fast.symm_mem import allocate, allocate_for_capacity
 from interface.terminal import say
 from moe import moe_layers
@@ -39,6 +39,8 @@ def make_step(plain, choice):
     model = plain.model
     if cfg.compile:
         compile_blocks(model)
+        if model.mesh.pp.size > 1:
+            compile_stages_at_once(plain)
     if not choice.graph:
         return plain
 

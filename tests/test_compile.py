@@ -1,17 +1,25 @@
 """--compile: how many graphs a model has, and what a run says of its cost."""
+import contextlib
 import json
+import os
+import subprocess
+import sys
 from functools import partial
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
+from pool import ROOT, run_ranks
 from runs import TINY as FLAGS
 from runs import rows, session
 
 import attention
 import parallel
+import pipeline
 from config import Config
 from fast import compile as compile_
+from fast import graph as graph_
 from fast.choose import choose
 from fast.flex import FlexAttention
 from fast.graph import make_step
@@ -33,16 +41,15 @@ def graphs(monkeypatch):
         traced.append(graph)
         return graph.forward
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=eager))
-    for place, name in ((parallel, "_uncompiled"), (parallel.Axis, "_all_reduce"),
-                        (attention, "attend_segments")):
+    for place, name in PLACES:
         monkeypatch.setattr(place, name, getattr(place, name))  # compile_blocks() replaces them
     reset()
     yield traced
     reset()
 
 
-def micro_batch():
-    tokens = torch.zeros(TINY["micro_batch"], TINY["seq_len"], dtype=torch.int64)
+def micro_batch(token=0, cp=1):
+    tokens = torch.full((TINY["micro_batch"], TINY["seq_len"] // cp), token)
     return tokens, tokens
 
 
@@ -68,6 +75,101 @@ def test_the_number_of_graphs_does_not_grow_with_the_layers(flags, graphs):
         graphs.clear()
         torch._dynamo.reset()
     assert counts[0] == counts[1] <= 4, counts
+
+
+PLACES = (parallel, "_uncompiled"), (parallel.Axis, "_all_reduce"), (attention, "attend_segments")
+
+
+def train_traced(world, flags, at_once=True):
+    """Train two steps with blocks that are traced, and run in eager mode. at_once: stages compile together.
+
+    Return {"losses", "gradients" of the second, "sent": bytes of the first over each axis, "before": the graphs
+    that this rank had when its first message over pp was due, "graphs": their sizes, but the final norm's}.
+    """
+    from torch._dynamo import reset
+    traced, before = [], []
+
+    def eager(graph, inputs):
+        traced.append(len(graph.graph.nodes))
+        return graph.forward
+
+    def walk(*args, real=pipeline.Ring.walk):
+        before.append(len(traced))
+        return real(*args)
+    cfg = Config(**{**TINY, "n_layer": 4, **flags})
+    mesh = parallel.make_mesh(world, cfg.tp, cfg.pp, cfg.ep, n_experts=cfg.n_experts, cp=cfg.cp)
+    choice = choose(cfg, mesh, world.device)
+    with contextlib.ExitStack() as stack:
+        for place, name in PLACES:  # compile_blocks() replaces them
+            stack.enter_context(mock.patch.object(place, name, getattr(place, name)))
+        for place, name, stand_in in (
+                (torch, "compile", partial(torch.compile, backend=eager)), (pipeline.Ring, "walk", walk),
+                (compile_, "prepare_compiler", lambda: None)):
+            stack.enter_context(mock.patch.object(place, name, stand_in))
+        if not at_once:
+            stack.enter_context(mock.patch.object(graph_, "compile_stages_at_once", lambda step: None))
+        reset()
+        model, data_parallel, opt = build(cfg, mesh, 64, world.device, choice=choice)
+        step = make_step(Step(cfg, model, data_parallel, opt), choice)
+        batches = [micro_batch(token, cfg.cp) for token in (0, 1)]
+        losses = [step(batches, 1)[0].loss.item()]
+        sent = {name: dict(axis.sent) for name, axis in mesh.axes().items()}
+        losses.append(step(batches, 2)[0].loss.item())
+        reset()
+    return {"losses": losses, "gradients": [grad.clone() for grad in opt.grads], "sent": sent,
+            "before": before[:1], "graphs": traced[:len(traced) - model.has_head]}
+
+
+def check_same_training(one, other):
+    assert one["losses"] == other["losses"] and one["sent"] == other["sent"]
+    assert all(map(torch.equal, one["gradients"], other["gradients"]))
+
+
+@pytest.mark.parametrize("n, flags", [
+    (2, dict(pp=2)), (2, dict(pp=2, window=4, full_every=2)),
+    pytest.param(4, dict(pp=2, tp=2), marks=pytest.mark.long),
+    pytest.param(4, dict(pp=2, ep=2, n_experts=4, top_k=2, zero=1, recompute="full"), marks=pytest.mark.long),
+    pytest.param(2, dict(pp=2, pp_chunks=2, dropout=0.1), marks=pytest.mark.long)], ids=str)
+def test_stages_compile_at_the_same_time(n, flags):
+    """... before the first message, and not one after the other. Numbers and bytes sent do not change."""
+    together, in_turn = (run_ranks(n, train_traced, flags, at_once) for at_once in (True, False))
+    for one, other in zip(together, in_turn, strict=True):
+        check_same_training(one, other)
+        assert one["graphs"] == other["graphs"] and one["before"] == [len(one["graphs"])]
+        assert other["before"] == [0]
+
+
+@pytest.mark.parametrize("flags", [
+    dict(tp=2), dict(cp=2, n_experts=4, top_k=2),
+    pytest.param(dict(cp=2), marks=pytest.mark.long),
+    pytest.param(dict(tp=2, ep=2, n_experts=4, n_shared_experts=1, zero=3), marks=pytest.mark.long)],
+    ids=str)
+def test_what_backward_runs_again_is_compiled_between_collectives(flags):
+    """Over tp and cp --recompute full has the graphs of a run without it, and the numbers of eager mode."""
+    full = dict(flags, recompute="full", n_layer=2)
+    runs = [run_ranks(2, train_traced, more) for more in (full, dict(full, recompute="none"),
+                                                          dict(full, compile=False))]
+    for compiled, plain, eager in zip(*runs, strict=True):
+        assert compiled["graphs"] == plain["graphs"] and len(compiled["graphs"]) > 4
+        assert eager["graphs"] == []
+        check_same_training(compiled, eager)
+
+
+@pytest.mark.long  # A C++ compiler takes a minute.
+@pytest.mark.parametrize("flags", ["--tp=2 --recompute=full", "--pp=2"])
+def test_what_the_compiler_makes_of_it_trains_the_same(flags, tmp_path):
+    """By torch's own compiler, as on a GPU, and not by a stand-in that runs the graphs in eager mode."""
+    found = []
+    for more in (), ("--compile",):
+        out = tmp_path / f"out{len(found)}"
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
+                   ROOT / "train.py", *FLAGS, *flags.split(), *more, "--steps=3", "--save-every=0",
+                   "--prompt=", f"--out={out}"]
+        done = subprocess.run(command, capture_output=True, text=True,
+                              env=os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")})
+        assert done.returncode == 0, done.stdout + done.stderr
+        found.append([row["loss"] for row in rows(out)])
+    assert found[0] == pytest.approx(found[1], rel=1e-5)
 
 
 def test_a_run_says_what_compiling_cost(graphs, tmp_path):
@@ -117,3 +219,4 @@ def test_the_flash_kernel_is_made_before_the_blocks_are_compiled(monkeypatch):
     assert not made, "a model that hides no keys never imports it"
     compile_.compile_blocks(model)
     assert made == [1, "compiled"]
+
