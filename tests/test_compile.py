@@ -83,7 +83,7 @@ PLACES = (parallel, "_uncompiled"), (parallel.Axis, "_all_reduce"), (attention, 
 def train_traced(world, flags, at_once=True):
     """Train two steps with blocks that are traced, and run in eager mode. at_once: stages compile together.
 
-    Return {"losses", "gradients" of the second, "sent": bytes of the first over each axis, "before": the graphs
+    Return {"losses", "gradients" of the second, "sent": bytes of the first over each axis, "before": graphs
     that this rank had when its first message over pp was due, "graphs": their sizes, but the final norm's}.
     """
     from torch._dynamo import reset
