@@ -454,6 +454,7 @@ class DataParallel:
         for module in model.modules():
             own = [bucket_of[p] for p in module.parameters() if p in bucket_of]
             self.buckets_of[module] = unique(own)
+        self.draw = None  # All is drawn, and draw may hold the model, which holds this object.
         self.buffers = dict(model.named_buffers())  # not trained, but part of the state
         model.data_parallel = self
 
@@ -475,11 +476,13 @@ class DataParallel:
     def draw_weights(self, named_parameters):
         """Give parameters the values that they start from, unless the model came with its own.
 
-        The bucket that is made next copies them, and gives their memory back.
+        If they are trained, the bucket that is made next copies them and gives their memory back.
         """
         if self.draw is not None:
             for name, p in named_parameters:
-                p.data = self.draw(p, name).to(p.dtype)
+                # A copy, because what is drawn can be a window of a tensor of all tp ranks.
+                own = torch.empty(p.shape, dtype=p.dtype, device=p.device)
+                p.data = own.copy_(self.draw(p, name))
 
     def make_hook(self, bucket, i):
         """Return what backward calls when it has written p.grad of the bucket's parameter i.

@@ -302,7 +302,11 @@ _gives_memory = contextvars.ContextVar("gives_memory", default=True)  # whether 
 
 @contextlib.contextmanager
 def parameters_without_memory():
-    """Within this context `parameter` makes parameters of 0 bytes; ddp.DataParallel draws them."""
+    """Within this context `parameter` makes parameters of 0 bytes.
+
+    They have a shape, a dtype and a device. Nothing may read or write them before
+    ddp.DataParallel.draw_weights has given them memory: torch does not check that.
+    """
     token = _gives_memory.set(False)
     try:
         yield

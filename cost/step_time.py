@@ -81,8 +81,9 @@ ENTROPY = 0.82  # of hbm, cross-entropy: 2.43 ms for W1's 8.4 GB
 # The host
 GAP = 63e-6  # s per block between the kernels of a CUDA graph: 1,223 kernels, 1.5 ms in W1's trace
 KERNEL_GAP = 1.5e-3 / 1223  # s between two of these kernels
-# With experts and without: seconds that a block takes longer, both ways, where the step is no CUDA graph. In
-# 24 blocks W2b took 91.7 ms in the place of 88.0, and W1 42.2 in the place of 41.6 (bench/ladder.py).
+# With experts and without: seconds that a block takes longer, both ways, where the step is no CUDA graph. It
+# was 0.15 ms in W2b, 0.025 in W1 and 0.075 in G2, on one H200 (bench/ladder.py). On two, W1 and G2 were not
+# slower. So 0.025 for dense blocks is a guess.
 NO_GRAPH = {True: 0.15e-3, False: 0.025e-3}
 LAUNCH = {True: 0.2e-3, False: 0.5e-3}  # s of host per block, compiled or not, without a CUDA graph
 SYNC = 1e-3  # s per block that a GPU idles in dropless all_to_all: W2b's trace

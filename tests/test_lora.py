@@ -108,6 +108,22 @@ def test_layout_equals_the_plain_lora(batch, layout):
     checked("qwen", 4, batch, layout)
 
 
+def frozen_memory(world):
+    """Return [(name, whether contiguous, bytes of the storage, bytes of the weight)] of the base over tp."""
+    cfg = Config(**{**BASES["qwen"], "dtype": "fp32", "tp": world.size})
+    model, *_ = train.build(cfg, make_mesh(world, cfg.tp), cfg.vocab_size, world.device)
+    return [(name, p.is_contiguous(), p.untyped_storage().nbytes(), p.nbytes)
+            for name, p in model.named_parameters() if not p.requires_grad]
+
+
+def test_the_base_takes_no_more_memory_than_a_rank_needs():
+    """A share of a matrix is drawn as a window of the whole, and in fp32 nothing else would copy it."""
+    for found in run_ranks(2, frozen_memory):
+        assert len(found) > 10
+        for name, contiguous, storage, nbytes in found:
+            assert contiguous and storage == nbytes, name
+
+
 LAYOUTS = [  # model, ranks, sequences per step, layout
     ("qwen", 1, 4, {}), ("qwen", 2, 4, dict(tp=2)), ("qwen", 2, 4, dict(pp=2)), ("qwen", 2, 4, dict(cp=2)),
     ("qwen", 2, 4, dict(zero=1)), ("qwen", 2, 8, dict(zero=2)), ("qwen", 2, 8, dict(zero=3)),

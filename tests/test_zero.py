@@ -4,6 +4,7 @@ test_layouts.py compares every --zero with one rank, test_faults.py has the faul
 test_symm_mem.py has ZeRO by copies between GPUs.
 """
 import itertools
+import weakref
 from collections import Counter
 from unittest import mock
 
@@ -96,12 +97,14 @@ def bytes_at_start(world, flags):
     """Build a model under ZeRO-3. Return the most bytes that its parameters have when one is drawn, and the
     bytes of the largest part and of all vectors. Each parameter is drawn once."""
     cfg = Config(**flags, zero=3)
-    most, drawn = 0, Counter()
+    most, drawn, all_values = 0, Counter(), []
 
     def draw(p, name, model, seed):
         nonlocal most
         storages = {q.untyped_storage().data_ptr(): q.untyped_storage().nbytes() for q in model.parameters()}
         values = model_module.initial_weights(p, name, model, seed)
+        assert all(drawn_before() is None for drawn_before in all_values)  # It was copied, and is gone.
+        all_values.append(weakref.ref(values))
         most = max(most, sum(storages.values()) + values.nbytes)
         drawn[name] += 1
         return values

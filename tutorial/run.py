@@ -15,6 +15,7 @@ The time of a step (dt=... tok/s=...) depends on the machine. It is cut in each 
 If a long number of a replaced line stands in the text as well, it changes there, too. A line without a match
 stays as it is and is named at the end. The table's minutes for reading are counted again, by words.
 """
+import argparse
 import itertools
 import re
 import subprocess
@@ -182,6 +183,8 @@ def run(command, folder):
 
 
 def main():
+    argparse.ArgumentParser(description="Run all commands of the tutorial, and write what they print into "
+                                        "tutorial/README.md.").parse_args()
     path = ROOT / "tutorial/README.md"
     chapters = re.split(r"^(?=## )", path.read_text(), flags=re.M)
     chapters[0] = with_reading_minutes(chapters)
