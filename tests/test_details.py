@@ -456,7 +456,8 @@ def test_a_block_without_collectives_is_compiled_whole(tp, whole, monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda function, fullgraph: asked.append((function, fullgraph)))
 
     def module(name, **others):
-        return SimpleNamespace(compile=lambda fullgraph: asked.append((name, fullgraph)), **others)
+        return SimpleNamespace(compile=lambda fullgraph: asked.append((name, fullgraph)),
+                               recompute_mode="none", **others)
     attn = SimpleNamespace(flex=None)
     expert = module("not this", moe="experts", before_experts="before", after_experts="after", attn=attn)
     mesh = SimpleNamespace(tp=SimpleNamespace(size=tp), cp=SimpleNamespace(size=1))
