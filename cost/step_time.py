@@ -491,7 +491,8 @@ def stage_time(cfg, mesh, gpu, vocab_size, block, sent, *, uneven=False):
     if waits:
         per_block += SYNC
     elif not choice.graph:
-        per_block += NO_GRAPH[cfg.n_experts > 0] * forwards
+        has_experts = cfg.n_experts > 0
+        per_block += NO_GRAPH[has_experts] * forwards
     device = held.blocks * per_block
     if held.has_head:
         device += head_seconds(cfg, mesh, gpu, vocab_size)

@@ -81,27 +81,34 @@ def compile_now(model, tokens, targets, places=None):
     The results are thrown away: no gradient is kept, and the counts of experts and bytes are as before. All
     ranks of a stage do it together.
     """
-    tp, t = model.mesh.tp.size, tokens.size(1)
-    like = next(model.parameters())
+    like = next(model.parameters())  # for dtype and device
+    n = tokens.numel() // model.mesh.tp.size
+    t = tokens.size(1)
+    # A generator of its own: that of dropout stays as it is.
     generator = torch.Generator(like.device).manual_seed(0)
-    x = torch.randn(tokens.numel() // tp, model.cfg.n_embd, generator=generator, device=like.device)
-    x = x.to(like.dtype).requires_grad_()  # (n, C)
-    rotation = model._rotation(model._positions(t, None, like.device), like.device)
-    bytes_sent = [(axis.sent, dict(axis.sent)) for axis in model.mesh.axes().values()]
+    x = torch.randn(n, model.cfg.n_embd, generator=generator, device=like.device)  # (n, C)
+    x = x.to(like.dtype).requires_grad_()
+    positions = model._positions(t, None, like.device)
+    rotation = model._rotation(positions, like.device)
+    axes = model.mesh.axes().values()
+    sent_before = [dict(axis.sent) for axis in axes]
 
     kinds = {block.attn.window > 0: block for block in model.blocks.values()}
     for has_window, block in kinds.items():
         model.provide_weights(block, x)
         cos, sin = rotation[has_window]
-        outputs = [out for out in block(x, t, cos, sin, None, places)
-                   if out is not None and out.requires_grad]
+        y, router_loss = block(x, t, cos, sin, None, places)  # (n, C); () or None
+        outputs = [y]
+        if router_loss is not None and router_loss.requires_grad:
+            outputs.append(router_loss)
+        gradients = [torch.ones_like(output) for output in outputs]
         trained = [p for p in block.parameters() if p.requires_grad]
         # Not backward(): that would tell the buckets that gradients have come.
-        torch.autograd.grad(outputs, [x, *trained], list(map(torch.ones_like, outputs)), allow_unused=True)
+        torch.autograd.grad(outputs, [x, *trained], gradients, allow_unused=True)
 
-    for sent, before in bytes_sent:
-        sent.clear()
-        sent.update(before)
+    for axis, before in zip(axes, sent_before, strict=True):
+        axis.sent.clear()
+        axis.sent.update(before)
 
 
 def prepare_compiler():

@@ -107,6 +107,28 @@ def test_uneven_routing_takes_longer_than_what_it_settles_to(row):
     assert low < settled < high
 
 
+def parts(flags, gpus):
+    """Return {part: ms} that plan.py predicts of a step on H100."""
+    cfg, _ = plan.check_gpus(parse(flags.split()), gpus)
+    return plan.estimate(cfg, gpus, "h100", cfg.vocab_size)["ms_parts"]
+
+
+def test_the_bubble_waits_for_the_sums_of_gradients_too():
+    """Four stages and eight micro-batches idle for 3/8 of all that a stage does in its turn."""
+    found = parts("dense-210m --pp 4 --micro-batch 1 --global-batch 8", 4)
+    assert found["bubble"] == pytest.approx(3 / 8 * (found["compute"] + found["gradients"]))
+    assert found["gradients"] > 0.01 * found["compute"]
+
+
+@pytest.mark.parametrize("model, recompute, gap", [
+    ("dense-210m", "none", 0.025), ("dense-210m", "full", 0.025 * 4 / 3), ("moe-4b", "none", 0.15)])
+def test_a_step_without_a_graph_has_longer_gaps(model, recompute, gap):
+    """... in each of 24 blocks, and one with a graph has not."""
+    flags = f"{model} --recompute {recompute}"
+    without = parts(f"{flags} --no-cuda-graph", 1)["compute"]
+    assert without - parts(flags, 1)["compute"] == pytest.approx(24 * gap, abs=0.01)
+
+
 @pytest.mark.parametrize("ep", [2, 4, 8])
 def test_uneven_is_what_the_loads_of_a_run_say(ep):
     lines = (ROOT / "bench/results/young-loads-h100.jsonl").read_text().splitlines()
