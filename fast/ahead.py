@@ -1,6 +1,10 @@
-"""Compiles Triton kernels before they are launched: python fast/ahead.py KERNELS, as runtime/early.py does.
+"""Compiles kernels before they are launched, in processes beside the run. runtime/early.py starts it.
 
-KERNELS is the list of runtime.early.kernels_of, as JSON.
+    python fast/ahead.py triton KERNELS         those of ops/: the list of early.kernels_of, as JSON
+    python fast/ahead.py libraries FLAGS ENDED  those of fast/library_kernels.py, if the GPU is a Hopper. At
+                                                its end it writes the file ENDED, also where something failed
+    start               starts one of the two
+    wait_for_libraries  what a run does before it asks flash-attn-4 for a kernel that may be in the making
 
 Triton keeps what it compiles on the disk, under a key made of the kernel's source, the types of its arguments
 and the kind of GPU. The run makes the same key, and finds the kernel. Neither torch nor memory of a GPU is
@@ -12,11 +16,21 @@ import ctypes
 import importlib
 import json
 import os
+import subprocess
 import sys
+import time
 from pathlib import Path
 
-CAPABILITY = (75, 76)  # numbers of cuDeviceGetAttribute: major and minor
+# Numbers of cuDeviceGetAttribute
+CAPABILITY = (75, 76)  # major and minor
+MULTIPROCESSORS = 16
 HOPPER = 90  # the compute capability of NVIDIA's Hopper
+
+HOME = Path(__file__).resolve().parents[1]
+LONGEST_WAIT = 60  # seconds for the kernels of libraries
+
+started = []  # the processes that this one has started here
+awaited = []  # the file that tells that the kernels of libraries are compiled, if somebody is at it
 
 
 class Dtype(str):
@@ -56,16 +70,21 @@ class Driver:
 
 def capability_of_gpu():
     """Return the compute capability of the first GPU, such as 90. OSError: there is no driver."""
+    major, minor = attributes_of_gpu(*CAPABILITY)
+    return 10 * major + minor
+
+
+def attributes_of_gpu(*numbers):
+    """Return what the driver says of the first GPU. OSError: there is no driver, or no GPU."""
     driver = ctypes.CDLL("libcuda.so.1")
     driver.cuInit(0)
     found = []
-    for attribute in CAPABILITY:
+    for number in numbers:
         value = ctypes.c_int()
-        if driver.cuDeviceGetAttribute(ctypes.byref(value), attribute, 0) != 0:
+        if driver.cuDeviceGetAttribute(ctypes.byref(value), number, 0) != 0:
             raise OSError("the driver sees no GPU")
         found.append(value.value)
-    major, minor = found
-    return 10 * major + minor
+    return found
 
 
 def with_tensors(arguments):
@@ -139,15 +158,65 @@ def compile_all(kernels, capability):
         os.waitpid(pid, 0)
 
 
+def compile_for_libraries(flags, ended):
+    """Compile what fast/library_kernels.py does for the first GPU, and write the file `ended`."""
+    if capability_of_gpu() != HOPPER:
+        return
+    multiprocessors, = attributes_of_gpu(MULTIPROCESSORS)
+    # These tell the libraries for which GPU they compile, and that there is none to launch a kernel on.
+    environment = ["CUDA_VISIBLE_DEVICES=", "CUTE_DSL_ARCH=sm_90a", "QUACK_ARCH=90",
+                   "FLASH_ATTENTION_ARCH=sm_90", f"FLASH_ATTENTION_NUM_SMS={multiprocessors}"]
+    program = ["PYTHONSAFEPATH=", sys.executable, "-m", "fast.library_kernels", flags]
+    try:
+        subprocess.run(["env", *environment, *program], cwd=HOME, check=False)
+    finally:
+        ended.parent.mkdir(parents=True, exist_ok=True)
+        ended.touch()
+
+
 def main():
-    kernels = sys.argv[1]
+    task, *arguments = sys.argv[1:]
     os.nice(5)  # The run itself comes first.
-    home = str(Path(__file__).resolve().parents[1])
     if sys.flags.safe_path:  # Python left out this file's folder.
-        sys.path.insert(0, home)
+        sys.path.insert(0, str(HOME))
     else:
-        sys.path[0] = home
-    compile_all(json.loads(kernels), capability_of_gpu())
+        sys.path[0] = str(HOME)
+    if task == "triton":
+        kernels, = arguments
+        compile_all(json.loads(kernels), capability_of_gpu())
+    else:
+        flags, ended = arguments
+        compile_for_libraries(flags, Path(ended))
+
+
+# -----------------------------------------------------------------------------
+# In the run
+
+def start(*arguments):
+    """Start this program beside the run, which does without it where that fails."""
+    with contextlib.suppress(OSError):
+        started.append(subprocess.Popen(
+            [sys.executable, __file__, *arguments],
+            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
+
+
+def wait_for_libraries():
+    """Wait until the kernels of libraries are compiled, if a process of this node is at it.
+
+    flash-attn-4 would compile beside that process. quack-kernels waits by itself.
+    """
+    if not awaited:
+        return
+    ended, = awaited
+    until = time.monotonic() + LONGEST_WAIT
+    while not ended.exists() and time.monotonic() < until and not all_have_ended():
+        time.sleep(0.02)
+    awaited.clear()
+
+
+def all_have_ended():
+    """Whether this rank has started processes, and none of them is running."""
+    return bool(started) and all(process.poll() is not None for process in started)
 
 
 if __name__ == "__main__":

@@ -2,8 +2,9 @@
 
     pip install quack-kernels==0.6.5        (the version that was run; flash-attn-4 installs it, too)
 
-The library compiles a kernel when it is first called, and keeps it on the disk. Its products equalled ours to
-the bit on a GPU. docs/machines.md says what it saves, and in which shapes it was run.
+The library compiles a kernel when it is first called, if it does not find it on the disk
+(fast/library_kernels.py). Its products equalled ours to the bit on a GPU. docs/machines.md says what it
+saves, and in which shapes it was run.
 
     by_quack       makes a token dispatcher say that quack multiplies the rows of its experts
     QuackProducts  has experts_mm and experts_wgrad of ops/grouped_mm.py: what multiplies in their place
@@ -131,10 +132,15 @@ def by_quack(make_dispatcher):
     def make(cfg, mesh):
         dispatcher = make_dispatcher(cfg, mesh)
         kind = QuackProducts if mesh.ep.size == 1 else QuackProductsOverRanks
-        balanced = cfg.micro_batch * cfg.seq_len // (mesh.cp.size * mesh.tp.size) * cfg.top_k
+        balanced = balanced_rows(cfg)
         dispatcher.make_multiplier = functools.partial(kind, balanced=balanced)
         return dispatcher
     return make
+
+
+def balanced_rows(cfg):
+    """Return how many rows a rank's experts have if the load is balanced."""
+    return cfg.micro_batch * cfg.seq_len // (cfg.cp * cfg.tp) * cfg.top_k
 
 
 def fits(cfg):

@@ -3,8 +3,9 @@
     pip install flash-attn-4==4.0.0b36        (the version that was run; for NVIDIA's Hopper GPUs)
 
 Its two kernels, forward and backward, are two operations of torch here. So --compile leaves each of them
-whole, and a CUDA graph captures them. The library compiles a kernel when it is first called. Backward adds up
-the gradient of the queries in any order, as cuDNN's does, so --deterministic takes torch's attention.
+whole, and a CUDA graph captures them. The library compiles a kernel when it is first called, if it does not
+find it on the disk (fast/library_kernels.py). Backward adds up the gradient of the queries in any order, as
+cuDNN's does, so --deterministic takes torch's attention.
 docs/machines.md says what it saves, and in which shapes it was run.
 
     FlashAttention   what attention.attend calls in the place of torch's function
@@ -17,6 +18,7 @@ from collections.abc import Sequence
 import torch
 
 from config import head_width
+from fast import ahead
 from fast.libraries import Library
 
 HEAD_WIDTHS = {"causal": (64, 128), "mlm": (64,)}  # by objective: those that were run on a GPU
@@ -39,6 +41,12 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
 
     q (B, T, h, D), k and v (B, T, g, D), bf16, with strides of any kind but in the last dimension.
     """
+    ahead.wait_for_libraries()
+    return forward_kernel(q, k, v, is_causal)
+
+
+def forward_kernel(q, k, v, is_causal):
+    """What `attention` computes, by the library."""
     out, log_sum_exp, *_ = library()._flash_attn_fwd(q, k, v, causal=is_causal, return_lse=True)
     return out, log_sum_exp
 
@@ -56,6 +64,11 @@ def attention_backward(grad: torch.Tensor, kept: Sequence[torch.Tensor],
 
     kept: q, k, v, the output and the log-sum-exp.
     """
+    return backward_kernels(grad, kept, is_causal)
+
+
+def backward_kernels(grad, kept, is_causal):
+    """What `attention_backward` computes, by the library."""
     q, k, v, out, log_sum_exp = kept
     gradients = [t.new_empty(t.shape) for t in (q, k, v)]
     of_q, of_k, of_v = gradients

@@ -2,11 +2,11 @@
 
     Library   one of them; fast/flash.py and fast/experts.py say what is special to theirs
 """
-import importlib.metadata
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
+from interface.packages import version_of
 from ops.backend import is_hopper
 
 
@@ -35,14 +35,15 @@ class Library:
 
     def would_fit(self, cfg, device):
         """Whether a run would take the library, where it is installed."""
-        return cfg.kernels != "plain" and self.fits(cfg) and is_hopper(device)
+        return self.is_wanted(cfg) and is_hopper(device)
+
+    def is_wanted(self, cfg):
+        """Whether a run takes the library on a Hopper GPU, where it is installed."""
+        return cfg.kernels != "plain" and self.fits(cfg)
 
     def version(self):
         """Return the version that is installed, or ""."""
-        try:
-            return importlib.metadata.version(self.package)
-        except importlib.metadata.PackageNotFoundError:
-            return ""
+        return version_of(self.package)
 
     def with_version(self):
         """Return the package and the version that is installed, in words."""

@@ -1,6 +1,7 @@
 """What is said where numpy, torch or tyro is not installed, as before the virtual environment is activated.
 
     check_packages   called by a program before it imports any of them: one line, and exit code 2
+    version_of       the version of any package
 
 This file and config.py import the standard library alone.
 """
@@ -33,3 +34,12 @@ def check_packages(home=None):
         fix = f"source {shlex.quote(str(environment / 'bin/activate'))}"
     print(f"nanoshard: this python has no {', '.join(missing)}; type: {fix}", file=sys.stderr)
     raise SystemExit(Outcome.WRONG_INPUT)
+
+
+def version_of(package):
+    """Return the version of a package that is installed, or ""."""
+    import importlib.metadata  # takes a tenth of a second
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""

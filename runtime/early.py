@@ -2,12 +2,13 @@
 
     begin            before torch is imported: it starts what goes on beside the imports
     wake             what a GPU does only once, in a thread, while the host makes the model
-    kernels_of       the kernels that fast/ahead.py compiles
+    kernels_of       the kernels of ops/ that fast/ahead.py compiles
     first_step_ends  everything is as usual again
 
 Two thirds of the time to the first step belong to Python: it imports torch and torch's compiler, which traces
-the model. Meanwhile the GPU and all cores but one have nothing to do. So three things go on beside that:
+the model. Meanwhile the GPU and all cores but one have nothing to do. So four things go on beside that:
     a process compiles the run's Triton kernels into Triton's cache (fast/ahead.py)
+    another compiles those of flash-attn-4 and quack-kernels, if no run with these flags has done it before
     a thread starts the CUDA driver, while torch is imported
     a thread lets the GPU load the libraries of products and attention, while the compiler is imported
 And the garbage collector rests: imports and tracing make a million objects that stay, and the collector looks
@@ -18,14 +19,16 @@ This file does not import torch at its top. A part that fails is left out: it on
 import contextlib
 import ctypes
 import gc
+import hashlib
 import importlib.util
 import json
-import subprocess
 import sys
 import threading
 from pathlib import Path
 
 from config import pad_vocab
+from fast import ahead
+from interface.packages import version_of
 from ops import tiles
 from runtime import launcher
 
@@ -34,13 +37,20 @@ DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}  # the kerne
 MULTIPROCESSORS = 132  # of most Hopper GPUs; any number that 16 does not divide gives the same kernel
 NVIDIA = Path("/dev/nvidiactl")  # is there where a process can reach an NVIDIA GPU
 
+LIBRARIES = ("flash-attn-4", "quack-kernels", "nvidia-cutlass-dsl")  # the last one is their compiler
+# The flags that decide which kernels of libraries a run launches.
+FLAGS_OF_KERNELS = (
+    "kernels", "dtype", "deterministic", "micro_batch", "seq_len", "tp", "cp", "ep",
+    "objective", "dropout", "n_layer", "n_embd", "n_head", "n_kv_head", "head_dim", "window", "full_every",
+    "doc_mask",
+    "n_experts", "top_k", "capacity_factor", "mlp", "ffn_hidden")
+
 
 class Start:
     """What goes on beside the start of this process."""
 
     def __init__(self):
         self.thresholds = None  # those of the garbage collector, while it rests
-        self.compiler = None    # the process of fast/ahead.py
         self.threads = []
 
 
@@ -53,6 +63,8 @@ def begin(cfg):
     gc.set_threshold(*RARELY)
     if cfg is None or not NVIDIA.exists():
         return
+    is_first = launcher.is_first_of_node()
+    compile_for_libraries(cfg, is_first)
     launched_by, _ = launcher.started_by()
     if launched_by == "single":  # Ranks choose first which GPUs they see: runtime/visible.py.
         if cfg.compile:
@@ -60,9 +72,8 @@ def begin(cfg):
         run_beside(start_driver)
     elif cfg.compile:
         return  # torch's compiler gives each GPU a cache of its own: it would not find what is compiled here.
-    if launcher.is_first_of_node():
-        with contextlib.suppress(OSError):
-            start.compiler = compile_kernels(kernels_of(cfg))
+    if is_first:
+        compile_kernels(kernels_of(cfg))
 
 
 def first_step_ends():
@@ -74,8 +85,8 @@ def first_step_ends():
     for thread in start.threads:
         thread.join()
     start.threads.clear()
-    if start.compiler is not None:
-        start.compiler.poll()  # Usually it has ended, and its entry in the process table goes.
+    for process in ahead.started:
+        process.poll()  # Usually it has ended, and its entry in the process table goes.
 
 
 def run_beside(function, *args):
@@ -188,12 +199,24 @@ def on_hopper(name, launch, first, second, pairs=1):
 
 
 def compile_kernels(kernels):
-    """Start a process that compiles kernels into Triton's cache.
+    """Start a process that compiles kernels into Triton's cache, where Triton is installed."""
+    if kernels and importlib.util.find_spec("triton") is not None:
+        ahead.start("triton", json.dumps(kernels))
 
-    Return the subprocess.Popen, or None where Triton is not installed.
+
+def compile_for_libraries(cfg, is_first):
+    """Start a process that compiles the kernels of libraries, where no run of these flags has done it.
+
+    is_first: whether this process does it. The other ranks of its node only wait.
     """
-    if not kernels or importlib.util.find_spec("triton") is None:
-        return None
-    program = Path(__file__).parents[1] / "fast/ahead.py"
-    return subprocess.Popen([sys.executable, str(program), json.dumps(kernels)],
-                            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    if cfg.kernels == "plain" or cfg.dtype != "bf16" or importlib.util.find_spec("quack") is None:
+        return
+    flags = json.dumps({name: getattr(cfg, name) for name in FLAGS_OF_KERNELS})
+    state = json.dumps([flags, sys.version_info[:2], *map(version_of, LIBRARIES)])
+    name = hashlib.sha256(state.encode()).hexdigest()[:16]
+    ended = Path(launcher.keep_library_kernels()) / f"{name}.ended"
+    if ended.exists():
+        return
+    ahead.awaited.append(ended)
+    if is_first:
+        ahead.start("libraries", flags, str(ended))

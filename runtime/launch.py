@@ -34,7 +34,9 @@ from parallel import Axis
 from runtime import address, limits, mpi, visible
 from runtime.abort import end_all_on_exception
 from runtime.calls import CollectiveLog
-from runtime.launcher import NO_TIMEOUT, detect, refuse, wrong_environment
+from runtime.launcher import NO_TIMEOUT, detect, keep_library_kernels, refuse, wrong_environment
+
+keep_library_kernels()  # before anything imports them
 
 
 @dataclass(frozen=True)

@@ -135,12 +135,27 @@ def share_kernels():
     torch's compiler moves Triton's cache into its own folder as soon as it begins, and one for each GPU. Then
     kernels of before would not be found. This folder is the same from the start.
     """
-    if "TRITON_CACHE_DIR" in os.environ:
-        return
+    os.environ.setdefault("TRITON_CACHE_DIR", compiled_in("triton"))
+
+
+def keep_library_kernels():
+    """Let flash-attn-4 and quack-kernels keep on the disk what they compile. Return the folder.
+
+    They read this when they are imported. By itself, flash-attn-4 keeps nothing.
+    """
+    folder = compiled_in("libraries")
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", folder)
+    os.environ.setdefault("QUACK_CACHE_DIR", folder)
+    return folder
+
+
+def compiled_in(name):
+    """Return a folder for compiled kernels, in that of torch's compiler."""
     folder = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
     if folder is None:
         folder = os.path.join(tempfile.gettempdir(), f"torchinductor_{user_name()}")
-    os.environ["TRITON_CACHE_DIR"] = os.path.join(os.path.abspath(folder), "triton")
+    return os.path.join(os.path.abspath(folder), name)
 
 
 def user_name():

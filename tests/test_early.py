@@ -321,7 +321,7 @@ def test_a_process_compiles_them_into_the_cache(monkeypatch, tmp_path):
             "ahead.compile_driver = lambda: None; ahead.compile_launcher = lambda _: None; ahead.main()")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    subprocess.run([sys.executable, "-c", code, json.dumps(kernels)], cwd=ROOT, check=True)
+    subprocess.run([sys.executable, "-c", code, "triton", json.dumps(kernels)], cwd=ROOT, check=True)
     compiled = {path.stem for path in tmp_path.glob("*/*.cubin")}
     assert compiled == {"swiglu", "cross_entropy", "adamw"}
 
@@ -329,5 +329,6 @@ def test_a_process_compiles_them_into_the_cache(monkeypatch, tmp_path):
 def test_the_process_ends_without_a_driver():
     if early.NVIDIA.exists():
         pytest.skip("this machine has a GPU")
-    process = subprocess.run([sys.executable, "fast/ahead.py", "[]"], cwd=ROOT, capture_output=True)
-    assert process.returncode != 0
+    command = [sys.executable, "fast/ahead.py", "triton", "[]"]
+    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert process.returncode != 0 and "libcuda" in process.stderr

@@ -343,7 +343,7 @@ def asked(original, device):
     ("is_taken", "is_planned or", "is_planned or not self.would_fit(cfg, device) or"),
     ("why_not", "self.version() and self.would_fit(cfg, device)", "self.would_fit(cfg, device)"),
     ("is_taken", "is_planned or", ""), ("is_taken", " and not self.problem", ""),
-    ("would_fit", 'cfg.kernels != "plain" and', ""), ("would_fit", "self.fits(cfg) and", ""),
+    ("is_wanted", 'cfg.kernels != "plain" and', ""), ("is_wanted", "and self.fits(cfg)", ""),
     ("would_fit", " and is_hopper(device)", "")])
 def test_a_fault_of_what_the_libraries_share_is_detected(name, old, new, installed):
     check_what_the_libraries_share(installed)

@@ -557,6 +557,7 @@ CUDA_ONLY = {  # place: why it names CUDA. Everything else asks the device's mod
     "ops/grouped_mm.py has_grouped_mm": "a kernel of Hopper and Blackwell",
     "ops/backend.py is_hopper": "a generation of NVIDIA's GPUs",
     "ops/fp8.py check_device": "which GPUs multiply fp8 numbers",
+    "fast/library_kernels.py compile_call": "kernels for NVIDIA's Hopper GPUs",
     "ops/grouped_mm.py pointer_tiles": "its table names NVIDIA's architectures",
     "fast/choose.py has_cuda_api": "the one answer for graphs and peer access",
     "fast/choose.py place_of": "peer access between GPUs",
