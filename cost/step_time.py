@@ -71,6 +71,11 @@ SEGMENT = 0.18  # of peak
 SEGMENTS = 4096, 16384  # tokens of a segment, between which the rate grows
 SEGMENT_GROWTH = 0.25  # exponent: the rate at 16384 tokens is 1.41 times that at 4096
 TOUCHES = 3  # times a saved tensor passes through memory outside products: write, read, gradient
+# Without --compile torch's own kernels go over a block's rows this much more often, both ways. Each reads and
+# writes them once. From the ladders of W1 (49 on one H200, 45 on two), G2 (17, 14) and W2b (65, 66). W1 also
+# rotates queries and keys, and G2 does not, so what of it belongs to the norm is not known.
+UNCOMPILED = {"rms": 47, "rms1p": 47, "layer": 15}
+UNCOMPILED_EXPERTS = 18  # what W2b has more than W1: the router
 STREAM = 0.95  # of hbm, kernels over flat buffers: AdamW 4.17, gradients to fp32 4.0 of 4.28 TB/s
 # Bytes per parameter that is stepped. AdamW moves 30: it reads gradient, master and two moments, and
 # writes the last three and bf16 weights. The norm of the gradient reads 4 more. If the gradient is bf16,
@@ -357,6 +362,7 @@ def other_seconds(cfg, mesh, gpu, saved, uneven=False):
     """Return the seconds of what a block computes besides its products with whole matrices, both ways."""
     seconds = adapter_seconds(cfg, mesh, gpu) + attention_seconds(cfg, mesh, gpu)
     seconds += rounding_seconds(cfg, mesh, gpu)
+    seconds += uncompiled_seconds(cfg, mesh, gpu)
     gaps = 2 if cfg.n_experts else 1  # twice for experts: a guess, not in a trace
     seconds += TOUCHES * saved / gpu.hbm + GAP * gaps
     if not cfg.n_experts:
@@ -373,6 +379,18 @@ def other_seconds(cfg, mesh, gpu, saved, uneven=False):
         # too. This was found missing when W2a had come out 10.2 % short; it is 0.8 of those 7.5 ms.
         seconds += 8 * routed * cfg.n_embd * weight_bytes / gpu.hbm
     return seconds
+
+
+def uncompiled_seconds(cfg, mesh, gpu):
+    """Return the seconds that a block's small kernels take longer without --compile, both ways."""
+    if cfg.compile:
+        return 0.0
+    passes = UNCOMPILED[cfg.norm]
+    if cfg.n_experts:
+        passes += UNCOMPILED_EXPERTS
+    weight_bytes, _ = element_bytes(cfg)
+    rows = rank_tokens(cfg, mesh) // mesh.tp.size
+    return passes * (2 * rows * cfg.n_embd * weight_bytes / gpu.hbm + KERNEL_GAP)
 
 
 def head_seconds(cfg, mesh, gpu, vocab_size):

@@ -30,7 +30,7 @@ HOME = Path(__file__).resolve().parents[1]
 LONGEST_WAIT = 60  # seconds for the kernels of libraries
 
 started = []  # the processes that this one has started here
-awaited = []  # the file that tells that the kernels of libraries are compiled, if somebody is at it
+awaited = []  # the files that tell that kernels of libraries are compiled, if somebody is at it
 
 
 class Dtype(str):
@@ -205,12 +205,12 @@ def wait_for_libraries():
 
     flash-attn-4 would compile beside that process. quack-kernels waits by itself.
     """
-    if not awaited:
-        return
-    ended, = awaited
     until = time.monotonic() + LONGEST_WAIT
-    while not ended.exists() and time.monotonic() < until and not all_have_ended():
-        time.sleep(0.02)
+    while awaited and time.monotonic() < until and not all_have_ended():
+        if awaited[-1].exists():
+            awaited.pop()
+        else:
+            time.sleep(0.02)
     awaited.clear()
 
 

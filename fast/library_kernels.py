@@ -26,6 +26,7 @@ def compile_all(cfg):
     for library, calls_of in ((flash.FLASH_ATTN, attention_calls), (experts.QUACK, product_calls)):
         if library.version() == library.tested and library.is_wanted(cfg) and not library.problem:
             calls += calls_of(cfg)
+    compile_call(len, [(1,)])  # The first such tensor imports much, here once for all processes.
     children = [fork(compile_call, *call) for call in calls]
     for pid in children:
         os.waitpid(pid, 0)
