@@ -209,12 +209,15 @@ def compile_for_libraries(cfg, is_first):
 
     is_first: whether this process does it. The other ranks of its node only wait.
     """
-    if cfg.kernels == "plain" or cfg.dtype != "bf16" or importlib.util.find_spec("quack") is None:
+    if cfg.kernels == "plain" or cfg.dtype != "bf16":
+        return
+    folder = launcher.keep_library_kernels()
+    if folder is None:
         return
     flags = json.dumps({name: getattr(cfg, name) for name in FLAGS_OF_KERNELS})
     state = json.dumps([flags, sys.version_info[:2], *map(version_of, LIBRARIES)])
     name = hashlib.sha256(state.encode()).hexdigest()[:16]
-    ended = Path(launcher.keep_library_kernels()) / f"{name}.ended"
+    ended = Path(folder) / f"{name}.ended"
     if ended.exists():
         return
     ahead.awaited.append(ended)

@@ -7,7 +7,9 @@ This file covers plain python, torchrun, MPICH and Intel MPI (Hydra), Open MPI, 
 runtime/launch.py starts the rank. No third file reads the environment.
 """
 import contextlib
+import fcntl
 import getpass
+import importlib.util
 import os
 import re
 import tempfile
@@ -139,15 +141,34 @@ def share_kernels():
 
 
 def keep_library_kernels():
-    """Let flash-attn-4 and quack-kernels keep on the disk what they compile. Return the folder.
+    """Let flash-attn-4 and quack-kernels keep on the disk what they compile.
 
-    They read this when they are imported. By itself, flash-attn-4 keeps nothing.
+    They read this when they are imported. By itself, flash-attn-4 keeps nothing. Return the folder, or None
+    where quack-kernels is not installed, without which the other one is not either, or nothing can be kept.
     """
+    if importlib.util.find_spec("quack") is None:
+        return None
     folder = compiled_in("libraries")
-    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
+    can_keep = can_lock(folder)
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", str(int(can_keep)))
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", folder)
+    os.environ.setdefault("QUACK_CACHE_ENABLED", str(int(can_keep)))
     os.environ.setdefault("QUACK_CACHE_DIR", folder)
-    return folder
+    return folder if can_keep else None
+
+
+def can_lock(folder):
+    """Whether files can be written and locked in a folder, which is made here.
+
+    Some parallel file systems know no locks. There the libraries would wait for a lock until they give up.
+    """
+    try:
+        os.makedirs(folder, exist_ok=True)
+        with open(os.path.join(folder, "lock"), "a") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
 
 
 def compiled_in(name):

@@ -4,6 +4,7 @@ No library and no GPU is needed. The stubs of test_flash.py and test_experts_lib
 asked for, and a process of its own gets packages that write it down.
 """
 import contextlib
+import importlib.util
 import json
 import os
 import subprocess
@@ -32,7 +33,8 @@ from runtime import early, launcher
 from runtime.launch import World
 
 ROOT = Path(__file__).resolve().parents[1]
-CACHES = ("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", "QUACK_CACHE_DIR")
+CACHES = ("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR",
+          "QUACK_CACHE_ENABLED", "QUACK_CACHE_DIR")
 DENSE = Config(n_embd=256, n_head=4, ffn_hidden=192, seq_len=128, micro_batch=2, dtype="bf16")
 EXPERTS = replace(DENSE, n_experts=4, top_k=2)
 
@@ -78,7 +80,6 @@ def test_the_first_process_of_a_node_starts_it_and_the_others_wait(node, tmp_pat
     (task, flags, file), = node.starts
     assert task == "libraries" and file == str(ended) and ahead.awaited == [ended]
     assert json.loads(flags) == {name: getattr(EXPERTS, name) for name in early.FLAGS_OF_KERNELS}
-    ended.parent.mkdir()
     ended.touch()
     for is_first in (True, False):
         early.compile_for_libraries(EXPERTS, is_first)
@@ -128,23 +129,47 @@ def test_every_run_on_a_gpu_asks_for_it(monkeypatch):
 
 
 @pytest.mark.parametrize("users", [{}, *({name: "the user's"} for name in CACHES)], ids=str)
-def test_the_folder_of_the_kernels(users, monkeypatch, tmp_path):
-    """flash-attn-4's own cache is on. What the user has set stays."""
+def test_the_folder_of_the_kernels(users, node, monkeypatch, tmp_path):
+    """Both caches are on. What the user has set stays."""
     folder = str(tmp_path / "libraries")
-    expected = dict(zip(CACHES, ("1", folder, folder), strict=True)) | users
+    expected = dict(zip(CACHES, ("1", folder, "1", folder), strict=True)) | users
     for name, value in users.items():
         monkeypatch.setenv(name, value)
     assert launcher.keep_library_kernels() == folder
     assert {name: os.environ[name] for name in CACHES} == expected
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
-    monkeypatch.setattr(launcher.tempfile, "gettempdir", lambda: "/of/all")
+    monkeypatch.setattr(launcher.tempfile, "gettempdir", lambda: str(tmp_path / "of all"))
     monkeypatch.setattr(launcher, "user_name", lambda: "me")
-    assert launcher.keep_library_kernels() == "/of/all/torchinductor_me/libraries"
+    assert launcher.keep_library_kernels() == str(tmp_path / "of all/torchinductor_me/libraries")
 
 
-def test_every_program_that_launches_keeps_its_kernels():
-    code = f"import os, runtime.launch; assert os.environ.keys() >= set({CACHES})"
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+def without_locks(*_):
+    raise OSError(38, "Function not implemented")
+
+
+@pytest.mark.parametrize("fault", ["the folder cannot be made", "its file system knows no locks"])
+def test_nothing_is_kept_where_it_cannot_be(fault, node, monkeypatch, tmp_path):
+    """flash-attn-4 would give up after waiting for a lock, and end the run."""
+    if fault == "the folder cannot be made":
+        (tmp_path / "libraries").write_text("a file")
+    else:
+        monkeypatch.setattr(launcher.fcntl, "flock", without_locks)
+    assert launcher.keep_library_kernels() is None
+    assert [os.environ[name] for name in CACHES if "ENABLED" in name] == ["0", "0"]
+    early.compile_for_libraries(EXPERTS, is_first=True)
+    assert node.starts == [] and ahead.awaited == []
+
+
+def test_every_program_that_launches_keeps_its_kernels(monkeypatch, tmp_path):
+    (tmp_path / "quack").mkdir()
+    (tmp_path / "quack/__init__.py").touch()
+    code = f"import os, runtime.launch; print(os.environ.keys() >= set({CACHES}))"
+    is_installed = importlib.util.find_spec("quack") is not None
+    for path, keeps in ((tmp_path, True), (tmp_path / "none", is_installed)):
+        monkeypatch.setenv("PYTHONPATH", str(path))
+        command = [sys.executable, "-c", code]
+        done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
+        assert done.stdout.strip() == str(keeps)
 
 
 # -----------------------------------------------------------------------------
