@@ -11,7 +11,7 @@ same parameters. Under ZeRO-1, the slice of each rank is a quarter of the bucket
 
              0          n/4        n/2        3n/4        n
     flat     | weights in the model's dtype               |  every p.data is a window of it
-    grad     | gradients of this rank, in at least fp32   |  backward adds each p.grad to its window
+    grad     | gradients of this rank, in at least fp32   |  each p.grad goes into its window
              |          |##########|          |           |  ## is bucket.own_slice, of rank 1
     grad_total          | summed   |   = grad[own_slice], summed over the ranks: AdamW reads it
     master              | fp32     |   AdamW updates it; its two moments are as long
@@ -57,8 +57,8 @@ from ops.flat import accumulate, copy_gradients, padded_elements
 from ops.split_master import SplitMaster
 from parallel import CompletedWork
 
-# A bucket is closed when it has this many elements. All matrices of `tiny`, at most 1.8 million
-# elements, are in one bucket, so its sum starts only at the end of backward.
+# A bucket is closed when it has this many elements. With a vocabulary of 4,096 `tiny` has 1.8
+# million, so all its matrices are in one bucket, whose sum starts only at the end of backward.
 BUCKET_ELEMENTS = 16_000_000
 
 # -----------------------------------------------------------------------------
@@ -173,14 +173,16 @@ class Comm:
     def start_reduce(self, bucket):
         """Start to sum bucket.grad over bucket.axis into grad_total, and return a handle."""
         if bucket.n_slices == 1:  # without ZeRO: the replicas are all ranks of bucket.axis
-            return bucket.replicas.start_all_reduce(bucket.grad_total)  # SUM of n numbers
+            # SUM of n numbers, over bucket.axis
+            return bucket.replicas.start_all_reduce(bucket.grad_total)
         if bucket.replicas.size == 1:  # with ZeRO: the shard is all ranks of bucket.axis
             return self.start_shard_sum(bucket)
         return self.start_both_sums(bucket)  # with --shard
 
     def start_replica_sum(self, bucket):
         """Start to sum grad_total, this rank's slice, over the ranks that keep the same slice."""
-        return bucket.replicas.start_all_reduce(bucket.grad_total)  # SUM of n/n_slices numbers
+        # SUM of n/n_slices numbers, over bucket.replicas
+        return bucket.replicas.start_all_reduce(bucket.grad_total)
 
     def start_shard_sum(self, bucket):
         """Start to sum bucket.grad over bucket.shard; grad_total becomes this rank's slice.
@@ -334,7 +336,7 @@ class Bucket(FlatBuffers):
                 self.start_sum()
 
     def take_gradient(self, i):
-        """Add p.grad to its window of grad. The step's first gradient overwrites the window."""
+        """Put p.grad into its window of grad: the step's first gradient overwrites it, others add."""
         p = self.params[i]
         accumulate(self.grad_windows[i], p.grad, first=self.untouched[i])
         p.grad = None
@@ -462,8 +464,8 @@ class DataParallel:
         """Make a bucket of these parameters. Backward will call its on_grad_ready for each of them.
 
         contents.reduction_axis is what the one rule (parallel.reduction_axis) says of all of them:
-        the name of the axis over which their gradients are summed. On a mesh with dp alone it is
-        "stage" (all ranks with the same layers) or "dp", and both have the same ranks.
+        the name of the axis over which their gradients are summed. On a mesh with dp alone, without
+        experts, it is "stage" (all ranks with the same layers) or "dp", and both have the same ranks.
         """
         axis = self.mesh.axes()[contents.reduction_axis]
         bucket = self.make_bucket(contents, axis, dtype, make_comm(axis))
@@ -534,7 +536,7 @@ class DataParallel:
                 bucket.wait_grads()
 
     def on_updated(self, bucket):
-        """Under ZeRO, send the others the slice of a bucket that the optimizer has just written.
+        """Under ZeRO-1 and 2, send the others the slice that the optimizer has just written.
 
         fast/graph.py replaces this function, because a CUDA graph starts with the gathers.
         """

@@ -1,9 +1,9 @@
 """AdamW on the flat buckets: a few large tensors, fp32 masters, clipping without the host.
 
-In one step, stats() sums loss and norms over the world. Then step() clips and updates this rank's
-slice of every bucket (without ZeRO the slice is everything) and passes each updated bucket to
-DataParallel.on_updated, which under ZeRO sends it. stats() and step() never synchronise with the
-host: gradients that are not finite make step() a no-op on the device.
+In one step, stats() sums loss and squares over the world. Then step() clips and updates this
+rank's slice of every bucket (without ZeRO the slice is everything) and passes each updated bucket
+to DataParallel.on_updated, which under ZeRO-1 and 2 sends it. stats() and step() never synchronise
+with the host: the device itself leaves all weights as they are if gradients are not finite.
 """
 import math
 from typing import NamedTuple
@@ -53,7 +53,7 @@ def stable_until(cfg):
 # The update
 
 class StepStats(NamedTuple):
-    """The numbers that judge a step, summed over the world: () fp64 each, on the device."""
+    """The numbers of the whole model that judge a step: () fp64 each, on the device."""
     loss: torch.Tensor        # mean cross-entropy, in nats per trained token of the global batch
     grad_norm: torch.Tensor   # of the whole model's gradient, before clipping
     num_zeros: torch.Tensor   # gradients that are zero; 0 unless full statistics are asked for
@@ -274,7 +274,7 @@ class Optimizer:
         for bucket in reversed(buckets or self.data_parallel.buckets):
             if not isinstance(bucket.master, SplitMaster):  # That one has rounded into own already.
                 bucket.own.copy_(bucket.master)  # in fp32 nothing: both are the same memory
-            self.data_parallel.on_updated(bucket)  # under ZeRO it starts the all-gather
+            self.data_parallel.on_updated(bucket)  # under ZeRO-1 and 2 it starts the all-gather
 
     # -------------------------------------------------------------------------
     # A step
@@ -348,16 +348,16 @@ class Optimizer:
         self.prepare_update()
         is_finite = torch.isfinite(grad_norm)
         not_finite = (~is_finite).to(torch.float32)
-        divisor = self.divisor(grad_norm)  # It clips and undoes the loss scale.
-        divisor = self.fp32_divisor(divisor, not_finite)
+        divide_by = self.divisor(grad_norm)  # It clips and undoes the loss scale.
+        divide_by = self.fp32_divisor(divide_by, not_finite)
         with self.data_parallel.timers("optimizer"):
-            if self.use_triton:  # one kernel does what the two calls below do
-                self.step_triton(lr, divisor, not_finite)
+            if self.use_triton:  # A kernel for each bucket does what the two calls below do.
+                self.step_triton(lr, divide_by, not_finite)
             else:
-                self.adam.step(self.of_adam(self.grads), lr, divisor, not_finite)
+                self.adam.step(self.of_adam(self.grads), lr, divide_by, not_finite)
                 self.masters_to_model(self.adam_buckets)
             if self.muon is not None:  # It computes while AdamW's weights travel.
-                self.muon.step(lr, divisor, not_finite)
+                self.muon.step(lr, divide_by, not_finite)
         self.update_loss_scale(not_finite)
         return not_finite
 

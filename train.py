@@ -65,9 +65,9 @@ def build(cfg, mesh, vocab_size, device, timers=untimed, choice=None):
     """Return this rank's (model, data_parallel, optimizer). choice: a fast.choose.Choice."""
     choice = choice or choose(cfg, mesh, device)
     dtype = DTYPES[cfg.dtype]
-    # Weights are drawn in at least fp32. The buckets round them and keep the fp32 masters. No
-    # parameter has memory before its bucket is made, so with --zero 3 no rank ever holds all of
-    # the model.
+    # Weights are drawn in at least fp32. The buckets round them and keep the fp32 masters. A
+    # parameter gets memory just before its bucket is made, so with --zero 3 no rank ever holds all
+    # of the model.
     torch.set_default_dtype(torch.promote_types(dtype, torch.float32))
     # Where no fast way is taken, as on a CPU, dispatcher_maker() gives moe.plain_dispatcher,
     # masked_attention() and unmasked_attention() give None, and the Comms that comm_maker()
@@ -109,7 +109,7 @@ class Step:
         batches: from micro_batches(). n_trained: what the loss is divided by; a run passes
         trained_tokens(), and None means all tokens of the global batch.
         full: whether to compute num_zeros and param_norm, too. guard: a skip.Guard, which may veto
-        the update. refused: 0.0 after an update, 1.0 where the norm was not finite and nothing
+        the update. refused: 0.0 after an update, 1.0 where the norm was not finite and no weight
         changed, None after a veto.
         """
         loss = self.gradients(batches, number, n_trained=n_trained)
@@ -121,6 +121,7 @@ class Step:
         """Do forward, backward and gradient sums. Return this rank's part of the mean loss, ().
 
         The loss is in at least fp32. With dropout, set_seed is called before each forward.
+        fast/graph.py passes another one while it captures a step.
         """
         cfg = self.cfg
         mesh = self.model.mesh
