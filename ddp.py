@@ -336,7 +336,7 @@ class Bucket(FlatBuffers):
                 self.start_sum()
 
     def take_gradient(self, i):
-        """Put p.grad into its window of grad: the step's first gradient overwrites it, others add."""
+        """Put p.grad into its window of grad. The first of the step overwrites it, others add."""
         p = self.params[i]
         accumulate(self.grad_windows[i], p.grad, first=self.untouched[i])
         p.grad = None
@@ -464,8 +464,9 @@ class DataParallel:
         """Make a bucket of these parameters. Backward will call its on_grad_ready for each of them.
 
         contents.reduction_axis is what the one rule (parallel.reduction_axis) says of all of them:
-        the name of the axis over which their gradients are summed. On a mesh with dp alone, without
-        experts, it is "stage" (all ranks with the same layers) or "dp", and both have the same ranks.
+        the name of the axis over which their gradients are summed. On a mesh with dp alone, and
+        without experts, it is "stage" (all ranks with the same layers) or "dp". Both have the same
+        ranks.
         """
         axis = self.mesh.axes()[contents.reduction_axis]
         bucket = self.make_bucket(contents, axis, dtype, make_comm(axis))
