@@ -1,8 +1,8 @@
 """Compiles kernels before they are launched, in processes beside the run. runtime/early.py starts it.
 
     python fast/ahead.py triton KERNELS         those of ops/: the list of early.kernels_of, as JSON
-    python fast/ahead.py libraries FLAGS ENDED  those of fast/library_kernels.py, if the GPU is a Hopper. At
-                                                its end it writes the file ENDED, also where something failed
+    python fast/ahead.py libraries FLAGS ENDED  those of fast/library_kernels.py, if the GPU is a Hopper. If
+                                                that ends well, the file ENDED is written
     start               starts one of the two
     wait_for_libraries  what a run does before it asks flash-attn-4 for a kernel that may be in the making
 
@@ -16,6 +16,7 @@ import ctypes
 import importlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -30,7 +31,7 @@ HOME = Path(__file__).resolve().parents[1]
 LONGEST_WAIT = 60  # seconds for the kernels of libraries
 
 started = []  # the processes that this one has started here
-awaited = []  # the files that tell that kernels of libraries are compiled, if somebody is at it
+awaited = []  # the files that this process waits for: each says that kernels of libraries are compiled
 
 
 class Dtype(str):
@@ -159,7 +160,10 @@ def compile_all(kernels, capability):
 
 
 def compile_for_libraries(flags, ended):
-    """Compile what fast/library_kernels.py does for the first GPU, and write the file `ended`."""
+    """Compile what fast/library_kernels.py does for the first GPU. If that ends well, write the file `ended`.
+
+    subprocess.TimeoutExpired: it took too long, and was ended.
+    """
     if capability_of_gpu() != HOPPER:
         return
     multiprocessors, = attributes_of_gpu(MULTIPROCESSORS)
@@ -167,10 +171,15 @@ def compile_for_libraries(flags, ended):
     environment = ["CUDA_VISIBLE_DEVICES=", "CUTE_DSL_ARCH=sm_90a", "QUACK_ARCH=90",
                    "FLASH_ATTENTION_ARCH=sm_90", f"FLASH_ATTENTION_NUM_SMS={multiprocessors}"]
     program = ["PYTHONSAFEPATH=", sys.executable, "-m", "fast.library_kernels", flags]
-    with contextlib.suppress(OSError):
-        subprocess.run(["env", *environment, *program], cwd=HOME, check=False)
-    ended.parent.mkdir(parents=True, exist_ok=True)
-    ended.touch()  # Control-C does not come here, so the next run compiles what is missing.
+    # In a session of its own, so that all its processes end with it.
+    process = subprocess.Popen(["env", *environment, *program], cwd=HOME, start_new_session=True)
+    try:
+        has_failed = process.wait(LONGEST_WAIT)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    if not has_failed:
+        ended.touch()
 
 
 def main():
@@ -185,18 +194,30 @@ def main():
         compile_all(json.loads(kernels), capability_of_gpu())
     else:
         flags, ended = arguments
-        compile_for_libraries(flags, Path(ended))
+        ended = Path(ended)
+        try:
+            compile_for_libraries(flags, ended)
+        finally:
+            begun(ended).unlink(missing_ok=True)
 
 
 # -----------------------------------------------------------------------------
 # In the run
 
 def start(*arguments):
-    """Start this program beside the run, which does without it where that fails."""
-    with contextlib.suppress(OSError):
+    """Start this program beside the run, which does without it where that fails. Return whether it runs."""
+    try:
         started.append(subprocess.Popen(
             [sys.executable, __file__, *arguments],
             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
+    except OSError:
+        return False
+    return True
+
+
+def begun(ended):
+    """Return the file that says that somebody is at it: ranks that do not see it wait for nobody."""
+    return ended.with_suffix(".begun")
 
 
 def wait_for_libraries():
@@ -206,7 +227,7 @@ def wait_for_libraries():
     """
     until = time.monotonic() + LONGEST_WAIT
     while awaited and time.monotonic() < until and not all_have_ended():
-        if awaited[-1].exists():
+        if awaited[-1].exists() or not begun(awaited[-1]).exists():
             awaited.pop()
         else:
             time.sleep(0.02)

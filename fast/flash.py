@@ -46,7 +46,7 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
 
 
 def forward_kernel(q, k, v, is_causal):
-    """What `attention` computes, by the library."""
+    """Let the library compute what `attention` returns."""
     out, log_sum_exp, *_ = library()._flash_attn_fwd(q, k, v, causal=is_causal, return_lse=True)
     return out, log_sum_exp
 
@@ -68,7 +68,7 @@ def attention_backward(grad: torch.Tensor, kept: Sequence[torch.Tensor],
 
 
 def backward_kernels(grad, kept, is_causal):
-    """What `attention_backward` computes, by the library."""
+    """Let the library compute what `attention_backward` returns."""
     q, k, v, out, log_sum_exp = kept
     gradients = [t.new_empty(t.shape) for t in (q, k, v)]
     of_q, of_k, of_v = gradients

@@ -37,12 +37,15 @@ DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}  # the kerne
 MULTIPROCESSORS = 132  # of most Hopper GPUs; any number that 16 does not divide gives the same kernel
 NVIDIA = Path("/dev/nvidiactl")  # is there where a process can reach an NVIDIA GPU
 
-LIBRARIES = ("flash-attn-4", "quack-kernels", "nvidia-cutlass-dsl")  # the last one is their compiler
+# The last two are their compiler and what loads a kernel.
+LIBRARIES = ("flash-attn-4", "quack-kernels", "nvidia-cutlass-dsl", "apache-tvm-ffi")
+HOUSE = Path(__file__).parents[1]
+SOURCES_OF_KERNELS = ("fast/experts.py", "fast/flash.py", "fast/library_kernels.py")  # ours, which call them
 # The flags that decide which kernels of libraries a run launches.
 FLAGS_OF_KERNELS = (
     "kernels", "dtype", "deterministic", "micro_batch", "seq_len", "tp", "cp", "ep",
-    "objective", "dropout", "n_layer", "n_embd", "n_head", "n_kv_head", "head_dim", "window", "full_every",
-    "doc_mask",
+    "objective", "dropout", "doc_mask", "window", "full_every",
+    "n_layer", "n_embd", "n_head", "n_kv_head", "head_dim",
     "n_experts", "top_k", "capacity_factor", "mlp", "ffn_hidden")
 
 
@@ -215,11 +218,14 @@ def compile_for_libraries(cfg, is_first):
     if folder is None:
         return
     flags = json.dumps({name: getattr(cfg, name) for name in FLAGS_OF_KERNELS})
-    state = json.dumps([flags, sys.version_info[:2], *map(version_of, LIBRARIES)])
+    sources = [(HOUSE / path).read_text() for path in SOURCES_OF_KERNELS]
+    state = json.dumps([flags, sources, launcher.folders_of_kernels(), sys.version_info[:2],
+                        *map(version_of, LIBRARIES)])
     name = hashlib.sha256(state.encode()).hexdigest()[:16]
     ended = Path(folder) / f"{name}.ended"
     if ended.exists():
         return
     ahead.awaited.append(ended)
-    if is_first:
-        ahead.start("libraries", flags, str(ended))
+    if is_first and ahead.start("libraries", flags, str(ended)):
+        with contextlib.suppress(OSError):
+            ahead.begun(ended).touch()

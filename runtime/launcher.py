@@ -141,31 +141,39 @@ def share_kernels():
 
 
 def keep_library_kernels():
-    """Let flash-attn-4 and quack-kernels keep on the disk what they compile.
+    """Let flash-attn-4 and quack-kernels keep on the disk what they compile, in one folder.
 
-    They read this when they are imported. By itself, flash-attn-4 keeps nothing. Return the folder, or None
-    where quack-kernels is not installed, without which the other one is not either, or nothing can be kept.
+    They read this when they are imported. By itself, flash-attn-4 keeps nothing, and quack-kernels has a
+    folder in /tmp. Return the folder, or None: no library is installed, nothing can be kept there, or the
+    user has turned flash-attn-4's cache off.
     """
-    if importlib.util.find_spec("quack") is None:
+    if importlib.util.find_spec("quack") is None:  # flash-attn-4 needs it, too.
         return None
     folder = compiled_in("libraries")
-    can_keep = can_lock(folder)
-    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", str(int(can_keep)))
+    if not can_lock(folder):
+        return None
+    is_on = os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1") == "1"
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", folder)
-    os.environ.setdefault("QUACK_CACHE_ENABLED", str(int(can_keep)))
     os.environ.setdefault("QUACK_CACHE_DIR", folder)
-    return folder if can_keep else None
+    return folder if is_on else None
+
+
+def folders_of_kernels():
+    """Return where the two libraries keep their kernels: what this file or the user has set."""
+    return [os.environ.get(name) for name in ("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", "QUACK_CACHE_DIR")]
 
 
 def can_lock(folder):
-    """Whether files can be written and locked in a folder, which is made here.
+    """Whether files can be made and locked in a folder, which is made here.
 
     Some parallel file systems know no locks. There the libraries would wait for a lock until they give up.
     """
+    path = os.path.join(folder, f"{os.getpid()}.lock")
     try:
         os.makedirs(folder, exist_ok=True)
-        with open(os.path.join(folder, "lock"), "a") as file:
+        with open(path, "a+") as file:  # NFS wants a file that is read for a shared lock.
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        os.remove(path)
     except OSError:
         return False
     return True

@@ -345,8 +345,8 @@ def started(cfg, model, resumed, batch, source, skip):
         say("  --fp8: a CPU rounds to fp8 and multiplies as without it, which takes longer")
     has_flash = any(getattr(module, "flash", None) is not None for module in model.modules())
     if has_flash and not source.has_documents:  # Documents need a mask in every layer.
-        say(f"  attention without a mask by {FLASH_ATTN.with_version()}, whose kernels the first run "
-            "compiles; --kernels plain takes torch's")
+        say(f"  attention without a mask by {FLASH_ATTN.with_version()}, whose kernels are compiled "
+            "first; --kernels plain takes torch's")
     if problem := FLASH_ATTN.why_not(cfg, next(model.parameters()).device):
         say(f"  attention by torch: flash-attn-4 is installed, but {problem}")
     say_who_multiplies(cfg, model)
@@ -366,7 +366,7 @@ def say_who_multiplies(cfg, model):
     """Say whether a library multiplies experts' rows, and if one that is installed cannot, why."""
     dispatchers = [module.dispatcher for module in model.modules() if hasattr(module, "dispatcher")]
     if any(dispatcher.make_multiplier for dispatcher in dispatchers):
-        say(f"  experts' products by {QUACK.with_version()}, whose kernels the first run compiles; "
+        say(f"  experts' products by {QUACK.with_version()}, whose kernels are compiled first; "
             "--kernels plain takes ours, and torch's attention")
     if problem := QUACK.why_not(cfg, next(model.parameters()).device):
         say(f"  experts' products by ours: quack-kernels is installed, but {problem}")

@@ -4,9 +4,11 @@ No library and no GPU is needed. The stubs of test_flash.py and test_experts_lib
 asked for, and a process of its own gets packages that write it down.
 """
 import contextlib
+import fcntl
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -33,8 +35,7 @@ from runtime import early, launcher
 from runtime.launch import World
 
 ROOT = Path(__file__).resolve().parents[1]
-CACHES = ("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR",
-          "QUACK_CACHE_ENABLED", "QUACK_CACHE_DIR")
+CACHES = ("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", "QUACK_CACHE_DIR")
 DENSE = Config(n_embd=256, n_head=4, ffn_hidden=192, seq_len=128, micro_batch=2, dtype="bf16")
 EXPERTS = replace(DENSE, n_experts=4, top_k=2)
 
@@ -60,7 +61,7 @@ def node(monkeypatch):
     node = SimpleNamespace(packages={"quack"}, versions={}, starts=[])
     monkeypatch.setattr(early.importlib.util, "find_spec", lambda name: name in node.packages or None)
     monkeypatch.setattr(early, "version_of", lambda package: node.versions.get(package, ""))
-    monkeypatch.setattr(ahead, "start", lambda *arguments: node.starts.append(arguments))
+    monkeypatch.setattr(ahead, "start", lambda *arguments: not node.starts.append(arguments))
     return node
 
 
@@ -75,10 +76,11 @@ def ended_of(cfg):
 def test_the_first_process_of_a_node_starts_it_and_the_others_wait(node, tmp_path):
     """Where the file is there, nobody starts or awaits anything."""
     ended = ended_of(EXPERTS)
-    assert node.starts == [] and ended.parent == tmp_path / "libraries" and not ended.exists()
+    assert node.starts == [] and ended.parent == tmp_path / "libraries" and not any(ended.parent.iterdir())
     early.compile_for_libraries(EXPERTS, is_first=True)
     (task, flags, file), = node.starts
     assert task == "libraries" and file == str(ended) and ahead.awaited == [ended]
+    assert ahead.begun(ended).exists()
     assert json.loads(flags) == {name: getattr(EXPERTS, name) for name in early.FLAGS_OF_KERNELS}
     ended.touch()
     for is_first in (True, False):
@@ -99,15 +101,23 @@ def test_the_name_of_the_file_says_what_decides(node, monkeypatch):
     """Flags of kernels decide, and the versions of libraries and of Python. Other flags change nothing."""
     names = [ended_of(EXPERTS).name]
     assert ended_of(replace(EXPERTS, seed=7, steps=9, out="elsewhere")).name == names[0]
-    for flag in ("seq_len", "n_embd", "top_k"):
-        names.append(ended_of(replace(EXPERTS, **{flag: 2 * getattr(EXPERTS, flag)})).name)
-    for package in ("flash-attn-4", "quack-kernels", "nvidia-cutlass-dsl"):
+    for flag in early.FLAGS_OF_KERNELS:
+        value = getattr(EXPERTS, flag)
+        other = f"not {value}" if isinstance(value, str) else value + 1
+        if flag != "dtype":  # A run in another dtype asks for nothing.
+            names.append(ended_of(replace(EXPERTS, **{flag: other})).name)
+    for package in ("flash-attn-4", "quack-kernels", "nvidia-cutlass-dsl", "apache-tvm-ffi"):
         node.versions = {package: "4.1"}
         names.append(ended_of(EXPERTS).name)
     node.versions = {}
     monkeypatch.setattr(early, "sys", SimpleNamespace(version_info=(3, 99, 1)))
     names.append(ended_of(EXPERTS).name)
-    assert len(set(names)) == len(names) == 8
+    monkeypatch.setenv("QUACK_CACHE_DIR", "elsewhere")
+    names.append(ended_of(EXPERTS).name)
+    for source in early.SOURCES_OF_KERNELS:
+        monkeypatch.setattr(early, "SOURCES_OF_KERNELS", (source,))
+        names.append(ended_of(EXPERTS).name)
+    assert len(set(names)) == len(names) == len(early.FLAGS_OF_KERNELS) + 9
 
 
 def test_every_run_on_a_gpu_asks_for_it(monkeypatch):
@@ -130,17 +140,22 @@ def test_every_run_on_a_gpu_asks_for_it(monkeypatch):
 
 @pytest.mark.parametrize("users", [{}, *({name: "the user's"} for name in CACHES)], ids=str)
 def test_the_folder_of_the_kernels(users, node, monkeypatch, tmp_path):
-    """Both caches are on. What the user has set stays."""
+    """flash-attn-4's own cache is on. What the user has set stays."""
+    locked = []
+    monkeypatch.setattr(launcher.fcntl, "flock", lambda file, how: locked.append((file.mode, how)))
     folder = str(tmp_path / "libraries")
-    expected = dict(zip(CACHES, ("1", folder, "1", folder), strict=True)) | users
+    expected = dict(zip(CACHES, ("1", folder, folder), strict=True)) | users
     for name, value in users.items():
         monkeypatch.setenv(name, value)
-    assert launcher.keep_library_kernels() == folder
+    is_on = CACHES[0] not in users
+    assert launcher.keep_library_kernels() == (folder if is_on else None)
+    assert locked == [("a+", fcntl.LOCK_SH | fcntl.LOCK_NB)] and os.listdir(folder) == []
     assert {name: os.environ[name] for name in CACHES} == expected
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
     monkeypatch.setattr(launcher.tempfile, "gettempdir", lambda: str(tmp_path / "of all"))
     monkeypatch.setattr(launcher, "user_name", lambda: "me")
-    assert launcher.keep_library_kernels() == str(tmp_path / "of all/torchinductor_me/libraries")
+    launcher.keep_library_kernels()
+    assert (tmp_path / "of all/torchinductor_me/libraries").is_dir()
 
 
 def without_locks(*_):
@@ -155,7 +170,7 @@ def test_nothing_is_kept_where_it_cannot_be(fault, node, monkeypatch, tmp_path):
     else:
         monkeypatch.setattr(launcher.fcntl, "flock", without_locks)
     assert launcher.keep_library_kernels() is None
-    assert [os.environ[name] for name in CACHES if "ENABLED" in name] == ["0", "0"]
+    assert not os.environ.keys() & set(CACHES)
     early.compile_for_libraries(EXPERTS, is_first=True)
     assert node.starts == [] and ahead.awaited == []
 
@@ -183,7 +198,8 @@ def test_how_long_a_rank_waits(at, ends, seconds, monkeypatch, tmp_path):
     ended = tmp_path / "ended"
     slept = []  # Each sleep takes a second.
 
-    def sleep(_):
+    def sleep(seconds):
+        assert seconds <= 0.1
         slept.append(1)
         if len(slept) == at:
             ended.touch()
@@ -191,7 +207,10 @@ def test_how_long_a_rank_waits(at, ends, seconds, monkeypatch, tmp_path):
     for end in ends:
         ahead.started.append(SimpleNamespace(poll=lambda end=end: 0 if len(slept) >= end else None))
     ahead.wait_for_libraries()
-    assert slept == [], "no file is awaited"
+    ahead.awaited.append(ended)
+    ahead.wait_for_libraries()
+    assert slept == [], "no file is awaited, or nobody has begun"
+    ahead.begun(ended).touch()
     ahead.awaited.append(ended)
     for _ in range(2):
         ahead.wait_for_libraries()
@@ -221,8 +240,7 @@ def test_a_process_that_cannot_be_started_is_left_out(monkeypatch):
         begun.append((command, *options.values()))
         return SimpleNamespace(poll=lambda: begun.append("poll"))
     monkeypatch.setattr(ahead, "subprocess", SimpleNamespace(Popen=popen, DEVNULL=0))
-    ahead.start("libraries", "{}", "ended")
-    ahead.start("fails")
+    assert ahead.start("libraries", "{}", "ended") and not ahead.start("fails")
     early.first_step_ends()
     command = [sys.executable, str(ROOT / "fast/ahead.py"), "libraries", "{}", "ended"]
     assert begun == [(command, 0, 0, 0), "poll"]
@@ -234,28 +252,39 @@ def pretend_gpu(monkeypatch, capability):
     monkeypatch.setattr(ahead, "attributes_of_gpu", lambda *numbers: [{16: 114}[i] for i in numbers])
 
 
-@pytest.mark.parametrize("capability, error", [
-    (90, None), (90, OSError), (90, KeyboardInterrupt), (80, None), (100, None)])
-def test_a_hopper_gets_its_kernels(capability, error, monkeypatch, tmp_path):
-    """The file is written at the end, also where no process can be started, but not after Control-C. Other
-    GPUs get no file."""
-    ended = tmp_path / "new folder/ended"
+@pytest.mark.parametrize("capability, end", [
+    (90, 0), (90, 1), (90, -9), (90, KeyboardInterrupt), (90, subprocess.TimeoutExpired), (80, 0), (100, 0)])
+def test_a_hopper_gets_its_kernels(capability, end, monkeypatch, tmp_path):
+    """The file is written where all ended well, and nobody is at it any more. All processes end with it."""
+    ended = tmp_path / "ended"
     runs = []
+    killed = []
 
-    def run(command, cwd, check):
-        assert not ended.exists() and not check and cwd == ROOT
-        runs.append(command)
-        if error:
-            raise error
+    def wait(seconds):
+        assert seconds == ahead.LONGEST_WAIT and not ended.exists() and ahead.begun(ended).exists()
+        if isinstance(end, int):
+            return end
+        raise end("env", seconds) if end is subprocess.TimeoutExpired else end
+
+    def popen(command, **options):
+        runs.append((command, options))
+        return SimpleNamespace(wait=wait, pid=7)
     pretend_gpu(monkeypatch, capability)
-    monkeypatch.setattr(ahead, "subprocess", SimpleNamespace(run=run))
-    with contextlib.suppress(KeyboardInterrupt):
-        ahead.compile_for_libraries("FLAGS", ended)
+    monkeypatch.setattr(ahead, "subprocess", SimpleNamespace(Popen=popen))
+    monkeypatch.setattr(ahead.os, "killpg", lambda *what: killed.append(what))
+    monkeypatch.setattr(ahead.os, "nice", lambda more: None)
+    monkeypatch.setattr(sys, "argv", ["ahead.py", "libraries", "FLAGS", str(ended)])
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    ahead.begun(ended).touch()
+    with contextlib.suppress(KeyboardInterrupt, subprocess.TimeoutExpired):
+        ahead.main()
     program = ["env", "CUDA_VISIBLE_DEVICES=", "CUTE_DSL_ARCH=sm_90a", "QUACK_ARCH=90",
                "FLASH_ATTENTION_ARCH=sm_90", "FLASH_ATTENTION_NUM_SMS=114", "PYTHONSAFEPATH=",
                sys.executable, "-m", "fast.library_kernels", "FLAGS"]
-    assert runs == ([program] if capability == 90 else [])
-    assert ended.exists() == (capability == 90 and error is not KeyboardInterrupt)
+    options = dict(cwd=ROOT, start_new_session=True)
+    assert runs == ([(program, options)] if capability == 90 else [])
+    assert killed == ([(7, signal.SIGKILL)] if capability == 90 else [])
+    assert ended.exists() == (capability == 90 and end == 0) and not ahead.begun(ended).exists()
 
 
 # -----------------------------------------------------------------------------

@@ -97,7 +97,10 @@ def test_quack_is_counted(row):
     with_library = predicted_over_measured(row)
     without = predicted_over_measured(row, " --kernels plain")
     assert 0.02 < without - with_library < 0.035
-    assert row.gpu == "h200" or abs(with_library - 1) < without - 1
+    if row.gpu == "h200" and "--n-layer" not in row.flags:
+        assert without == pytest.approx(1, abs=0.01)
+    else:
+        assert abs(with_library - 1) < without - 1
 
 
 # With 32 experts the routing was more even: the sum of settled routing is that of these rows, within 0.2 %.
