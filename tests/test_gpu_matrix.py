@@ -213,6 +213,8 @@ def quack(steps=2):
                       *test_experts_library.OURS_ON_A_CPU):
             stack.enter_context(planted(*fault))
         stack.enter_context(small(steps))
+        # Fewer tokens than on a GPU: some CPUs take long for products in bf16.
+        stack.enter_context(mock.patch.object(gpu_matrix, "MULTIPLIED", ((128, 256), (192, 512))))
         yield
 
 
@@ -227,7 +229,8 @@ def products_by_quack(world):
             return super().experts_mm(*args, **options)
     before = library.calls
     seen = {"captures": 0, "replays": 0, "first": 0}
-    with quack(5), graphs_on_a_cpu(seen), mock.patch.object(experts, "QuackProductsOverRanks", Seen):
+    steps = 2 if world.size == 1 else 5  # Over ranks the first steps have messages of their exact size.
+    with quack(steps), graphs_on_a_cpu(seen), mock.patch.object(experts, "QuackProductsOverRanks", Seen):
         line = gpu_matrix.check_products(world)
     return line, library.calls - before, len(over_ranks)
 
@@ -236,7 +239,8 @@ def products_by_quack(world):
 def test_quack_has_the_losses_of_our_products(n, runs):
     """With two ranks also where rows come from the other one."""
     for line, calls, over_ranks in run_ranks(n, products_by_quack):
-        assert line.startswith(f"5 bf16 steps with quack-kernels: {runs} runs, losses within "), line
+        steps = 2 if n == 1 else 5
+        assert line.startswith(f"{steps} bf16 steps with quack-kernels: {runs} runs, losses within "), line
         assert calls > 0 and (over_ranks > 0) == (n == 2)
 
 
