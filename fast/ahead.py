@@ -176,7 +176,7 @@ def compile_for_libraries(flags, ended):
     try:
         has_failed = process.wait(LONGEST_WAIT)
     finally:
-        with contextlib.suppress(ProcessLookupError):
+        with contextlib.suppress(ProcessLookupError):  # All have ended.
             os.killpg(process.pid, signal.SIGKILL)
     if not has_failed:
         ended.touch()
@@ -195,6 +195,8 @@ def main():
     else:
         flags, ended = arguments
         ended = Path(ended)
+        # The end of a job, too, ends what this process has started.
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(number))
         try:
             compile_for_libraries(flags, ended)
         finally:

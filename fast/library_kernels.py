@@ -33,7 +33,11 @@ def compile_all(cfg):
 
 
 def compile_call(function, shapes, *args):
-    """Call function(tensors, *args), with bf16 tensors of these shapes on a GPU that is not there."""
+    """Call function(tensors, *args), with bf16 tensors of these shapes on a GPU that is not there.
+
+    An error is expected: quack-kernels compiles first, and then cannot launch. What was not compiled, the run
+    compiles itself, and shows why that fails.
+    """
     with FakeTensorMode(), contextlib.suppress(Exception):
         function([torch.empty(shape, dtype=torch.bfloat16, device="cuda") for shape in shapes], *args)
 

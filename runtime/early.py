@@ -39,7 +39,6 @@ NVIDIA = Path("/dev/nvidiactl")  # is there where a process can reach an NVIDIA 
 
 # The last two are their compiler and what loads a kernel.
 LIBRARIES = ("flash-attn-4", "quack-kernels", "nvidia-cutlass-dsl", "apache-tvm-ffi")
-HOUSE = Path(__file__).parents[1]
 SOURCES_OF_KERNELS = ("fast/experts.py", "fast/flash.py", "fast/library_kernels.py")  # ours, which call them
 # The flags that decide which kernels of libraries a run launches.
 FLAGS_OF_KERNELS = (
@@ -218,14 +217,16 @@ def compile_for_libraries(cfg, is_first):
     if folder is None:
         return
     flags = json.dumps({name: getattr(cfg, name) for name in FLAGS_OF_KERNELS})
-    sources = [(HOUSE / path).read_text() for path in SOURCES_OF_KERNELS]
+    sources = [(ahead.HOME / path).read_text() for path in SOURCES_OF_KERNELS]
     state = json.dumps([flags, sources, launcher.folders_of_kernels(), sys.version_info[:2],
                         *map(version_of, LIBRARIES)])
     name = hashlib.sha256(state.encode()).hexdigest()[:16]
     ended = Path(folder) / f"{name}.ended"
     if ended.exists():
         return
-    ahead.awaited.append(ended)
-    if is_first and ahead.start("libraries", flags, str(ended)):
-        with contextlib.suppress(OSError):
+    if is_first:
+        if not ahead.start("libraries", flags, str(ended)):
+            return
+        with contextlib.suppress(OSError):  # Without this file no rank waits.
             ahead.begun(ended).touch()
+    ahead.awaited.append(ended)

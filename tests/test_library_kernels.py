@@ -88,6 +88,12 @@ def test_the_first_process_of_a_node_starts_it_and_the_others_wait(node, tmp_pat
     assert len(node.starts) == len(ahead.awaited) == 1
 
 
+def test_nobody_waits_where_no_process_can_be_started(node, monkeypatch):
+    monkeypatch.setattr(ahead, "start", lambda *arguments: False)
+    early.compile_for_libraries(EXPERTS, is_first=True)
+    assert ahead.awaited == []
+
+
 @pytest.mark.parametrize("change, packages, is_started", [
     ({}, {"quack"}, True), ({}, set(), False), (dict(kernels="plain"), {"quack"}, False),
     (dict(dtype="fp32"), {"quack"}, False), (dict(dtype="fp16"), {"quack"}, False)], ids=str)
@@ -253,15 +259,19 @@ def pretend_gpu(monkeypatch, capability):
 
 
 @pytest.mark.parametrize("capability, end", [
-    (90, 0), (90, 1), (90, -9), (90, KeyboardInterrupt), (90, subprocess.TimeoutExpired), (80, 0), (100, 0)])
+    (90, 0), (90, 1), (90, -9), (90, KeyboardInterrupt), (90, subprocess.TimeoutExpired),
+    (90, "the job ends"), (80, 0), (100, 0)])
 def test_a_hopper_gets_its_kernels(capability, end, monkeypatch, tmp_path):
     """The file is written where all ended well, and nobody is at it any more. All processes end with it."""
     ended = tmp_path / "ended"
     runs = []
     killed = []
+    handlers = {}
 
     def wait(seconds):
         assert seconds == ahead.LONGEST_WAIT and not ended.exists() and ahead.begun(ended).exists()
+        if end == "the job ends":
+            handlers[signal.SIGTERM](signal.SIGTERM, None)
         if isinstance(end, int):
             return end
         raise end("env", seconds) if end is subprocess.TimeoutExpired else end
@@ -275,8 +285,9 @@ def test_a_hopper_gets_its_kernels(capability, end, monkeypatch, tmp_path):
     monkeypatch.setattr(ahead.os, "nice", lambda more: None)
     monkeypatch.setattr(sys, "argv", ["ahead.py", "libraries", "FLAGS", str(ended)])
     monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(ahead.signal, "signal", lambda number, handler: handlers.update({number: handler}))
     ahead.begun(ended).touch()
-    with contextlib.suppress(KeyboardInterrupt, subprocess.TimeoutExpired):
+    with contextlib.suppress(KeyboardInterrupt, SystemExit, subprocess.TimeoutExpired):
         ahead.main()
     program = ["env", "CUDA_VISIBLE_DEVICES=", "CUTE_DSL_ARCH=sm_90a", "QUACK_ARCH=90",
                "FLASH_ATTENTION_ARCH=sm_90", "FLASH_ATTENTION_NUM_SMS=114", "PYTHONSAFEPATH=",
@@ -366,6 +377,13 @@ def test_a_rank_of_several_has_its_share(heads_of_keys):
     hidden = (128, 192)
     assert [shapes for _, shapes, _ in library_kernels.product_calls(cfg)] == [
         (rows, (2, 192, 256)), (hidden, (2, 256, 192)), (rows, (2, 256, 192)), (rows, hidden), (hidden, rows)]
+
+
+@pytest.mark.parametrize("cp, tp, rows", [(1, 1, 1024), (2, 1, 512), (1, 2, 512), (2, 2, 256)])
+def test_the_balanced_rows_of_a_rank(cp, tp, rows):
+    """Two choices for each of 4 x 128 tokens, which the ranks of cp and tp share."""
+    cfg = replace(EXPERTS, micro_batch=4, cp=cp, tp=tp)
+    assert experts.balanced_rows(cfg) == rows
 
 
 def test_tensors_have_no_memory_and_a_failure_ends_nothing():
