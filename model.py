@@ -127,13 +127,11 @@ class Block(nn.Module):
 
     def attention_half(self, x, t, cos, sin, cache, places):
         """(n, C) -> (n, C), and what the MLP or the experts read of it, (n, C)."""
-        norms_inputs = self.norm_place != "after"
-        inner = self.norm1(x) if norms_inputs else x
+        x, inner = self.beside_norm(x, self.norm1)
         y = self.attn(inner, t, cos, sin, cache, places)
         y = self.norm_after(y, self.norm1, self.out_norm1)
         x = x + F.dropout(y, self.dropout, self.training)
-        inner = self.norm2(x) if norms_inputs else x
-        return x, inner
+        return self.beside_norm(x, self.norm2)
 
     def dense_block(self, x, t, cos, sin, cache, places):  # (n, C) -> (n, C)
         x, inner = self.attention_half(x, t, cos, sin, cache, places)
@@ -142,6 +140,10 @@ class Block(nn.Module):
     def add_output(self, x, y):  # y: of the MLP or the experts, (n, C)
         y = self.norm_after(y, self.norm2, self.out_norm2)
         return x + F.dropout(y, self.dropout, self.training)
+
+    def beside_norm(self, x, norm):  # (n, C) -> (n, C) twice
+        """Return x, and its norm, but with --norm-place after x itself."""
+        return (x, x) if self.norm_place == "after" else norm.beside(x)
 
     def norm_after(self, y, norm, out_norm):  # (n, C) -> (n, C)
         """Return y, normed only if --norm-place is after or both."""

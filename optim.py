@@ -12,7 +12,7 @@ import torch
 
 from config import ceil_div
 from muon import Muon
-from ops import backend
+from ops import backend, flat
 from ops.split_master import SplitMaster, put_back, whole
 
 INITIAL_LOSS_SCALE = 65536.0
@@ -325,18 +325,8 @@ class Optimizer:
 
     def sum_of_squares(self, slices):
         """Return this rank's part of the squared norm of slices, one per bucket: () fp64."""
-        # On a GPU the norms are in the dtype of the masters. On a CPU torch's fp32 norm is a plain
-        # sum, which is 5e-5 off for a million elements, so the norms are in fp64.
-        on_cpu = slices[0].device.type == "cpu"
-        dtype = torch.float64 if on_cpu else self.masters[0].dtype
-        norms = [None] * len(slices)
-        # _foreach_norm wants slices of one dtype per call.
-        for slice_dtype in {piece.dtype for piece in slices}:
-            alike = [i for i, piece in enumerate(slices) if piece.dtype == slice_dtype]
-            found = torch._foreach_norm([slices[i] for i in alike], 2, dtype=dtype)
-            for i, norm in zip(alike, found, strict=True):
-                norms[i] = norm
-        return (torch.stack(norms).double().square() * self.count_factors).sum()
+        squares = flat.sums_of_squares(slices, self.masters[0].dtype)  # (buckets,)
+        return (squares * self.count_factors).sum()
 
     @torch.no_grad()
     def step(self, lr, grad_norm):

@@ -54,10 +54,12 @@ from cost.parameters import (
     owned_parameters,
     rank_tokens,
 )
+from fast import experts
 from interface.command_line import one_line
 from ops import grouped_mm
 from ops.accelerator import device_name, total_memory
 from ops.activations import GATED
+from ops.backend import is_hopper
 from parallel import make_mesh
 
 KINDS = ("products", "attention", "cross-entropy", "activations", "elementwise", "rows", "optimizer",
@@ -231,7 +233,7 @@ def text_of(x):
 
 def operations(cfg, world):
     """Return the Operations of one step, which runs without compilation and without a graph."""
-    training = Training(dataclasses.replace(cfg, compile=False), world, ("graph",))
+    training = Training(dataclasses.replace(cfg, compile=False), world, ("graph", "quack"))
     batches = training.batches()
     with experts_by_torch(), Operations() as noted:
         training.step(batches)
@@ -272,7 +274,10 @@ def best_alone(world, entry, repeat):
     if kind == "attention" or world.device.type != "cuda":
         return alone(world, call, repeat)
     if func.overloadpacket.__name__ == "_grouped_mm":
-        return min(alone(world, call, repeat), alone(world, lambda: experts_product(*args, **kwargs), repeat))
+        ways = [call]
+        for multiplier in multipliers(world.device, *args, **kwargs):
+            ways.append(lambda by=multiplier: experts_product(by, *args, **kwargs))
+        return min(alone(world, way, repeat) for way in ways)
     times = []
     before = torch.backends.cuda.preferred_blas_library()
     try:
@@ -284,11 +289,20 @@ def best_alone(world, entry, repeat):
     return min(times)
 
 
-def experts_product(x, w, offs, *_, **__):
+def multipliers(device, x, w, offs, *_, **__):
+    """Return who else multiplies what torch's _grouped_mm gets: ours, and quack-kernels if it is here."""
+    found = [grouped_mm]
+    if is_hopper(device) and not experts.QUACK.problem:
+        rows = x.size(0) if w.dim() == 3 else w.size(0)
+        found.append(experts.QuackProducts(offs, rows))
+    return found
+
+
+def experts_product(multiplier, x, w, offs, *_, **__):
     """Compute what torch's _grouped_mm does of the same arguments, by the kernels of a run."""
     if w.dim() == 3:
-        return grouped_mm.experts_mm(x, w, offs)
-    return grouped_mm.experts_wgrad(x.t(), w, offs)  # x is the gradient's transpose
+        return multiplier.experts_mm(x, w, offs)
+    return multiplier.experts_wgrad(x.t(), w, offs)  # x is the gradient's transpose
 
 
 def operands(entry):

@@ -59,10 +59,10 @@ def _(q, k, v, is_causal):
 
 @torch.library.custom_op("nanoshard::attention_backward", mutates_args=())
 def attention_backward(grad: torch.Tensor, kept: Sequence[torch.Tensor],
-                       is_causal: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the gradients of q, k and v. grad (B, T, h, D): the gradient of attention's output.
+                       is_causal: bool) -> torch.Tensor:
+    """Return the gradients of q, k and v side by side, (B, T, h + 2g, D).
 
-    kept: q, k, v, the output and the log-sum-exp.
+    grad (B, T, h, D): the gradient of attention's output. kept: q, k, v, the output and the log-sum-exp.
     """
     return backward_kernels(grad, kept, is_causal)
 
@@ -70,15 +70,26 @@ def attention_backward(grad: torch.Tensor, kept: Sequence[torch.Tensor],
 def backward_kernels(grad, kept, is_causal):
     """Let the library compute what `attention_backward` returns."""
     q, k, v, out, log_sum_exp = kept
-    gradients = [t.new_empty(t.shape) for t in (q, k, v)]
-    of_q, of_k, of_v = gradients
+    gradients = empty_beside(q, k, v)
+    of_q, of_k, of_v = split_heads(gradients, q, k, v)
     library()._flash_attn_bwd(q, k, v, out, grad, log_sum_exp, causal=is_causal, dq=of_q, dk=of_k, dv=of_v)
-    return of_q, of_k, of_v
+    return gradients
+
+
+def empty_beside(q, k, v):
+    """Return a tensor for q, k and v side by side."""
+    B, T, h, D = q.shape
+    return q.new_empty(B, T, h + k.size(2) + v.size(2), D)
+
+
+def split_heads(gradients, q, k, v):
+    """Return the parts of a tensor like empty_beside(q, k, v)."""
+    return gradients.split([q.size(2), k.size(2), v.size(2)], dim=2)
 
 
 @attention_backward.register_fake
 def _(grad, kept, is_causal):
-    return tuple(t.new_empty(t.shape) for t in kept[:3])
+    return empty_beside(*kept[:3])
 
 
 def keep_for_backward(ctx, inputs, output):
@@ -87,8 +98,9 @@ def keep_for_backward(ctx, inputs, output):
 
 
 def backward(ctx, grad, _):
+    # Where q, k and v were parts of one product, the compiler sees that its gradient is this tensor as it is.
     gradients = attention_backward(grad.contiguous(), ctx.saved_tensors, ctx.is_causal)
-    return *gradients, None
+    return *split_heads(gradients, *ctx.saved_tensors[:3]), None
 
 
 attention.register_autograd(backward, setup_context=keep_for_backward)

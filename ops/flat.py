@@ -3,6 +3,7 @@
     padded_elements             the length of a buffer that is cut into slices
     accumulate, copy_gradients  add or copy gradients into a buffer
     sum_slices                  the sum of several ranks' gradients, which fast/peer.py has copied
+    sums_of_squares             of slices: for the norm of the gradient
     rectangles, own_pieces      where a slice's elements are in the full tensors: for checkpoints
 """
 import math
@@ -16,6 +17,8 @@ from ops import backend
 
 COPY_ALONE = 2**22  # a gradient of at least this many elements has a copy kernel of its own
 CONVERT_ALONE = 2**18  # a gradient of at least this many elements is converted by Triton
+SQUARES_BLOCK = 2048  # elements that a program squares at once
+SQUARES_TIMES = 4  # how many times it does so
 ALIGNMENT = 128  # each slice begins at a multiple of this, so that loads are aligned
 
 
@@ -75,6 +78,41 @@ def sum_slices(total, own, others):
     total.copy_(own)
     for part in others:
         total.add_(part)
+
+
+def sums_of_squares(slices, dtype):
+    """Return the sum of squares of each slice, (k,) fp64. dtype: that of torch's norms on a GPU.
+
+    On a CPU torch's fp32 norm is a plain sum, which is 5e-5 off for a million elements, so there
+    the norms are in fp64.
+    """
+    if all(backend.use_triton(piece) for piece in slices):
+        return sums_of_squares_triton(slices)
+    if slices[0].device.type == "cpu":
+        dtype = torch.float64
+    norms = [None] * len(slices)
+    # _foreach_norm wants slices of one dtype per call.
+    for slice_dtype in {piece.dtype for piece in slices}:
+        alike = [i for i, piece in enumerate(slices) if piece.dtype == slice_dtype]
+        found = torch._foreach_norm([slices[i] for i in alike], 2, dtype=dtype)
+        for i, norm in zip(alike, found, strict=True):
+            norms[i] = norm
+    return torch.stack(norms).double().square()
+
+
+def sums_of_squares_triton(slices):
+    """Return sums_of_squares by a kernel per slice. Torch's norms read at half the bandwidth."""
+    from ops import kernels
+    at_once = SQUARES_TIMES * SQUARES_BLOCK
+    parts = [ceil_div(piece.numel(), at_once) for piece in slices]
+    # Each slice has an aligned row for the sums of its parts, which are in fp32.
+    width = padded_elements(max(parts), 2)
+    sums = torch.zeros(len(slices), width, device=slices[0].device)
+    for piece, row, n_parts in zip(slices, sums, parts, strict=True):
+        if n_parts:  # For the kernel a slice is the first of matrices with `width` parts.
+            kernels.sum_squares[(n_parts,)](piece, row, piece.numel(), width, 0, num_warps=8,
+                                            TIMES=SQUARES_TIMES, BLOCK=SQUARES_BLOCK)
+    return sums.sum(1, dtype=torch.float64)
 
 
 # -----------------------------------------------------------------------------

@@ -105,6 +105,51 @@ def swiglu_backward(gate_ptr, up_ptr, grad_h_ptr, grad_gate_ptr, grad_up_ptr, va
 
 
 @triton.jit
+def norm_backward(x_ptr, weight_ptr, grad_y_ptr, grad_x_ptr, out_ptr, sums_ptr, rows, width,
+                  EPS: tl.constexpr, CENTRED: tl.constexpr, BIAS: tl.constexpr, ROWS: tl.constexpr,
+                  STAGES: tl.constexpr, BLOCK: tl.constexpr):
+    """out (R, width) = grad_x plus the gradient of the rows x of a norm, whose result has grad_y.
+
+    CENTRED: LayerNorm, else RMSNorm. Each program handles every so-many-th group of ROWS rows, and writes the
+    sum over its rows of the weight's gradient to its row of sums (programs, width), in fp32. BIAS: below them
+    stand those of the bias, which makes it (2 programs, width). EPS is a constant, because torch's compiler
+    would pass a number in fp64.
+    """
+    column = tl.arange(0, BLOCK)[None, :]
+    weight = tl.load(weight_ptr + column, mask=column < width, other=0.0).to(tl.float32)
+    of_weight = tl.zeros([ROWS, BLOCK], tl.float32)
+    of_bias = tl.zeros([ROWS, BLOCK], tl.float32)
+    program = tl.program_id(0)
+    programs = tl.num_programs(0)
+    for first in tl.range(program * ROWS, rows, programs * ROWS, num_stages=STAGES):
+        row = first + tl.arange(0, ROWS)[:, None]
+        inside = (row < rows) & (column < width)
+        at = row.to(tl.int64) * width + column
+        x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        grad_y = tl.load(grad_y_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        grad_x = tl.load(grad_x_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        if CENTRED:
+            mean = tl.sum(x, axis=1, keep_dims=True) / width
+            x = tl.where(inside, x - mean, 0.0)
+        scale = 1 / tl.sqrt(tl.sum(x * x, axis=1, keep_dims=True) / width + EPS)
+        x *= scale
+        of_weight += grad_y * x
+        if BIAS:
+            of_bias += grad_y
+        grad = grad_y * weight
+        along = tl.sum(grad * x, axis=1, keep_dims=True) / width  # This part would only make x longer.
+        if CENTRED:
+            grad -= tl.sum(grad, axis=1, keep_dims=True) / width
+        grad_x += (grad - x * along) * scale
+        tl.store(out_ptr + at, grad_x.to(out_ptr.dtype.element_ty), mask=inside)
+    column = tl.arange(0, BLOCK)
+    inside = column < width
+    tl.store(sums_ptr + program * width + column, tl.sum(of_weight, axis=0), mask=inside)
+    if BIAS:
+        tl.store(sums_ptr + (programs + program) * width + column, tl.sum(of_bias, axis=0), mask=inside)
+
+
+@triton.jit
 def weighted_swiglu(gate_ptr, up_ptr, p_ptr, copy_ptr, h_ptr, width, BLOCK: tl.constexpr):
     """h (N, width) = p * silu(gate) * up. Slot s holds copy c = copy[s], whose factor is p[c]."""
     row = tl.program_id(0).to(tl.int64)
@@ -340,7 +385,7 @@ def quantise(x_ptr, scale_ptr, rows_ptr, columns_ptr, height, width, first, tota
 
 @triton.jit
 def sum_squares(x_ptr, sums_ptr, n, parts, distance, TIMES: tl.constexpr, BLOCK: tl.constexpr):
-    """sums (k, parts) = the sums of squares of parts of matrices x (k, n), in fp32. For muon.py.
+    """sums (k, parts) = the sums of squares of parts of matrices x (k, n), in fp32. For muon.py and flat.py.
 
     `distance` elements lie from the start of a matrix to that of the next. A part has TIMES BLOCKs.
     """

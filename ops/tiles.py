@@ -1,7 +1,8 @@
-"""Tiles of the experts' products in ops/tma_kernels.py. runtime/early.py reads them before torch is imported.
+"""How kernels are launched that runtime/early.py compiles before torch is imported.
 
-    product          of x (R, I) times an expert's matrix (I, O)
-    weight_gradient  of grad (R, O), transposed, times x (R, I)
+    product          experts' rows x (R, I) times an expert's matrix (I, O), of ops/tma_kernels.py
+    weight_gradient  of the same file: grad (R, O), transposed, times x (R, I)
+    norm             the backward of a norm, of ops/norms.py
 """
 from typing import NamedTuple
 
@@ -11,6 +12,7 @@ from config import ceil_div
 # for the weights' gradient and for products that wide tiles do not fit.
 TILES_WIDE = ((128, 256, 64, 8, 3), 1)
 TILES_SQUARE = ((128, 128, 64, 8, 3), 2)
+WIDEST_NORM = 8192  # columns: the kernel keeps rows in registers
 WGRAD_ROWS = 4096  # of an expert in the mean, from which on that gradient is faster than torch's
 
 
@@ -38,6 +40,24 @@ def weight_gradient(E):
     tile, programs = TILES_SQUARE
     rows, columns, depth, *_ = tile
     return Launch([depth, rows], [depth, columns], programs, {"E": E} | named(tile))
+
+
+def norm(width):
+    """Return (programs at most, options) of kernels.norm_backward for rows of this width.
+
+    They are what was fastest on an H200 in rows of 384, 768, 1024, 2048 and 4096. Every GPU starts as many
+    programs, so that the sums over rows are the same.
+    """
+    columns = next_power_of_2(width)
+    if columns == width:
+        rows = max(1, 4096 // columns)
+        warps = max(4, columns // 1024)
+        programs = 2 * 132  # An H100 or H200 has 132 multiprocessors.
+    else:
+        rows = 1
+        warps = max(2, columns // 512)
+        programs = 8 * 132
+    return programs, {"ROWS": rows, "BLOCK": columns, "STAGES": 3, "num_warps": warps}
 
 
 def named(tile):

@@ -156,12 +156,16 @@ def kernels_of(cfg):
             arguments[0] = "int16"  # the low bits
             arguments[4] = "int16"  # the bits of the weights
         found.append(("kernels.adamw", arguments, options))
+        options = {"TIMES": 4, "BLOCK": 2048, "num_warps": 8}  # flat.sums_of_squares
+        found.append(("kernels.sum_squares", [grad, "float32", 16, 16, 16], options))
     sums = []  # of 16-bit gradients in fp32: whether the kernel adds
     if weight != "float32" and (cfg.global_batch or cfg.dtype == "fp16"):
         sums = [False, True] if cfg.global_batch else [False]
     for add in sums:
         options = {"ADD": add, "BLOCK": 4096, "num_warps": 8}
         found.append(("kernels.accumulate", [weight, "float32", 16], options))
+    if cfg.norm_place != "after" and cfg.n_embd <= tiles.WIDEST_NORM:
+        found.append(norm_of(cfg, weight))
     if cfg.mlp == "swiglu" and not cfg.n_experts:
         width = cfg.ffn_hidden // cfg.tp
         options = {"PACKED": True, "LIMITED": False, "BLOCK": 1024, "num_warps": 4}
@@ -170,6 +174,15 @@ def kernels_of(cfg):
     if weight == "bfloat16" and cfg.n_experts and cfg.mlp == "swiglu" and not cfg.capacity_factor:
         found += products_of_experts(cfg)
     return found
+
+
+def norm_of(cfg, weight):
+    """Return ops/norms.py's kernel, for the norms of the blocks."""
+    C = cfg.n_embd
+    is_layer_norm = cfg.norm == "layer"
+    _, options = tiles.norm(C)
+    options |= {"EPS": cfg.norm_eps, "CENTRED": is_layer_norm, "BIAS": is_layer_norm and cfg.bias}
+    return "kernels.norm_backward", [weight] * 5 + ["float32", 16, C], options
 
 
 def products_of_experts(cfg):

@@ -18,6 +18,7 @@ sys.path.insert(0, str(ROOT / "bench"))
 import floor
 import ladder
 
+from config import Config
 from fast import flash
 from interface.command_line import parse
 from parallel import make_mesh
@@ -153,7 +154,8 @@ def test_experts_alone_by_torch_and_by_our_kernels(monkeypatch):
     entries = list(found.found.values())
     assert [entry[0] for entry in entries] == ["products"] * 2
     for (a, b), product in zip([(x, w), (grad.t(), x)], expected, strict=True):
-        assert torch.allclose(floor.experts_product(a, b, ends), product, atol=0.05, rtol=0.05)
+        by_ours = floor.experts_product(floor.grouped_mm, a, b, ends)
+        assert torch.allclose(by_ours, product, atol=0.05, rtol=0.05)
 
 
 def floor_of_two(world):
@@ -184,14 +186,30 @@ def test_flash_attn_4_is_noted_as_attention():
     assert kinds["attention"] == kinds["attention_backward"] == "attention"
 
 
-def test_experts_are_timed_by_both_ways(monkeypatch):
-    """torch's grouped_mm and our kernels alone: the better counts. In a noted step torch multiplies."""
-    times = iter([5.0, 3.0])
+@pytest.mark.parametrize("problem, best, ways", [("it is not installed", 3.0, 2), ("", 2.0, 3)])
+def test_experts_are_timed_in_every_way(problem, best, ways, monkeypatch):
+    """torch's grouped_mm, our kernels and the library alone: the best counts."""
+    times = iter([5.0, 3.0, 2.0])
     calls = []
     monkeypatch.setattr(floor, "alone", lambda world, f, repeat: calls.append(f) or next(times))
-    entry = ["products", torch.ops.aten._grouped_mm.default, (torch.ones(4, 8), torch.ones(2, 8, 8)), {}, 1]
-    assert floor.best_alone(World(device=torch.device("cuda", 0)), entry, 2) == 3.0 and len(calls) == 2
+    monkeypatch.setattr(floor, "is_hopper", lambda device: True)
+    monkeypatch.setitem(vars(floor.experts.QUACK), "problem", problem)
+    x, w, ends = torch.ones(4, 8), torch.ones(2, 8, 8), torch.tensor([1, 4])
+    entry = ["products", torch.ops.aten._grouped_mm.default, (x, w, ends), {}, 1]
+    assert floor.best_alone(World(device=torch.device("cuda", 0)), entry, 2) == best and len(calls) == ways
+    if not problem:
+        monkeypatch.setattr(floor.experts.QuackProducts, "experts_mm",
+                            lambda self, *args: (self.balanced, *args))
+        rows, *args = calls[-1]()
+        assert rows == 4 and all(mine is theirs for mine, theirs in zip(args, (x, w, ends), strict=True))
+
+
+def test_torch_multiplies_experts_in_a_noted_step(monkeypatch):
+    without = []
+    monkeypatch.setattr(floor, "Training", lambda cfg, world, off: without.append(off) or mock.MagicMock())
     monkeypatch.setattr(floor.grouped_mm, "use_tma", lambda x, w: True)
+    floor.operations(Config(), World())
+    assert without == [("graph", "quack")]
     with floor.experts_by_torch():
         assert not floor.grouped_mm.use_tma(None, None)
 

@@ -7,6 +7,8 @@ from unittest import mock
 import pytest
 import torch
 
+from config import Config
+from layers import Norm
 from ops import (
     activations,
     backend,
@@ -14,11 +16,14 @@ from ops import (
     flat,
     grouped_mm,
     matrix_norms,
+    norms,
     permute,
     symmetric_mm,
     tiles,
     wide_product,
 )
+from parallel import make_mesh
+from runtime.launch import World
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytest.importorskip("triton", reason="Triton has no wheel for this system")
@@ -505,7 +510,96 @@ def test_only_contiguous_matrices_have_kernels_for_their_norms(kernels):
     assert_near(norms, torch.full_like(norms, 16.0), 1e-3)
 
 
+NORMS = [(False, False), (True, False), (True, True)]  # RMSNorm, LayerNorm without and with a bias
+
+
+def check_norm_beside(width, rows, dtype, is_layer_norm, has_bias):
+    """x itself, its norm and all gradients, beside autograd's in fp64."""
+    leaves = [3 * randn(rows, width, dtype=dtype) + 1, randn(width, dtype=dtype)]
+    if has_bias:
+        leaves.append(randn(width, dtype=dtype))
+    grads = [randn(rows, width, dtype=dtype), randn(rows, width, dtype=dtype)]
+
+    def both(x, weight, bias=None):
+        if x.dtype != torch.float64:
+            return norms.NormBeside.apply(x, weight, bias, 1e-3, is_layer_norm)
+        if is_layer_norm:
+            return x.clone(), torch.nn.functional.layer_norm(x, weight.shape, weight, bias, 1e-3)
+        return x.clone(), torch.nn.functional.rms_norm(x, weight.shape, weight, 1e-3)
+
+    def results(*tensors):
+        leaves = [t.clone().requires_grad_() for t in tensors[:-2]]
+        outputs = both(*leaves)
+        return *outputs, *torch.autograd.grad(outputs, leaves, tensors[-2:])
+    want = torch_twin(results, *leaves, *grads)
+    got = results(*leaves, *grads)
+    assert torch.equal(got[0], leaves[0])
+    for mine, theirs in zip(got, want, strict=True):
+        assert mine.dtype == dtype
+        scale = theirs.abs().max()
+        assert_near(mine / scale, theirs / scale, TOLERANCE[dtype])
+
+
+@pytest.fixture
+def few_programs(monkeypatch):
+    """Three programs share the rows of a norm: Triton's interpreter runs one after the other."""
+    real = tiles.norm
+    monkeypatch.setattr(tiles, "norm", lambda width: (3, real(width)[1]))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("is_layer_norm, has_bias", NORMS)
+@pytest.mark.parametrize("rows, width", [(5, 200), (1000, 16), (7, 1300), (6, 2048), (1, 768)])
+def test_norm_beside_its_input(rows, width, is_layer_norm, has_bias, dtype, few_programs):
+    """More rows than programs have at once, and fewer; widths that fill a tile, and others."""
+    check_norm_beside(width, rows, dtype, is_layer_norm, has_bias)
+
+
+@pytest.mark.parametrize("flags", [{"norm": "rms"}, {"norm": "rms1p"}, {"norm": "layer", "bias": True}],
+                         ids=str)
+def test_a_norm_of_a_model_by_the_kernel_and_without(flags, few_programs, monkeypatch):
+    norm = Norm(Config(n_embd=40, norm_eps=0.1, **flags), make_mesh(World())).to(DEVICE)
+    for p in norm.parameters():
+        torch.nn.init.normal_(p)
+    x = randn(9, 40, dtype=torch.float32).requires_grad_()
+    grads = [randn(9, 40, dtype=torch.float32), randn(9, 40, dtype=torch.float32)]
+
+    def results():
+        outputs = norm.beside(x)
+        return [*outputs, *torch.autograd.grad(outputs, [x, *norm.parameters()], grads)]
+    got = results()
+    monkeypatch.setattr(backend, "use_triton", lambda x: False)
+    for mine, theirs in zip(got, results(), strict=True):
+        assert_near(mine, theirs, 1e-5)
+
+
+def test_which_rows_the_norms_kernel_serves():
+    x = randn(4, 8192)
+    assert norms.has_kernel(x) and not norms.has_kernel(x.mT) and not norms.has_kernel(x.double())
+    assert not norms.has_kernel(randn(2, 8193))
+
+
+@pytest.mark.parametrize("n", [1, 8191, 40_001])
+def test_sums_of_squares(n):
+    """Slices of several dtypes and lengths, one of them empty, beside torch's norms in fp64."""
+    slices = [randn(n), randn(3, dtype=torch.float32), randn(0), randn(20_000, dtype=torch.float16)]
+    found = flat.sums_of_squares(slices, torch.float32)
+    want = torch.stack([piece.double().square().sum() for piece in slices])
+    assert found.dtype == torch.float64
+    torch.testing.assert_close(found, want, rtol=1e-6, atol=0)
+    twin = flat.sums_of_squares([piece.double() for piece in slices], torch.float64)
+    torch.testing.assert_close(twin, want, rtol=1e-12, atol=0)
+
+
 FAULTS = {
+    "the gradient of x itself is left out": ("norm_backward", "grad_x += (grad", "grad_x = (grad"),
+    "the gradient along x stays": ("norm_backward", "(grad - x * along)", "grad"),
+    "the gradient keeps its mean": ("norm_backward", "grad -= tl.sum(grad", "grad -= 0 * tl.sum(grad"),
+    "the weight's gradient is of the last rows": (
+        "norm_backward", "of_weight += grad_y * x", "of_weight = grad_y * x"),
+    "the bias's gradient is of the last rows": (
+        "norm_backward", "of_bias += grad_y", "of_bias = grad_y"),
+    "rows that are not there are centred": ("norm_backward", "tl.where(inside, x - mean, 0.0)", "x - mean"),
     "the lower triangle is not written": ("symmetric_mm", "if right > 0:", "if right < 0:"),
     "the mirror image is not transposed": ("symmetric_mm", "tl.trans(total)", "total"),
     "a tile is in another column": ("symmetric_mm", "(down + right) * SIDE", "right * SIDE"),
@@ -532,12 +626,20 @@ def with_fault(module, text, planted, folder):
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_fault_of_a_kernel_is_detected(fault, kernels, small_tiles, small_blocks, tmp_path, monkeypatch):
+def test_fault_of_a_kernel_is_detected(fault, kernels, small_tiles, small_blocks, few_programs, tmp_path,
+                                       monkeypatch):
     from ops import product_kernels
     name, text, planted = FAULTS[fault]
+    if name == "norm_backward":
+        def check(*_):
+            for rows in (7, 2):
+                check_norm_beside(20, rows, torch.float32, True, True)
+    elif name == "symmetric_mm":
+        check = check_symmetric_mm
+    else:
+        check = check_matrix_norms
     module = product_kernels if name == "symmetric_mm" else kernels
     monkeypatch.setattr(module, name, getattr(with_fault(module, text, planted, tmp_path), name))
-    check = check_symmetric_mm if name == "symmetric_mm" else check_matrix_norms
     with pytest.raises(AssertionError):
         check(48, 32, torch.float16)
 

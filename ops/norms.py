@@ -1,0 +1,47 @@
+"""LayerNorm or RMSNorm of rows that also go on as they are, as the residual stream of a block does.
+
+In x + f(norm(x)) the rows x have two gradients. Autograd computes the norm's, sums the weight's gradient over
+all rows in another pass, and adds the gradient of x itself in a third. On a GPU one kernel does all this: it
+reads x and both gradients once, and writes one. It computes a row's mean and scale again, so only x is kept.
+"""
+import torch
+import torch.nn.functional as F
+
+from config import ceil_div
+from ops import backend, tiles
+
+
+def has_kernel(x):
+    """Whether the kernel serves the rows x (n, C)."""
+    return backend.use_triton(x) and x.size(1) <= tiles.WIDEST_NORM and x.is_contiguous()
+
+
+class NormBeside(torch.autograd.Function):
+    """x (n, C) itself and its norm (n, C). weight (C,), bias (C,) or None, only of a LayerNorm."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, eps, is_layer_norm):
+        ctx.save_for_backward(x, weight)
+        ctx.has_bias = bias is not None
+        ctx.eps = eps
+        ctx.is_layer_norm = is_layer_norm
+        if is_layer_norm:
+            y = F.layer_norm(x, weight.shape, weight, bias, eps)
+        else:
+            y = F.rms_norm(x, weight.shape, weight, eps)
+        return x.view_as(x), y
+
+    @staticmethod
+    def backward(ctx, grad_x, grad_y):
+        from ops import kernels
+        x, weight = ctx.saved_tensors
+        n, C = x.shape
+        most, options = tiles.norm(C)
+        programs = min(most, ceil_div(n, options["ROWS"]))
+        out = torch.empty_like(x)
+        sums = torch.empty(1 + ctx.has_bias, programs, C, dtype=torch.float32, device=x.device)
+        kernels.norm_backward[(programs,)](
+            x, weight, grad_y.contiguous(), grad_x.contiguous(), out, sums, n, C,
+            EPS=ctx.eps, CENTRED=ctx.is_layer_norm, BIAS=ctx.has_bias, **options)
+        sums = sums.sum(1).to(weight.dtype)
+        return out, sums[0], sums[1] if ctx.has_bias else None, None, None
