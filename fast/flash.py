@@ -98,9 +98,10 @@ def keep_for_backward(ctx, inputs, output):
 
 
 def backward(ctx, grad, _):
+    kept = ctx.saved_tensors  # A recomputed block gives them only once.
+    gradients = attention_backward(grad.contiguous(), kept, ctx.is_causal)
     # Where q, k and v were parts of one product, the compiler sees that its gradient is this tensor as it is.
-    gradients = attention_backward(grad.contiguous(), ctx.saved_tensors, ctx.is_causal)
-    return *split_heads(gradients, *ctx.saved_tensors[:3]), None
+    return *split_heads(gradients, *kept[:3]), None
 
 
 attention.register_autograd(backward, setup_context=keep_for_backward)
