@@ -142,7 +142,7 @@ class Block(nn.Module):
         return x + F.dropout(y, self.dropout, self.training)
 
     def beside_norm(self, x, norm):  # (n, C) -> (n, C) twice
-        """Return x, and its norm, but with --norm-place after x itself."""
+        """Return x and its norm, or x twice with --norm-place after."""
         return (x, x) if self.norm_place == "after" else norm.beside(x)
 
     def norm_after(self, y, norm, out_norm):  # (n, C) -> (n, C)

@@ -6,6 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
+from test_model import random_model
 
 from config import Config
 from layers import Norm
@@ -571,6 +572,23 @@ def test_a_norm_of_a_model_by_the_kernel_and_without(flags, few_programs, monkey
     monkeypatch.setattr(backend, "use_triton", lambda x: False)
     for mine, theirs in zip(got, results(), strict=True):
         assert_near(mine, theirs, 1e-5)
+
+
+@pytest.mark.parametrize("recompute", ["full", "selective"])
+def test_a_recomputed_block_has_the_same_gradients(recompute, few_programs):
+    """By the kernel, whose input backward computes again."""
+    tokens = torch.randint(64, (2, 17), device=DEVICE)
+    found = []
+    for how in ("none", recompute):
+        torch.manual_seed(0)
+        cfg = Config(n_layer=2, n_embd=16, n_head=2, ffn_hidden=24, mlp="gelu", seq_len=16, vocab_size=64,
+                     recompute=how)
+        model = random_model(cfg).float().to(DEVICE).train()
+        loss, *_ = model(tokens[:, :-1], tokens[:, 1:])
+        loss.backward()
+        found.append([loss.detach(), *(p.grad for p in model.parameters())])
+    for mine, without in zip(*reversed(found), strict=True):
+        assert torch.equal(mine, without)
 
 
 def test_which_rows_the_norms_kernel_serves():
