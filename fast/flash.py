@@ -77,13 +77,13 @@ def backward_kernels(grad, kept, is_causal):
 
 
 def empty_beside(q, k, v):
-    """Return a tensor for q, k and v side by side."""
+    """Return a tensor for q (B, T, h, D), k and v (B, T, g, D) side by side: (B, T, h + 2g, D)."""
     B, T, h, D = q.shape
     return q.new_empty(B, T, h + k.size(2) + v.size(2), D)
 
 
 def split_heads(gradients, q, k, v):
-    """Return the parts of a tensor like empty_beside(q, k, v)."""
+    """Return the parts of gradients (B, T, h + 2g, D) that belong to q, k and v, in their shapes."""
     return gradients.split([q.size(2), k.size(2), v.size(2)], dim=2)
 
 

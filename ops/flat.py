@@ -13,12 +13,10 @@ from typing import NamedTuple
 import torch
 
 from config import ceil_div
-from ops import backend
+from ops import backend, matrix_norms
 
 COPY_ALONE = 2**22  # a gradient of at least this many elements has a copy kernel of its own
 CONVERT_ALONE = 2**18  # a gradient of at least this many elements is converted by Triton
-SQUARES_BLOCK = 2048  # elements that a program squares at once
-SQUARES_TIMES = 4  # how many times it does so
 ALIGNMENT = 128  # each slice begins at a multiple of this, so that loads are aligned
 
 
@@ -103,7 +101,7 @@ def sums_of_squares(slices, dtype):
 def sums_of_squares_triton(slices):
     """Return sums_of_squares by a kernel per slice. Torch's norms read at half the bandwidth."""
     from ops import kernels
-    at_once = SQUARES_TIMES * SQUARES_BLOCK
+    at_once = matrix_norms.TIMES * matrix_norms.BLOCK
     parts = [ceil_div(piece.numel(), at_once) for piece in slices]
     # Each slice has an aligned row for the sums of its parts, which are in fp32.
     width = padded_elements(max(parts), 2)
@@ -111,7 +109,7 @@ def sums_of_squares_triton(slices):
     for piece, row, n_parts in zip(slices, sums, parts, strict=True):
         if n_parts:  # For the kernel a slice is the first of matrices with `width` parts.
             kernels.sum_squares[(n_parts,)](piece, row, piece.numel(), width, 0, num_warps=8,
-                                            TIMES=SQUARES_TIMES, BLOCK=SQUARES_BLOCK)
+                                            TIMES=matrix_norms.TIMES, BLOCK=matrix_norms.BLOCK)
     return sums.sum(1, dtype=torch.float64)
 
 

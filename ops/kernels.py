@@ -110,10 +110,10 @@ def norm_backward(x_ptr, weight_ptr, grad_y_ptr, grad_x_ptr, out_ptr, sums_ptr, 
                   STAGES: tl.constexpr, BLOCK: tl.constexpr):
     """out (R, width) = grad_x plus the gradient of the rows x of a norm, whose result has grad_y.
 
-    CENTRED: LayerNorm, else RMSNorm. Each program handles every so-many-th group of ROWS rows, and writes the
-    sum over its rows of the weight's gradient to its row of sums (programs, width), in fp32. BIAS: below them
-    stand those of the bias, which makes it (2 programs, width). EPS is a constant, because torch's compiler
-    would pass a number in fp64.
+    CENTRED: LayerNorm, else RMSNorm. The programs take turns at groups of ROWS rows. Each writes its part of
+    the weight's gradient, the sum over its rows, to its row of sums (programs, width) fp32. BIAS: below these
+    stand the parts of the bias's gradient, so sums is (2 programs, width). EPS is a constant, because torch's
+    compiler would pass a number in fp64.
     """
     column = tl.arange(0, BLOCK)[None, :]
     weight = tl.load(weight_ptr + column, mask=column < width, other=0.0).to(tl.float32)

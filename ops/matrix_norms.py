@@ -7,8 +7,8 @@ import torch
 from config import ceil_div
 from ops import backend
 
-# Elements that a program of the Triton kernels reads at once, and how many times.
-BLOCK, TIMES = 2048, 4
+BLOCK = 2048  # elements that a program of the Triton kernels reads at once
+TIMES = 4  # how many times it does so
 
 
 def has_kernel(x):

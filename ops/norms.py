@@ -17,7 +17,10 @@ def has_kernel(x):
 
 
 class NormBeside(torch.autograd.Function):
-    """x (n, C) itself and its norm (n, C). weight (C,), bias (C,) or None, only of a LayerNorm."""
+    """The rows x (n, C) themselves, and their norm (n, C).
+
+    weight (C,). bias (C,), which only a LayerNorm can have, or None.
+    """
 
     @staticmethod
     def forward(ctx, x, weight, bias, eps, is_layer_norm):
@@ -39,9 +42,12 @@ class NormBeside(torch.autograd.Function):
         most, options = tiles.norm(C)
         programs = min(most, ceil_div(n, options["ROWS"]))
         out = torch.empty_like(x)
-        sums = torch.empty(1 + ctx.has_bias, programs, C, dtype=torch.float32, device=x.device)
+        # Each program sums over its rows. The first of these sums are the weight's, the second the bias's.
+        n_sums = 2 if ctx.has_bias else 1
+        sums = torch.empty(n_sums, programs, C, dtype=torch.float32, device=x.device)
         kernels.norm_backward[(programs,)](
             x, weight, grad_y.contiguous(), grad_x.contiguous(), out, sums, n, C,
             EPS=ctx.eps, CENTRED=ctx.is_layer_norm, BIAS=ctx.has_bias, **options)
-        sums = sums.sum(1).to(weight.dtype)
-        return out, sums[0], sums[1] if ctx.has_bias else None, None, None
+        sums = sums.sum(1).to(weight.dtype)  # (n_sums, C)
+        grad_bias = sums[1] if ctx.has_bias else None
+        return out, sums[0], grad_bias, None, None
