@@ -99,6 +99,9 @@ class RowLinear(nn.Module):
         partial_sum = product(x, [self.weight], None, self.in_fp8)  # (B*t, n_out)
         if self.lora is not None:
             partial_sum = partial_sum + self.lora(x)
+        return self.add_up(partial_sum)
+
+    def add_up(self, partial_sum):  # (B*t, n_out) -> (n, n_out)
         y = scatter_rows(partial_sum, self.tp)  # SUM of B*t rows, n of them to each rank, over tp
         return y if self.bias is None else y + self.bias
 

@@ -37,6 +37,7 @@ from config import head_width, n_masked, pad_vocab
 from layers import ColumnLinear, Norm, RowLinear, fused_linear
 from lora import add_adapters, initial_std
 from moe import MoE, plain_dispatcher
+from ops import gelu_mlp
 from ops.activations import ACTIVATIONS, GATED, gelu
 from ops.cross_entropy import LinearCrossEntropy
 from parallel import gather_rows, parameter
@@ -60,9 +61,14 @@ class MLP(nn.Module):
         if is_gated:
             self.w3 = ColumnLinear(cfg.n_embd, hidden, cfg.bias, mesh, in_fp8=cfg.fp8)
         self.w2 = RowLinear(hidden, cfg.n_embd, cfg.bias, mesh, in_fp8=cfg.fp8)
+        # On a Hopper GPU the two products around GELU compute it: ops/gelu_mlp.py.
+        self.gelu_in_products = gelu_mlp.is_possible(cfg, self.w1.weight.device)
 
     def forward(self, x):  # (n, C) -> (n, C)
         x = gather_rows(x, self.tp)  # (B*t, C): n rows from each rank to all, over tp
+        if self.gelu_in_products:
+            partial_sum = gelu_mlp.GeluMLP.apply(x, self.w1.weight, self.w2.weight)
+            return self.w2.add_up(partial_sum)
         if self.w3 is None:
             hidden = self.w1(x)  # (B*t, f)
         else:

@@ -56,7 +56,7 @@ from cost.parameters import (
 )
 from fast import experts
 from interface.command_line import one_line
-from ops import grouped_mm
+from ops import gelu_mlp, grouped_mm
 from ops.accelerator import device_name, total_memory
 from ops.activations import GATED
 from ops.backend import is_hopper
@@ -66,7 +66,7 @@ KINDS = ("products", "attention", "cross-entropy", "activations", "elementwise",
          "sent", "copies", "other", "gaps")
 RULES = (  # the first pattern that a kernel's name contains, in any case, tells its kind
     ("sent", "nccl|ptop|barrier|^put$|^get$|sum_slices|c10d"),
-    ("products", "^triton_tem"),
+    ("products", "^triton_tem|^nvjet|^sm90_xmma_gemm"),  # also with GELU, by ops/cublas_lt.py
     ("activations", "^triton_poi.*sigmoid"),  # the compiler's kernels, whose names list what they join
     ("elementwise", "^triton_"),
     ("attention", "sdpa|flash|fmha|dot_product|cudnn::fusion|^nanoshard::attention"),
@@ -232,8 +232,12 @@ def text_of(x):
 
 
 def operations(cfg, world):
-    """Return the Operations of one step, which runs without compilation and without a graph."""
-    training = Training(dataclasses.replace(cfg, compile=False), world, ("graph", "quack"))
+    """Return the Operations of one step, which runs without compilation and without a graph.
+
+    GELU runs beside the products, not in them, so that they can be noted.
+    """
+    with mock.patch.object(gelu_mlp, "fits", lambda cfg: False):
+        training = Training(dataclasses.replace(cfg, compile=False), world, ("graph", "quack"))
     batches = training.batches()
     with experts_by_torch(), Operations() as noted:
         training.step(batches)

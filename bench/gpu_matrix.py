@@ -75,6 +75,7 @@ CAPTURED = (
     ("llama", dict(split_masters=True)), ("dropless", dict(ep=2, zero=1, split_masters=True)),
     ("llama", dict(moments_dtype="bf16")),
     ("llama", dict(recompute="full")), ("gpt2", dict(dropout=0.2)),
+    ("gpt2", dict(bias=False)), ("gpt2", dict(bias=False, tp=2, zero=1)),  # on Hopper GELU in the products
     ("gpt2", dict(tp=2, zero=1, dropout=0.2)), ("dropless", dict(ep=2, recompute="full")),
     ("dropless", dict(zero=1)), ("dropless", dict(ep=4)), ("dropless", dict(ep=2, zero=1)),
     ("dropless", dict(ep=4, zero=1)), ("gpt2", dict(cp=2, zero=1, dropout=0.2)),

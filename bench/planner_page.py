@@ -56,6 +56,7 @@ TRANSLATED = {
     "model.py": "DTYPES MLP Block Weight MaskedHead GPT",
     "ops/tiles.py": "WGRAD_ROWS",
     "fast/experts.py": "WIDTHS fits",
+    "ops/gelu_mlp.py": "fits",
     "fast/choose.py": "Choice choose has_cuda_api static_shapes needs_row_limit grouped_mm_possible "
                       "flex_possible",
     "cost/parameters.py": None,
@@ -72,7 +73,8 @@ TRANSLATED = {
 # It asks torch for the name of a device; and a key of a cache, which runtime.js makes in another way.
 NOT_TRANSLATED = {"peak_flops", "_flags_of_any_layout"}
 # Names that another of these files has, too
-RENAMED = {"plan.py": {"LAYOUT": "LAYOUT_OF_PLAN"}, "fast/experts.py": {"fits": "fits_quack"}}
+RENAMED = {"plan.py": {"LAYOUT": "LAYOUT_OF_PLAN"}, "fast/experts.py": {"fits": "fits_quack"},
+           "ops/gelu_mlp.py": {"fits": "fits_gelu"}}
 
 # The flags that the page asks for, in groups.
 ASKED = {
@@ -104,7 +106,8 @@ def script():
                  "const QUACK = { is_taken: (cfg, device) => false };  // plan.py's device takes none\n"
                  "const FLASH_ATTN = QUACK;\n"
                  "const _gives_memory = { get: () => true };  // shapes have none to give\n"
-                 "const quack = { fits: (cfg) => fits_quack(cfg) };")
+                 "const quack = { fits: (cfg) => fits_quack(cfg) };\n"
+                 "const gelu_mlp = { fits: (cfg) => fits_gelu(cfg), is_possible: (cfg, device) => false };")
     for name, names in TRANSLATED.items():
         path = ROOT / name
         wanted = all_names(path) if names is None else names.split()

@@ -16,6 +16,7 @@ class Gpu(NamedTuple):
     node: int = 8     # GPUs of a node
     fp8: float = 0.0  # rate of a product of fp8 numbers over that of bf16; 0: the GPU has none
     quack: bool = False  # quack-kernels has products for it (fast/experts.py)
+    gelu: bool = False  # cuBLASLt has products with GELU for it (ops/gelu_mlp.py)
 
 
 # h200 and h100: the ceilings were measured on h200. bf16 products: 687 TFLOP/s for 8192^3, 495-605 for
@@ -24,7 +25,7 @@ class Gpu(NamedTuple):
 # one node was measured. fp8: W3-8192's products have 1.57 to 2.03 times bf16's rate, each alone,
 # and 1.76 together. Less is taken: with 1.65 a step is already predicted 3 % too fast.
 HOPPER = dict(peak=989e12, sms=132, sustained=0.735, tail=0.5, link=320e9, net=40e9, rails=8, fp8=1.65,
-              quack=True)
+              quack=True, gelu=True)
 # a100: sustained, tail and link (what tensor parallelism gets, nothing hidden) come from 17 rows of
 # BLOOM's planning table with other models, 12288, 13312 and 13824 wide (tests/test_plan.py lists them).
 # They are the best of a grid, with an error of 4.6 % rms (5.0 with the parts of a step that were added

@@ -145,6 +145,7 @@ TESTS = {  # file or room: the test files that must notice a mutant, the quickes
     "ops/tma_kernels.py": "product_kernels",
     "ops/matrix_norms.py": "muon kernels",
     "ops/norms.py": "kernels early",
+    "ops/gelu_mlp.py": "gelu_mlp", "ops/cublas_lt.py": "gelu_mlp",
     "ops/permute.py": "details moe symm_mem kernels",
     "ops/routed_experts.py": "kernels",
     "ops/split_master.py": "split_master",

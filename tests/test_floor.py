@@ -28,6 +28,8 @@ from runtime.launch import World
 @pytest.mark.parametrize("name,kind", [
     ("nvjet_tst_192x192_64x4_2x1_v_bz_coopB_TNT", "products"),
     ("void cutlass::device_kernel<GroupProblemShape>", "products"),
+    ("nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_geluaux_auxt_TNN", "products"),
+    ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_nn_n_aux_bf16_dgelu_execute", "products"),
     ("grouped_wgrad", "products"), ("triton_tem_fused_mm_3", "products"), ("aten::addmm", "products"),
     ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7", "attention"),
     ("void pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel", "attention"),

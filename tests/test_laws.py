@@ -553,6 +553,9 @@ def test_only_two_files_read_the_environment():
 
 CUDA_ONLY = {  # place: why it names CUDA. Everything else asks the device's module (ops/accelerator.py)
     "ops/backend.py triton_devices": "which of torch's devices each of Triton's vendors serves",
+    "ops/cublas_lt.py DEVICE": "a library of NVIDIA's",
+    "ops/cublas_lt.py handle": "the library's handle is of the current device",
+    "ops/cublas_lt.py Plan": "the library takes CUDA's stream",
     "ops/wide_product.py use_wide_mm": "a product that torch has for NVIDIA's GPUs",
     "ops/grouped_mm.py has_grouped_mm": "a kernel of Hopper and Blackwell",
     "ops/backend.py is_hopper": "a generation of NVIDIA's GPUs",
