@@ -103,8 +103,9 @@ def sums_of_squares_triton(slices):
     from ops import kernels
     at_once = matrix_norms.TIMES * matrix_norms.BLOCK
     parts = [ceil_div(piece.numel(), at_once) for piece in slices]
-    # Each slice has an aligned row for the sums of its parts, which are in fp32.
-    width = padded_elements(max(parts), 2)
+    # Each slice has a row for the sums of its parts, in fp32. Rows begin at multiples of ALIGNMENT
+    # elements, so Triton compiles one kernel for all of them.
+    width = ceil_div(max(parts), ALIGNMENT) * ALIGNMENT
     sums = torch.zeros(len(slices), width, device=slices[0].device)
     for piece, row, n_parts in zip(slices, sums, parts, strict=True):
         if n_parts:  # For the kernel a slice is the first of matrices with `width` parts.

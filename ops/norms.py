@@ -3,6 +3,7 @@
 In x + f(norm(x)) the rows x have two gradients. Autograd computes the norm's, sums the weight's gradient over
 all rows in another pass, and adds the gradient of x itself in a third. On a GPU one kernel does all this: it
 reads x and both gradients once, and writes one. It computes a row's mean and scale again, so only x is kept.
+With --lora, whose norms are frozen, it sums the weight's gradient for nobody.
 """
 import torch
 import torch.nn.functional as F
@@ -13,7 +14,7 @@ from ops import backend, tiles
 
 def has_kernel(x):
     """Whether the kernel serves the rows x (n, C)."""
-    return backend.use_triton(x) and x.size(1) <= tiles.WIDEST_NORM and x.is_contiguous()
+    return backend.use_triton(x) and x.is_contiguous() and tiles.norm_fits(x.size(1), x.element_size())
 
 
 class NormBeside(torch.autograd.Function):

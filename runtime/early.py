@@ -164,7 +164,7 @@ def kernels_of(cfg):
     for add in sums:
         options = {"ADD": add, "BLOCK": 4096, "num_warps": 8}
         found.append(("kernels.accumulate", [weight, "float32", 16], options))
-    if cfg.norm_place != "after" and cfg.n_embd <= tiles.WIDEST_NORM:
+    if cfg.norm_place != "after" and tiles.norm_fits(cfg.n_embd, 4 if weight == "float32" else 2):
         found.append(norm_of(cfg, weight))
     if cfg.mlp == "swiglu" and not cfg.n_experts:
         width = cfg.ffn_hidden // cfg.tp

@@ -15,7 +15,7 @@ import train
 from config import pad_vocab
 from fast import ahead
 from model import DTYPES
-from ops import backend, grouped_mm
+from ops import backend, grouped_mm, tiles
 from ops.cross_entropy import cross_entropy_rows
 from runtime import early, launcher
 from runtime.launch import World
@@ -167,7 +167,9 @@ def test_train_py_calls_what_is_here(flags, tmp_path):
 
 CASES = [["dense-210m"], ["dense-210m", "--split-masters"],
          ["dense-210m", "--moments-dtype=bf16"], ["dense-210m", "--dtype=fp32"],
-         ["dense-210m", "--global-batch=4"], ["gpt2", "--vocab-size=300"], ["dense-210m", "--dtype=fp16"]]
+         ["dense-210m", "--global-batch=4"], ["gpt2", "--vocab-size=300"], ["dense-210m", "--dtype=fp16"],
+         ["gpt2", "--vocab-size=300", "--no-bias", "--norm-eps=1e-3"], ["dense-210m", "--bias"],
+         ["dense-210m", "--norm-place=after"]]
 
 
 def keys(launch):
@@ -222,6 +224,8 @@ def compare_all():
     backend.use_triton = lambda x: x.dtype in backend.DTYPES
     for words in CASES:
         compare(words)
+    tiles.NORM_BYTES = 16  # too wide a model for the kernel of norms
+    compare(CASES[0])
 
 
 def without_interpreter(function, monkeypatch):
@@ -230,6 +234,35 @@ def without_interpreter(function, monkeypatch):
     code = f"import sys; sys.path[:0] = ['.', 'tests']; import test_early; test_early.{function}()"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+LEAST_SHARED_MEMORY = 99 * 1024  # bytes of a block, of GPUs of capability 8.6, 8.9 and 12.0
+
+
+def compile_norms():
+    """The kernel of each width and dtype that it serves fits into a multiprocessor's memory."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from ops import kernels
+    for width, itemsize in ((768, 2), (1024, 4), (4096, 4), (5120, 2), (8192, 2)):
+        assert tiles.norm_fits(width, itemsize)
+        _, options = tiles.norm(width)
+        warps = options.pop("num_warps")
+        constants = {**options, "EPS": 1e-5, "CENTRED": True, "BIAS": True}
+        names = kernels.norm_backward.arg_names
+        kinds = dict.fromkeys(names[:5], "*bf16" if itemsize == 2 else "*fp32")
+        kinds |= {"sums_ptr": "*fp32", "rows": "i32", "width": "i32"} | dict.fromkeys(constants, "constexpr")
+        aligned = {(i,): [["tt.divisibility", 16]] for i in range(8)}
+        source = ASTSource(fn=kernels.norm_backward, signature=kinds, constexprs=constants, attrs=aligned)
+        kernel = triton.compile(source, GPUTarget("cuda", 89, 32), {"num_warps": warps})
+        assert kernel.metadata.shared <= LEAST_SHARED_MEMORY, (width, itemsize, kernel.metadata.shared)
+
+
+def test_the_kernel_of_norms_fits_into_small_gpus(monkeypatch):
+    pytest.importorskip("triton.backends.nvidia", reason="Triton has no wheel for this system")
+    without_interpreter("compile_norms", monkeypatch)
 
 
 def test_the_kernels_that_a_step_launches_are_compiled(monkeypatch):

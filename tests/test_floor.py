@@ -188,18 +188,21 @@ def test_flash_attn_4_is_noted_as_attention():
     assert kinds["attention"] == kinds["attention_backward"] == "attention"
 
 
-@pytest.mark.parametrize("problem, best, ways", [("it is not installed", 3.0, 2), ("", 2.0, 3)])
-def test_experts_are_timed_in_every_way(problem, best, ways, monkeypatch):
+@pytest.mark.parametrize("problem, hopper, best, ways", [
+    ("it is not installed", True, 3.0, 2), ("", False, 3.0, 2), ("", True, 2.0, 3)])
+def test_experts_are_timed_in_every_way(problem, hopper, best, ways, monkeypatch):
     """torch's grouped_mm, our kernels and the library alone: the best counts."""
     times = iter([5.0, 3.0, 2.0])
     calls = []
     monkeypatch.setattr(floor, "alone", lambda world, f, repeat: calls.append(f) or next(times))
-    monkeypatch.setattr(floor, "is_hopper", lambda device: True)
+    monkeypatch.setattr(floor, "is_hopper", lambda device: hopper)
     monkeypatch.setitem(vars(floor.experts.QUACK), "problem", problem)
     x, w, ends = torch.ones(4, 8), torch.ones(2, 8, 8), torch.tensor([1, 4])
     entry = ["products", torch.ops.aten._grouped_mm.default, (x, w, ends), {}, 1]
     assert floor.best_alone(World(device=torch.device("cuda", 0)), entry, 2) == best and len(calls) == ways
-    if not problem:
+    if not problem and hopper:
+        grad = torch.ones(8, 4)  # of the weights: its rows are the second factor's
+        assert floor.multipliers(torch.device("cpu"), grad, x, ends)[1].balanced == 4
         monkeypatch.setattr(floor.experts.QuackProducts, "experts_mm",
                             lambda self, *args: (self.balanced, *args))
         rows, *args = calls[-1]()

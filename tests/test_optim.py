@@ -15,6 +15,7 @@ from test_model import FAMILIES, MOE, built, steps
 import train
 from config import Config
 from corpus.synthetic import Synthetic
+from ops import backend, flat
 from optim import AdamW, learning_rate
 from parallel import make_mesh
 from runtime.launch import World
@@ -321,3 +322,10 @@ def test_overflow_decided_by_each_rank_alone_is_detected(tmp_path):
     results = run_ranks(2, with_faults, [fault], run_with_overflow, flags, str(out))
     with pytest.raises(AssertionError):
         assert_step_refused_everywhere(results, out)
+
+
+def test_a_cpus_sum_of_squares_is_exact(monkeypatch):
+    monkeypatch.setattr(backend, "use_triton", lambda x: False)
+    x = torch.randn(1_000_000, generator=torch.Generator().manual_seed(0))
+    want = x.double().square().sum()
+    torch.testing.assert_close(flat.sums_of_squares([x], torch.float32)[0], want, rtol=1e-6, atol=0)

@@ -1,0 +1,67 @@
+"""Norms by the kernel of ops/norms.py in a model; test_kernels.py compares the kernel with its torch twin."""
+from unittest import mock
+
+import pytest
+import torch
+from test_kernels import DEVICE, assert_near, few_programs, kernels, randn
+from test_model import random_model
+
+from config import Config
+from layers import Norm
+from ops import backend, norms, tiles
+from parallel import make_mesh
+from runtime.launch import World
+
+__all__ = ["few_programs", "kernels"]  # fixtures
+
+
+def test_a_norms_weight_has_a_gradient_that_is_rounded_once(monkeypatch):
+    """Each of 60 programs adds up four rows, all in fp32."""
+    real = tiles.norm
+    monkeypatch.setattr(tiles, "norm", lambda width: (60, real(width)[1]))
+    x = randn(240, 200)
+    weight = randn(200).requires_grad_()
+    grad = randn(240, 200)
+    outputs = norms.NormBeside.apply(x, weight, None, 1e-3, False)
+    found, = torch.autograd.grad(outputs, weight, [torch.zeros_like(x), grad])
+    wide = weight.detach().double().requires_grad_()
+    y = torch.nn.functional.rms_norm(x.double(), wide.shape, wide, 1e-3)
+    want, = torch.autograd.grad(y, wide, grad.double())
+    assert (found == want.to(found.dtype)).float().mean() > 0.95
+
+
+@pytest.mark.parametrize("flags", [{"norm": "rms"}, {"norm": "rms1p"}, {"norm": "layer", "bias": True}],
+                         ids=str)
+def test_a_norm_of_a_model_by_the_kernel_and_without(flags, few_programs, monkeypatch):
+    norm = Norm(Config(n_embd=40, norm_eps=0.1, **flags), make_mesh(World())).to(DEVICE)
+    for p in norm.parameters():
+        torch.nn.init.normal_(p)
+    x = randn(9, 40, dtype=torch.float32).requires_grad_()
+    grads = [randn(9, 40, dtype=torch.float32), randn(9, 40, dtype=torch.float32)]
+
+    def results():
+        outputs = norm.beside(x)
+        return [*outputs, *torch.autograd.grad(outputs, [x, *norm.parameters()], grads)]
+    with mock.patch.object(norms.NormBeside, "backward", wraps=norms.NormBeside.backward) as called:
+        got = results()
+    assert called.call_count == 1
+    monkeypatch.setattr(backend, "use_triton", lambda x: False)
+    for mine, theirs in zip(got, results(), strict=True):
+        assert_near(mine, theirs, 1e-5)
+
+
+@pytest.mark.parametrize("recompute", ["full", "selective"])
+def test_a_recomputed_block_has_the_same_gradients(recompute, few_programs):
+    """By the kernel, whose input backward computes again."""
+    tokens = torch.randint(64, (2, 17), device=DEVICE)
+    found = []
+    for how in ("none", recompute):
+        torch.manual_seed(0)
+        cfg = Config(n_layer=2, n_embd=16, n_head=2, ffn_hidden=24, mlp="gelu", seq_len=16, vocab_size=64,
+                     recompute=how)
+        model = random_model(cfg).float().to(DEVICE).train()
+        loss, *_ = model(tokens[:, :-1], tokens[:, 1:])
+        loss.backward()
+        found.append([loss.detach(), *(p.grad for p in model.parameters())])
+    for mine, without in zip(*reversed(found), strict=True):
+        assert torch.equal(mine, without)
