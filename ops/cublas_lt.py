@@ -12,8 +12,8 @@ from ctypes import byref, c_float, c_int, c_int32, c_int64, c_size_t, c_uint32, 
 import torch
 
 NAMES = ("libcublasLt.so.13", "libcublasLt.so.12")  # torch has loaded one of them
-TYPES = {torch.float16: 2, torch.bfloat16: 14}  # cudaDataType
-FP32 = 0  # cudaDataType, of the factors of product and summand
+BF16 = 14  # cudaDataType of the matrices: no other was run on a GPU
+FP32 = 0  # cudaDataType of the factors of product and summand
 SUM_IN_FP32 = 68  # cublasComputeType
 
 # Attributes of a product. "A" is the weight, because the library's product is out^T = W x^T.
@@ -72,10 +72,9 @@ class Plan:
     the next run rounds as this one did.
     """
 
-    def __init__(self, shape, dtype, device, epilogue):
+    def __init__(self, shape, device, epilogue):
         n, n_in, n_out = shape
         self.device = device
-        self.dtype = dtype
         self.product = c_void_p()
         check(library().cublasLtMatmulDescCreate(byref(self.product), SUM_IN_FP32, FP32), "MatmulDescCreate")
         is_transposed = epilogue != DGELU
@@ -93,10 +92,10 @@ class Plan:
                                                        c_size_t(sizeof(value))), "MatmulDescSetAttribute")
 
     def layout(self, rows, width):
-        """Return the library's description of a matrix in rows."""
+        """Return the library's description of a matrix in rows, in bf16."""
         made = c_void_p()
-        check(library().cublasLtMatrixLayoutCreate(byref(made), TYPES[self.dtype], c_uint64(width),
-                                                   c_uint64(rows), c_int64(width)), "MatrixLayoutCreate")
+        check(library().cublasLtMatrixLayoutCreate(byref(made), BF16, c_uint64(width), c_uint64(rows),
+                                                   c_int64(width)), "MatrixLayoutCreate")
         return made
 
     def ask(self):
@@ -136,15 +135,15 @@ def plan(x, weight, epilogue, aux=None):
     """Return the Plan for rows x (n, n_in) and a weight, or None where torch multiplies.
 
     aux: what DGELU reads.
-
-    That is where an address is not aligned, and where the library has one proposal only: on Hopper that is a
-    kernel made for Ampere, which takes longer than torch's two.
+    Torch multiplies where a matrix is not bf16, or not contiguous from an aligned address on. It also does
+    where the library has one proposal only: on Hopper that is a kernel made for Ampere, which takes longer
+    than torch's two.
     """
-    if x.device.type != DEVICE or library() is None:
+    if x.device.type != DEVICE or x.dtype != torch.bfloat16 or library() is None:
         return None
     read = [x, weight] if aux is None else [x, weight, aux]
     if any(not matrix.is_contiguous() or matrix.data_ptr() % ALIGNMENT for matrix in read):
         return None
     n_out = weight.size(1) if epilogue == DGELU else weight.size(0)
-    found = make_plan((*x.shape, n_out), x.dtype, x.device, epilogue)
+    found = make_plan((*x.shape, n_out), x.device, epilogue)
     return found if len(found.proposals) > 1 else None

@@ -22,7 +22,7 @@ def is_possible(cfg, device):
 def fits(cfg):
     """Whether the flags allow it. The device is another question."""
     is_plain = cfg.mlp == "gelu" and not cfg.bias and not cfg.fp8 and not cfg.lora
-    return is_plain and cfg.recompute != "selective" and cfg.dtype in ("bf16", "fp16")
+    return is_plain and cfg.recompute != "selective" and cfg.dtype == "bf16"
 
 
 @torch.library.custom_op("nanoshard::product_gelu", mutates_args=())
