@@ -130,6 +130,7 @@ class StandIn:
         self.made = {}
         self.proposals = proposals
         self.multiplied = 0
+        self.preferences = 0  # that exist
 
     def keep(self, reference, thing):
         self.made[len(self.made) + 1] = thing
@@ -152,6 +153,7 @@ class StandIn:
         return self.keep(reference, (rows.value, cols.value, between.value))
 
     def cublasLtMatmulPreferenceCreate(self, reference):
+        self.preferences += 1
         return self.keep(reference, {})
 
     def cublasLtMatmulPreferenceSetAttribute(self, preference, attribute, reference, size):
@@ -160,6 +162,7 @@ class StandIn:
         return 0
 
     def cublasLtMatmulPreferenceDestroy(self, preference):
+        self.preferences -= 1
         return 0
 
     def cublasLtMatmulAlgoGetHeuristic(self, handle, product, a, b, c, d, preference, wanted, found, count):
@@ -230,7 +233,7 @@ def test_the_library_is_asked_for_what_the_formula_says(stand_in):
     grad_z = gelu_mlp.product_gelu_backward(grad, w2, z)
     expected = torch.ops.aten.gelu_backward(grad.float() @ w2.float(), z.float(), approximate="tanh")
     torch.testing.assert_close(grad_z, expected.bfloat16(), rtol=0.01, atol=0.01)
-    assert stand_in.multiplied == 2
+    assert stand_in.multiplied == 2 and stand_in.preferences == 0
 
 
 def test_one_plan_serves_all_layers(stand_in):
