@@ -61,12 +61,12 @@ class MLP(nn.Module):
         if is_gated:
             self.w3 = ColumnLinear(cfg.n_embd, hidden, cfg.bias, mesh, in_fp8=cfg.fp8)
         self.w2 = RowLinear(hidden, cfg.n_embd, cfg.bias, mesh, in_fp8=cfg.fp8)
-        # On a Hopper GPU the two products around GELU compute it: ops/gelu_mlp.py.
+        # On a Hopper GPU, in bf16 and without biases, a product computes GELU: ops/gelu_mlp.py.
         self.gelu_in_products = gelu_mlp.is_possible(cfg, self.w1.weight.device)
 
     def forward(self, x):  # (n, C) -> (n, C)
         x = gather_rows(x, self.tp)  # (B*t, C): n rows from each rank to all, over tp
-        if self.gelu_in_products:
+        if self.gelu_in_products and torch.is_grad_enabled():
             partial_sum = gelu_mlp.GeluMLP.apply(x, self.w1.weight, self.w2.weight)
             return self.w2.add_up(partial_sum)
         if self.w3 is None:

@@ -234,7 +234,7 @@ def text_of(x):
 def operations(cfg, world):
     """Return the Operations of one step, which runs without compilation and without a graph.
 
-    GELU runs beside the products, not in them, so that they can be noted.
+    GELU runs after the product, in a kernel of its own, so that the product can be noted.
     """
     with mock.patch.object(gelu_mlp, "fits", lambda cfg: False):
         training = Training(dataclasses.replace(cfg, compile=False), world, ("graph", "quack"))

@@ -11,7 +11,8 @@ from ops import backend
 
 
 def gelu(x):
-    """GELU in its tanh form, as in GPT-2 (arXiv:1606.08415, section 2).
+    """GELU in its tanh form, as in GPT-2 (arXiv:1606.08415, section 2). If you change it, change
+    ops/gelu_mlp.py, which computes it inside a product, or let its fits() return False.
 
     Under torch.compile it is written as x times a sigmoid: the same function, with one exponential instead
     of a tanh of many branches.

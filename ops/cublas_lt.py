@@ -7,6 +7,7 @@ out = x W^T it computes out^T = W x^T.
 """
 import ctypes
 import functools
+import os
 from ctypes import byref, c_float, c_int, c_int32, c_int64, c_size_t, c_uint32, c_uint64, c_void_p, sizeof
 
 import torch
@@ -29,6 +30,7 @@ WORKSPACE = 1  # attribute of a preference: the bytes of memory that an algorith
 MOST_WORKSPACE = 32 * 2**20
 PROPOSALS = 8  # how many algorithms the library is asked for
 ALIGNMENT = 256  # bytes: the library expects it of each address
+WIDTHS = 8  # it wants widths that are multiples of this
 DEVICE = "cuda"  # where the matrices are that it multiplies
 
 
@@ -43,7 +45,7 @@ def library():
     """Return the library, or None if there is none in this process."""
     for name in NAMES:
         try:
-            return ctypes.CDLL(name)
+            return ctypes.CDLL(name, mode=os.RTLD_NOW | os.RTLD_NOLOAD)  # torch's, and none of the machine's
         except OSError:
             continue
     return None
@@ -69,7 +71,8 @@ class Plan:
 
     The weight is (n_out, n_in), and for DGELU (n_in, n_out). proposals: the algorithms that the library
     proposes, the one that it expects to be fastest first. A run takes the first, without measuring, so that
-    the next run rounds as this one did.
+    the next run rounds as this one did. The device must be the current one. Two threads must not use one Plan
+    at the same time.
     """
 
     def __init__(self, shape, device, epilogue):
@@ -111,7 +114,7 @@ class Plan:
             handle(self.device), self.product, self.weight, self.x, self.out, self.out, preference, PROPOSALS,
             found, byref(count))
         check(library().cublasLtMatmulPreferenceDestroy(preference), "MatmulPreferenceDestroy")
-        return [] if status else list(found[:count.value])
+        return [] if status else [proposal for proposal in found[:count.value] if proposal.status == 0]
 
     def multiply(self, x, weight, out, aux):
         """Write the result to out, (n, n_out) like aux."""
@@ -131,19 +134,27 @@ class Plan:
 make_plan = functools.cache(Plan)
 
 
+def is_served(matrix):
+    """Whether the library multiplies a matrix: bf16, contiguous, and as wide and aligned as it wants."""
+    if matrix.dtype != torch.bfloat16 or not matrix.is_contiguous():
+        return False
+    return matrix.size(1) % WIDTHS == 0 and matrix.data_ptr() % ALIGNMENT == 0
+
+
 def plan(x, weight, epilogue, aux=None):
     """Return the Plan for rows x (n, n_in) and a weight, or None where torch multiplies.
 
     aux: what DGELU reads.
-    Torch multiplies where a matrix is not bf16, or not contiguous from an aligned address on. It also does
-    where the library has one proposal only: on Hopper that is a kernel made for Ampere, which takes longer
-    than torch's two.
+    Torch multiplies what is_served() refuses. It also does where the library has one proposal only. In the
+    one such shape that was measured, 1024 to 4096 on Hopper, that is a kernel made for Ampere, which takes
+    longer than torch's two.
     """
-    if x.device.type != DEVICE or x.dtype != torch.bfloat16 or library() is None:
+    if x.device.type != DEVICE or library() is None or x.size(0) == 0:
         return None
-    read = [x, weight] if aux is None else [x, weight, aux]
-    if any(not matrix.is_contiguous() or matrix.data_ptr() % ALIGNMENT for matrix in read):
+    if not all(is_served(matrix) for matrix in (x, weight, aux) if matrix is not None):
         return None
     n_out = weight.size(1) if epilogue == DGELU else weight.size(0)
+    if n_out % WIDTHS:
+        return None
     found = make_plan((*x.shape, n_out), x.device, epilogue)
     return found if len(found.proposals) > 1 else None

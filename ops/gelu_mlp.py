@@ -11,16 +11,16 @@ from ops import backend, cublas_lt
 
 
 def is_possible(cfg, device):
-    """Whether the MLPs of a run on this torch device can be GeluMLPs.
-
-    Not with biases, with which BERT gained nothing on an H200. --recompute selective keeps the results of
-    torch's own products. With --fp8 and --lora the products are others.
-    """
+    """Whether the MLPs of a run on this torch device can be GeluMLPs."""
     return fits(cfg) and backend.is_hopper(device)
 
 
 def fits(cfg):
-    """Whether the flags allow it. The device is another question."""
+    """Whether the flags allow GeluMLPs. The device is another question.
+
+    With --fp8 and --lora the products are others. --recompute selective keeps the results of torch's own.
+    With biases nothing was gained.
+    """
     is_plain = cfg.mlp == "gelu" and not cfg.bias and not cfg.fp8 and not cfg.lora
     return is_plain and cfg.recompute != "selective" and cfg.dtype == "bf16"
 

@@ -12,7 +12,9 @@ from config import ceil_div
 # for the weights' gradient and for products that wide tiles do not fit.
 TILES_WIDE = ((128, 256, 64, 8, 3), 1)
 TILES_SQUARE = ((128, 128, 64, 8, 3), 2)
-NORM_BYTES = 16_384  # of a row at most: two stages of three rows must fit into a multiprocessor's memory
+# Bytes of a row at most. The kernel loads rows of x and of two gradients ahead, two of each at a time, and
+# these six must fit into the memory of a multiprocessor, of which small GPUs have 99 KiB.
+NORM_BYTES = 16_384
 WGRAD_ROWS = 4096  # of an expert in the mean, from which on that gradient is faster than torch's
 
 

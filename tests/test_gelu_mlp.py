@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from config import Config
 from model import MLP
 from ops import backend, cublas_lt, gelu_mlp
+from ops.activations import ACTIVATIONS
 from ops.gelu_mlp import GeluMLP
 from parallel import make_mesh
 from runtime.launch import World
@@ -34,7 +35,8 @@ def matrices(dtype=torch.float64, n=24, width=16, hidden=32):
 
 
 def plain(x, w1, w2):
-    return F.gelu(x @ w1.T, approximate="tanh") @ w2.T
+    """If this is not what GeluMLP computes: ops/activations.gelu was changed, and ops/gelu_mlp.py was not."""
+    return ACTIVATIONS["gelu"](x @ w1.T) @ w2.T
 
 
 def gradients(f, arguments, grad):
@@ -75,7 +77,10 @@ def test_the_models_mlp_gives_the_same_either_way(compiled):
         with mock.patch.object(gelu_mlp.cublas_lt, "plan", wraps=cublas_lt.plan) as asked:
             y = f(x)
             results.append([y, *torch.autograd.grad(y.square().sum(), [x, *mlp.parameters()])])
-        assert asked.call_count == (2 if in_products else 0)
+            assert asked.call_count == (2 if in_products else 0)
+            with torch.no_grad():
+                torch.testing.assert_close(f(x), y)
+            assert asked.call_count == (2 if in_products else 0)  # z would be written for nobody
     for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
 
@@ -131,6 +136,7 @@ class StandIn:
         self.proposals = proposals
         self.multiplied = 0
         self.preferences = 0  # that exist
+        self.refused = False  # whether each proposal says that it cannot be taken
 
     def keep(self, reference, thing):
         self.made[len(self.made) + 1] = thing
@@ -170,9 +176,10 @@ class StandIn:
         assert self.of(c) == self.of(d)
         for i in range(self.proposals):
             found[i].workspace = 16
+            found[i].status = 15 if self.refused else 0  # CUBLAS_STATUS_NOT_SUPPORTED
             found[i].algorithm[0] = i
         count._obj.value = min(self.proposals, wanted)
-        return 0 if self.proposals else 15  # CUBLAS_STATUS_NOT_SUPPORTED
+        return 0 if self.proposals else 15
 
     @staticmethod
     def columns(address, layout):
@@ -244,21 +251,37 @@ def test_one_plan_serves_all_layers(stand_in):
     assert stand_in.multiplied == 3
 
 
-@pytest.mark.parametrize("why", ["no proposal", "one proposal", "address", "strides", "dtype"])
+@pytest.mark.parametrize("why", ["no proposal", "one proposal", "refused", "address", "strides", "dtype",
+                                 "no rows", "width", "hidden width"])
 def test_torch_multiplies_where_the_library_has_no_fast_way(stand_in, why):
     x, w1, *_ = map(aligned, matrices(torch.bfloat16))
     stand_in.proposals = {"no proposal": 0, "one proposal": 1}.get(why, 3)
     if why == "address":
         w1 = torch.cat([w1.flatten()[:8], w1.flatten()])[8:].view_as(w1)
         assert w1.data_ptr() % 256
+    stand_in.refused = why == "refused"
     if why == "dtype":
         x, w1 = aligned(x.half()), aligned(w1.half())
+    if why == "no rows":
+        x = x[:0]
+    if why == "width":
+        x, w1 = aligned(x[:, :12]), aligned(w1[:, :12])
+    if why == "hidden width":
+        w1 = w1[:12]
     if why == "strides":
         x = x.T.contiguous().T
     hidden, z = gelu_mlp.product_gelu(x, w1)
     assert stand_in.multiplied == 0
     torch.testing.assert_close(z, x @ w1.T)
     torch.testing.assert_close(hidden, F.gelu(z, approximate="tanh"))
+
+
+def test_only_a_library_that_torch_has_loaded_is_taken(monkeypatch):
+    for names, is_found in ((("libtorch_cpu.so",), True), (("libnot_here.so",), False)):
+        monkeypatch.setattr(cublas_lt, "NAMES", names)
+        cublas_lt.library.cache_clear()
+        assert (cublas_lt.library() is not None) == is_found
+    cublas_lt.library.cache_clear()
 
 
 def test_a_failure_of_the_library_is_told(stand_in):
@@ -270,14 +293,16 @@ def test_a_failure_of_the_library_is_told(stand_in):
 
 @pytest.mark.skipif(not torch.cuda.is_available() or not backend.is_hopper(torch.device("cuda:0")),
                     reason="the library's kernels are of NVIDIA's Hopper GPUs")
-@pytest.mark.parametrize("shape", [(4096, 768, 3072), (2048, 384, 1536), (1024, 1024, 4096)])
-def test_the_library_on_a_gpu(shape):
+@pytest.mark.parametrize("shape, calls", [
+    ((4096, 768, 3072), {2}), ((2048, 384, 1536), {2}), ((1024, 1024, 4096), {1, 2}),
+    ((1, 768, 3072), {0, 1, 2}), ((64, 96, 100), {0})])
+def test_the_library_on_a_gpu(shape, calls):
     *arguments, grad = matrices(torch.bfloat16, *shape)
     arguments = [x.cuda() / x.size(1)**0.5 for x in arguments]
     multiply = cublas_lt.Plan.multiply
     with mock.patch.object(cublas_lt.Plan, "multiply", autospec=True, side_effect=multiply) as called:
         ours = gradients(GeluMLP.apply, arguments, grad.cuda())
-    assert called.call_count > 0
+    assert called.call_count in calls
     wide = [x.double() for x in arguments]
     for one, other in zip(ours, gradients(plain, wide, grad.cuda().double()), strict=True):
         error = (one.double() - other).norm() / other.norm()
