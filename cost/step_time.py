@@ -372,13 +372,12 @@ def other_seconds(cfg, mesh, gpu, saved, uneven=False):
     gaps = 2 if cfg.n_experts else 1  # twice for experts: a guess, not in a trace
     seconds += TOUCHES * saved / gpu.hbm + GAP * gaps
     weight_bytes, _ = element_bytes(cfg)
+    n = rank_tokens(cfg, mesh) // mesh.tp.size
     if gpu.gelu and gelu_mlp.fits(cfg):
-        hidden = rank_tokens(cfg, mesh) * dense_hidden(cfg) // mesh.tp.size  # elements of the hidden layer
-        seconds -= GELU_IN_PRODUCTS * hidden * weight_bytes / gpu.hbm
+        seconds -= GELU_IN_PRODUCTS * n * dense_hidden(cfg) * weight_bytes / gpu.hbm
     if not cfg.n_experts:
         return seconds
 
-    n = rank_tokens(cfg, mesh) // mesh.tp.size
     routed = expert_rows(cfg, n) * max_load_factor(cfg, mesh, uneven=uneven)
     if cfg.mlp == "swiglu":
         # The hidden layer is not kept: it is written and read, and both again in backward.
