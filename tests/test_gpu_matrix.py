@@ -230,12 +230,15 @@ def products_by_quack(world):
     before = library.calls
     seen = {"captures": 0, "replays": 0, "first": 0}
     steps = 2 if world.size == 1 else 5  # Over ranks the first steps have messages of their exact size.
-    with quack(steps), graphs_on_a_cpu(seen), mock.patch.object(experts, "QuackProductsOverRanks", Seen):
+    # One rank alone has the large shape: a CPU can take minutes for it in bf16.
+    shapes = gpu_matrix.MULTIPLIED if world.size == 1 else gpu_matrix.MULTIPLIED[:1]
+    with (quack(steps), graphs_on_a_cpu(seen), mock.patch.object(gpu_matrix, "MULTIPLIED", shapes),
+          mock.patch.object(experts, "QuackProductsOverRanks", Seen)):
         line = gpu_matrix.check_products(world)
     return line, library.calls - before, len(over_ranks)
 
 
-@pytest.mark.parametrize("n, runs", [(1, 2), pytest.param(2, 3, marks=pytest.mark.long)])
+@pytest.mark.parametrize("n, runs", [(1, 2), pytest.param(2, 2, marks=pytest.mark.long)])
 def test_quack_has_the_losses_of_our_products(n, runs):
     """With two ranks also where rows come from the other one."""
     for line, calls, over_ranks in run_ranks(n, products_by_quack):
