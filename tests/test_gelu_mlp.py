@@ -3,6 +3,7 @@
 The library exists on NVIDIA's GPUs only. Here a stand-in takes its place, which reads the descriptions of the
 products by the numbers of the library's header, and multiplies what stands at the addresses.
 """
+import contextlib
 import ctypes
 from types import SimpleNamespace
 from unittest import mock
@@ -251,15 +252,17 @@ def test_one_plan_serves_all_layers(stand_in):
     assert stand_in.multiplied == 3
 
 
-@pytest.mark.parametrize("why", ["no proposal", "one proposal", "refused", "address", "strides", "dtype",
-                                 "no rows", "width", "hidden width"])
-def test_torch_multiplies_where_the_library_has_no_fast_way(stand_in, why):
+@pytest.mark.parametrize("why", ["no library", "no proposal", "one proposal", "refused", "address",
+                                 "strides", "dtype", "no rows", "width", "hidden width"])
+def test_torch_multiplies_where_the_library_has_no_fast_way(stand_in, why, monkeypatch):
     x, w1, *_ = map(aligned, matrices(torch.bfloat16))
     stand_in.proposals = {"no proposal": 0, "one proposal": 1}.get(why, 3)
     if why == "address":
         w1 = torch.cat([w1.flatten()[:8], w1.flatten()])[8:].view_as(w1)
         assert w1.data_ptr() % 256
     stand_in.refused = why == "refused"
+    if why == "no library":
+        monkeypatch.setattr(cublas_lt, "library", lambda: None)
     if why == "dtype":
         x, w1 = aligned(x.half()), aligned(w1.half())
     if why == "no rows":
@@ -274,6 +277,22 @@ def test_torch_multiplies_where_the_library_has_no_fast_way(stand_in, why):
     assert stand_in.multiplied == 0
     torch.testing.assert_close(z, x @ w1.T)
     torch.testing.assert_close(hidden, F.gelu(z, approximate="tanh"))
+
+
+def test_a_device_has_one_handle(monkeypatch):
+    made = []
+
+    class Library:
+        @staticmethod
+        def cublasLtCreate(reference):
+            made.append(reference)
+            reference._obj.value = 7
+            return 0
+    monkeypatch.setattr(cublas_lt, "library", Library)
+    monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
+    cublas_lt.handle.cache_clear()
+    assert [cublas_lt.handle(torch.device("cuda:0")).value for _ in range(2)] == [7, 7] and len(made) == 1
+    cublas_lt.handle.cache_clear()
 
 
 def test_only_a_library_that_torch_has_loaded_is_taken(monkeypatch):
