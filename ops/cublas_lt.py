@@ -117,7 +117,7 @@ class Plan:
         return [] if status else [proposal for proposal in found[:count.value] if proposal.status == 0]
 
     def multiply(self, x, weight, out, aux):
-        """Write the result to out, (n, n_out) like aux."""
+        """Write the result for rows x (n, n_in) to out, (n, n_out) like aux."""
         chosen = self.proposals[0]
         self.set(AUX, c_void_p(aux.data_ptr()))
         workspace = torch.empty(chosen.workspace, dtype=torch.uint8, device=self.device)

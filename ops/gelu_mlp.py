@@ -2,7 +2,8 @@
 
 In y = gelu(x W1^T) W2^T, gelu alone reads and writes the hidden layer in a kernel of its own, and so
 does its gradient. On NVIDIA's Hopper GPUs cuBLASLt computes both where a product writes its result anyway
-(ops/cublas_lt.py). Where the library has no fast way, and on a CPU, torch's functions do the same.
+(ops/cublas_lt.py). For a shape in which the library has no fast way, and on a CPU, torch's functions do the
+same, one after the other.
 """
 import torch
 import torch.nn.functional as F
@@ -12,7 +13,7 @@ from ops import backend, cublas_lt
 
 def is_possible(cfg, device):
     """Whether the MLPs of a run on this torch device can be GeluMLPs."""
-    return fits(cfg) and backend.is_hopper(device)
+    return fits(cfg) and backend.is_hopper(device) and cublas_lt.library() is not None
 
 
 def fits(cfg):

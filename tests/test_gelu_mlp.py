@@ -104,9 +104,12 @@ GOOD = dict(preset="tiny", mlp="gelu", dtype="bf16", bias=False)
     ({"recompute": "selective"}, False)])
 def test_which_runs_take_it(monkeypatch, flags, answer):
     monkeypatch.setattr(backend, "is_hopper", lambda device: device.type == "cuda")
+    monkeypatch.setattr(cublas_lt, "library", StandIn)
     cfg = Config(**{**GOOD, **flags})
     assert gelu_mlp.is_possible(cfg, torch.device("cuda")) == answer
     assert not gelu_mlp.is_possible(cfg, torch.device("cpu"))
+    monkeypatch.setattr(cublas_lt, "library", lambda: None)
+    assert not gelu_mlp.is_possible(cfg, torch.device("cuda"))
 
 
 def in_products(world, *args):
