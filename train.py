@@ -276,7 +276,7 @@ class Run:
             log.say_what_has_no_effect(cfg, parts.mesh)
         with launch.exit_together(world):
             step = Step(cfg, parts.model, parts.data_parallel, parts.opt)
-            parts.step = make_step(step, parts.choice)
+            parts.step = make_step(step, parts.choice, self.out)
         oversight.progress = Progress(cfg, self.is_main, self.first_step)
         oversight.clock = timing.Clock(world.device)
         oversight.guard = Guard(cfg, world, self.state)

@@ -12,13 +12,15 @@
                attention
 7) products    with quack-kernels (fast/experts.py), bf16 steps of experts give the losses of steps
                with our own kernels, each rank by itself and with all ranks' experts
-8) sync        the MoE layer never synchronises GPU and host, torch.cuda.set_sync_debug_mode
+8) measured    with products by the algorithms that are fastest here (fast/products.py), bf16 steps
+               give the losses of steps with those of cuBLAS, and replicas hold the same bits
+9) sync        the MoE layer never synchronises GPU and host, torch.cuda.set_sync_debug_mode
                says: with a capacity, dropless on one rank, and dropless over all ranks through
                symmetric memory
 
 --portable: experts multiply by our Triton kernels also in bf16 on Hopper; in fp32 they always do.
-Without CUDA (a CPU, for a rehearsal) graph captures nothing, flash, attention and products have no kernel,
-and sync watches nothing; they say so.
+Without CUDA (a CPU, for a rehearsal) graph captures nothing, flash, attention, products and measured have
+no kernel, and sync watches nothing; they say so.
 """
 import sys
 from dataclasses import dataclass
@@ -43,7 +45,7 @@ from config import Config
 from fast import symm_mem
 from fast.choose import OURS, Choice, choose, has_cuda_api
 from interface.presets import PRESETS
-from ops import grouped_mm, tiles
+from ops import cublas_lt, grouped_mm, tiles
 from ops.checksum import checksum
 from parallel import make_mesh
 
@@ -54,7 +56,8 @@ HEAD_NORMS = dict(qk_norm="head", mlp="relu2", logit_softcap=15.0, rope_scaling=
 NORMS_AFTER = dict(qk_norm="all", norm_place="after")
 # 16 wide heads: the GPU's attention and grouped kernels need rows of a multiple of 16 bytes
 SHAPE = dict(n_embd=64, ffn_hidden=96)
-PARTS = ("fp64", "fp32", "bf16", "replicas", "graph", "flash", "attention", "products", "sync")
+PARTS = ("fp64", "fp32", "bf16", "replicas", "graph", "flash", "attention", "products", "measured",
+         "sync")
 STEPS = 20
 LAYER = PRESETS["moe-4b"]  # of sync: the flags of its layer, and how many rows go through it
 ROWS = 16384
@@ -87,6 +90,9 @@ MASKED = (  # windows, and whether the samples have documents: more than one of 
     (dict(window=200), False), (dict(window=200, full_every=2), True), (dict(), True))
 UNMASKED = (  # heads of 64 and of 128, causal, and BERT's of 64
     ("llama", {}), ("llama", dict(n_head=2, n_kv_head=1)), ("bert", {}))
+LARGER = dict(n_embd=256, ffn_hidden=512, seq_len=256)  # of products that are measured
+MEASURED = (  # a layout with copies between GPUs, products with GELU, and experts
+    ("llama", dict(zero=1)), ("gpt2", dict(bias=False, tp=2, zero=1)), ("dropless", dict(ep=2, zero=1)))
 MULTIPLIED = ((128, 512), (192, 2048))  # widths of an expert and tokens: other tiles for many rows
 COMPILED = (False, True)
 MEAN = 100  # tokens of a document
@@ -242,7 +248,9 @@ def check_graphs(world):
         say_begun(world, f"graph {name}")
         seen = []
         for graph in (False, True):
-            training = Training(Config(**flags), world, without=[] if graph else ["graph"])
+            # Other algorithms may round in another way: check_measured() has them.
+            without = ["measured"] if graph else ["measured", "graph"]
+            training = Training(Config(**flags), world, without)
             seen.append(np.array([training.step(training.batches(), full=True).item() for _ in range(STEPS)]))
         redone += training.overflows()[0] or 0
         error = np.abs(seen[1] / seen[0] - 1).max()
@@ -353,6 +361,38 @@ def check_products(world):
 # -----------------------------------------------------------------------------
 # Hidden synchronisations: the host never waits for the GPU
 
+def check_measured(world):
+    """Train layouts with measured products and without, and return a line about it.
+
+    AssertionError: a loss differs by more than rounding, or ranks chose or hold different things.
+    """
+    worst, n_runs, n_chosen = 0.0, 0, 0
+    for name, flags in fitting(world, MEASURED):
+        say_begun(world, f"measured {name}")
+        losses = []
+        for without in ([], ["measured"]):
+            torch._dynamo.reset()
+            training = Training(Config(**{**flags, **LARGER}, compile=True), world, without)
+            if not without and not training.measured:
+                return f"measured: left out, no such products here ({world.device.type})"
+            losses.append(np.array([training.step(training.batches()).item() for _ in range(STEPS)]))
+            if without:
+                continue
+            chosen = world.tree.gather_objects(dict(cublas_lt.choices))  # a few words, over the world
+            assert chosen[0] and chosen == [chosen[0]] * world.size, f"{name}: {chosen}"
+            n_chosen += sum(map(bool, chosen[0].values()))
+            training.wait()
+            ranks = world.tree.gather_objects(weights_of(training))  # two integers per parameter
+            for parameter, (group, bits) in ranks[world.rank].items():
+                assert all(ranks[r][parameter][1] == bits for r in group), f"{name}: {parameter} differs"
+        error = np.abs(losses[0] / losses[1] - 1).max()
+        assert error < 1e-2, f"{name}: {losses}"
+        worst = max(worst, error)
+        n_runs += 1
+    return (f"{STEPS} bf16 steps with measured products, {n_chosen} of them by other algorithms: "
+            f"{n_runs} runs, losses within {worst:.1e} of those with cuBLAS'")
+
+
 def check_sync(world):
     """Run the MoE layer where torch sees hidden synchronisations, and return a line about it.
 
@@ -417,6 +457,8 @@ def check(part, world):
         return check_attention(world)
     if part == "products":
         return check_products(world)
+    if part == "measured":
+        return check_measured(world)
     if part == "sync":
         return check_sync(world)
     return check_layouts(world, part)

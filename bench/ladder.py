@@ -8,6 +8,7 @@
     compile        no torch.compile
     peer copies    NCCL moves gradients, weights and the experts' rows
     fused head     head, softmax and loss as autograd composes them
+    algorithms     products by the algorithms that cuBLAS chooses, unmeasured
     all            none of these
 
 Each row turns off one part of the whole, the last row all of them. A switch is left out where the workload
@@ -41,7 +42,7 @@ from ops import backend
 from ops.cross_entropy import IGNORE
 from parallel import make_mesh
 
-NAMES = ("graph", "triton", "compile", "peer-copies", "head")
+NAMES = ("graph", "triton", "compile", "peer-copies", "head", "algorithms")
 TINY = ("--n-layer 2 --n-embd 32 --n-head 2 --n-kv-head 2 --ffn-hidden 64 --seq-len 32 --vocab-size 256 "
         "--micro-batch 2 --dtype fp32")
 
@@ -84,14 +85,16 @@ def parts_in_use(cfg, world):
               "triton": world.device.type in backend.TRITON_DEVICES,
               "compile": cfg.compile,
               "peer-copies": choice.peer_copies or choice.symm_mem,
-              "head": world.device.type != "cpu" and mesh.tp.size == 1}
+              "head": world.device.type != "cpu" and mesh.tp.size == 1,
+              "algorithms": choice.measured}
     return [name for name in NAMES if in_use[name]]
 
 
 @contextlib.contextmanager
 def turned_off(names):
     """Within this context, the parts `names` are off. Yield what Training() is not to choose."""
-    not_chosen = {"graph": ("graph",), "peer-copies": ("peer_copies", "symm_mem")}
+    not_chosen = {"graph": ("graph",), "peer-copies": ("peer_copies", "symm_mem"),
+                  "algorithms": ("measured",)}
     with contextlib.ExitStack() as stack:
         if "triton" in names:
             stack.enter_context(mock.patch.object(backend, "TRITON_DEVICES", ()))

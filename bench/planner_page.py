@@ -57,6 +57,7 @@ TRANSLATED = {
     "ops/tiles.py": "WGRAD_ROWS",
     "fast/experts.py": "WIDTHS fits",
     "ops/gelu_mlp.py": "fits",
+    "fast/products.py": "fits",
     "fast/choose.py": "Choice choose has_cuda_api static_shapes needs_row_limit grouped_mm_possible "
                       "flex_possible",
     "cost/parameters.py": None,
@@ -74,7 +75,7 @@ TRANSLATED = {
 NOT_TRANSLATED = {"peak_flops", "_flags_of_any_layout"}
 # Names that another of these files has, too
 RENAMED = {"plan.py": {"LAYOUT": "LAYOUT_OF_PLAN"}, "fast/experts.py": {"fits": "fits_quack"},
-           "ops/gelu_mlp.py": {"fits": "fits_gelu"}}
+           "ops/gelu_mlp.py": {"fits": "fits_gelu"}, "fast/products.py": {"fits": "fits_products"}}
 
 # The flags that the page asks for, in groups.
 ASKED = {
@@ -107,7 +108,8 @@ def script():
                  "const FLASH_ATTN = QUACK;\n"
                  "const _gives_memory = { get: () => true };  // shapes have none to give\n"
                  "const quack = { fits: (cfg) => fits_quack(cfg) };\n"
-                 "const gelu_mlp = { fits: (cfg) => fits_gelu(cfg), is_possible: (cfg, device) => false };")
+                 "const gelu_mlp = { fits: (cfg) => fits_gelu(cfg), is_possible: (cfg, device) => false };\n"
+                 "const products = { fits: (cfg) => fits_products(cfg), is_possible: () => false };")
     for name, names in TRANSLATED.items():
         path = ROOT / name
         wanted = all_names(path) if names is None else names.split()

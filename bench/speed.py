@@ -235,7 +235,7 @@ def measure(world, name, train_flags, steps, profile=False, *, make=Training):
             "first_step_s": first_step, "loss": losses,
             "parameters": count_parameters(cfg, training.vocab)["total"],
             "graph": training.graph, "attention": training.attention, "products": training.products,
-            "redone": redone, "slack": slack,
+            "measured": training.measured, "redone": redone, "slack": slack,
             "windows": windows,
             "peer": peer, "ratio_to_peer": rate / theirs if theirs else None,
             "torch": torch.__version__, "time": time.strftime("%Y-%m-%d %H:%M")}

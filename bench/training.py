@@ -36,6 +36,7 @@ class Training:
     """
     attention = None  # what attends without a mask, in words; another trainer does not say
     products = None  # what multiplies the experts' rows, likewise
+    measured = False  # whether dense products take the algorithms that are fastest here
 
     def __init__(self, cfg, world, without=()):
         self.cfg, self.world, self.number = cfg, world, 0  # number: steps taken
@@ -54,6 +55,7 @@ class Training:
         self.model, self.data_parallel, self.opt = train.build(cfg, mesh, self.vocab, device, choice=choice)
         self.train_step = make_step(train.Step(cfg, self.model, self.data_parallel, self.opt), choice)
         self.graph = choice.graph
+        self.measured = choice.graph and choice.measured
         self.attention = choice.attention_by()
         self.products = choice.products_by(cfg)
 

@@ -17,15 +17,17 @@ class Gpu(NamedTuple):
     fp8: float = 0.0  # rate of a product of fp8 numbers over that of bf16; 0: the GPU has none
     quack: bool = False  # quack-kernels has products for it (fast/experts.py)
     gelu: bool = False  # cuBLASLt has products with GELU for it (ops/gelu_mlp.py)
+    measured: float = 1.0  # time of dense products by the fastest algorithms (fast/products.py) over torch's
 
 
 # h200 and h100: the ceilings were measured on h200. bf16 products: 687 TFLOP/s for 8192^3, 495-605 for
 # 16384x512x1792, 587-683 for 16384x512x128256. Ring: 300-340 GB/s. HBM: 4.28 TB/s copied, and for h100
 # the same share of its 3.35 TB/s. The network is assumed: 80 % of 8 x 400 Gb/s per node. Nothing beyond
 # one node was measured. fp8: W3-8192's products have 1.57 to 2.03 times bf16's rate, each alone,
-# and 1.76 together. Less is taken: with 1.65 a step is already predicted 3 % too fast.
+# and 1.76 together. Less is taken: with 1.65 a step is already predicted 3 % too fast. Measured products: on
+# H100 they took 5 % less time in G2 and WP, 2 to 3 % in W1 and W3-8192, and the same in BERT.
 HOPPER = dict(peak=989e12, sms=132, sustained=0.735, tail=0.5, link=320e9, net=40e9, rails=8, fp8=1.65,
-              quack=True, gelu=True)
+              quack=True, gelu=True, measured=0.96)
 # a100: sustained, tail and link (what tensor parallelism gets, nothing hidden) come from 17 rows of
 # BLOOM's planning table with other models, 12288, 13312 and 13824 wide (tests/test_plan.py lists them).
 # They are the best of a grid, with an error of 4.6 % rms (5.0 with the parts of a step that were added

@@ -33,6 +33,7 @@ from cost.parameters import (
     unwidened_gradients,
 )
 from fast import experts as quack
+from fast import products
 from fast.choose import choose, needs_row_limit
 from ops import gelu_mlp
 from ops.accelerator import device_name
@@ -53,8 +54,8 @@ FP8_WEIGHT = 8
 FP8_GRADIENT = 6
 GROUPED = 0.5  # of peak, experts: 445 TFLOP/s at 1024 rows each, less the time of the weights' bytes
 # Rates of quack-kernels over those of ours, of experts' products and of gradients of their weights: the
-# geometric means of 15 and 10 products on one H100, sustained, each by the tile that fast/experts.py takes
-# (bench/results/experts-quack-tiles-h100.jsonl). They are 1.04 to 1.24 and 0.95 to 1.29.
+# geometric means (1.04 to 1.24, 0.95 to 1.29) of 15 and 10 products on one H100, sustained, each by the tile
+# that fast/experts.py takes (bench/results/experts-quack-tiles-h100.jsonl).
 QUACK_RATE = 1.134
 QUACK_WGRAD_RATE = 1.183
 
@@ -72,7 +73,6 @@ SEGMENT = 0.18  # of peak
 SEGMENTS = 4096, 16384  # tokens of a segment, between which the rate grows
 SEGMENT_GROWTH = 0.25  # exponent: the rate at 16384 tokens is 1.41 times that at 4096
 # Passes over the hidden layer that products with GELU save, both ways: 1.7 in WP and 2.4 in G2, on one H200.
-# On H100, with --recompute, and where cuBLASLt has no such product (1024 to 4096), it was not measured.
 GELU_IN_PRODUCTS = 2
 TOUCHES = 3  # times a saved tensor passes through memory outside products: write, read, gradient
 # Without --compile torch's own kernels go over a block's rows this much more often, both ways. Each reads and
@@ -231,7 +231,10 @@ def dense_matmuls(cfg, mesh, gpu):
     """Return the seconds of one block's dense products in a forward."""
     dense, _ = matmul_shapes(cfg, mesh)
     seconds = sum(matmul_seconds(m, n, k, gpu, count) for m, n, k, count in dense)
-    return seconds / gpu.fp8 if cfg.fp8 else seconds
+    if cfg.fp8:
+        return seconds / gpu.fp8
+    is_measured = cfg.compile and products.fits(cfg) and expected_choice(cfg, mesh, gpu.node).graph
+    return seconds * gpu.measured if is_measured else seconds
 
 
 def expert_matmuls(cfg, mesh, gpu, uneven=False):
@@ -367,8 +370,7 @@ def block_seconds(cfg, mesh, gpu, saved, uneven=False):
 def other_seconds(cfg, mesh, gpu, saved, uneven=False):
     """Return the seconds of what a block computes besides its products with whole matrices, both ways."""
     seconds = adapter_seconds(cfg, mesh, gpu) + attention_seconds(cfg, mesh, gpu)
-    seconds += rounding_seconds(cfg, mesh, gpu)
-    seconds += uncompiled_seconds(cfg, mesh, gpu)
+    seconds += rounding_seconds(cfg, mesh, gpu) + uncompiled_seconds(cfg, mesh, gpu)
     gaps = 2 if cfg.n_experts else 1  # twice for experts: a guess, not in a trace
     seconds += TOUCHES * saved / gpu.hbm + GAP * gaps
     weight_bytes, _ = element_bytes(cfg)
@@ -383,8 +385,7 @@ def other_seconds(cfg, mesh, gpu, saved, uneven=False):
         # The hidden layer is not kept: it is written and read, and both again in backward.
         seconds += 4 * routed * cfg.ffn_hidden * weight_bytes / gpu.hbm
     if mesh.ep.size > 1:
-        # Rows are put into order by expert and back, besides what is kept: read and written, gradients
-        # too. This was found missing when W2a had come out 10.2 % short; it is 0.8 of those 7.5 ms.
+        # Rows are put into order by expert and back, besides what is kept: read and written, gradients too.
         seconds += 8 * routed * cfg.n_embd * weight_bytes / gpu.hbm
     return seconds
 
@@ -517,8 +518,7 @@ def stage_time(cfg, mesh, gpu, vocab_size, block, sent, *, uneven=False):
     if waits:
         per_block += SYNC
     elif not choice.graph:
-        has_experts = cfg.n_experts > 0
-        per_block += NO_GRAPH[has_experts] * forwards
+        per_block += NO_GRAPH[cfg.n_experts > 0] * forwards
     device = held.blocks * per_block
     if held.has_head:
         device += head_seconds(cfg, mesh, gpu, vocab_size)

@@ -12,7 +12,7 @@ import torch
 import moe
 from config import head_width
 from ddp import Comm
-from fast import symm_mem
+from fast import products, symm_mem
 from fast.experts import QUACK, by_quack
 from fast.flash import FLASH_ATTN, FlashAttention
 from fast.flex import FlexAttention
@@ -35,6 +35,7 @@ class Choice(NamedTuple):
     flex: bool = False       # windows and documents in a flash kernel, not through a mask
     flash: bool = False      # attention without a mask by flash-attn-4
     quack: bool = False      # experts' products by quack-kernels
+    measured: bool = False   # products by the algorithms that are fastest here
 
     def dispatcher_maker(self, cfg):
         """Return make_dispatcher(cfg, mesh), which makes the token dispatcher of each expert layer."""
@@ -112,7 +113,8 @@ def choose(cfg, mesh, device, reach=None):
     # Without a graph, rows of other ranks come in messages of their exact size.
     has_buffers = graph or mesh.ep.size == 1
     return Choice(graph, one_sided, peer_copies, single, flex_possible(cfg, device),
-                  FLASH_ATTN.is_taken(cfg, device), has_buffers and QUACK.is_taken(cfg, device))
+                  FLASH_ATTN.is_taken(cfg, device), has_buffers and QUACK.is_taken(cfg, device),
+                  graph and products.is_possible(cfg, device))
 
 
 def has_cuda_api(device):

@@ -18,9 +18,11 @@ import torch
 from config import ceil_div
 from fast.choose import needs_row_limit
 from fast.compile import compile_blocks, compile_stages_at_once
+from fast.products import FastProducts, compile_products
 from fast.symm_mem import allocate, allocate_for_capacity
 from interface.terminal import say
 from moe import moe_layers
+from ops import cublas_lt
 from ops.accelerator import free_memory
 from parallel import MAX
 from pipeline import dropout_seeds
@@ -29,15 +31,21 @@ WARMUP_STEPS = 3  # steps without a graph: compilation, autotuning and NCCL's se
 FREE_SHARE = 0.5  # the part of the free memory that the experts' buffers may take beyond --ep-slack
 
 
-def make_step(plain, choice):
+def make_step(plain, choice, folder=None):
     """Return the step to train with: the train.Step `plain`, or a GraphedStep around it.
 
-    choice: a fast.choose.Choice. The model is compiled if the flags ask for it. Collective: symmetric memory
-    is allocated.
+    choice: a fast.choose.Choice. folder: of the run, where it keeps what it measured, or None. The model is
+    compiled if the flags ask for it. Collective: symmetric memory is allocated.
     """
     cfg = plain.cfg
     model = plain.model
+    products = None
+    cublas_lt.forget()
+    if choice.graph and choice.measured:
+        device = next(model.parameters()).device
+        products = FastProducts(model.mesh.world.tree, device, folder)
     if cfg.compile:
+        compile_products(products is not None)
         compile_blocks(model)
         if model.mesh.pp.size > 1:
             compile_stages_at_once(plain)
@@ -50,7 +58,7 @@ def make_step(plain, choice):
         sizer.allocate()
     elif choice.symm_mem:
         allocate_for_capacity(list(moe_layers(model).values()))
-    return GraphedStep(plain, choice, sizer)
+    return GraphedStep(plain, choice, sizer, products)
 
 
 class DeferredGather:
@@ -82,9 +90,10 @@ class GraphedStep:
     embedding, which the forward needs first, is gathered right after its update.
     """
 
-    def __init__(self, plain, choice, sizer=None):
+    def __init__(self, plain, choice, sizer=None, products=None):
         self.plain = plain
         self.sizer = sizer
+        self.products = products
         self.data_parallel = plain.data_parallel
         self.eager_buckets = self.data_parallel.buckets_of[plain.model.wte] if choice.peer_copies else []
         self.data_parallel.on_updated = self.on_updated
@@ -193,6 +202,9 @@ class GraphedStep:
         torch.cuda.synchronize()
         gc.collect()
         torch.cuda.empty_cache()
+        if self.products is not None:
+            self.products.choose()
+            torch.cuda.empty_cache()
         self.inputs = [tuple(t.clone() for t in pair) for pair in batches]
         self.n_trained = n_trained.clone() if torch.is_tensor(n_trained) else n_trained
         self.graph = torch.cuda.CUDAGraph()

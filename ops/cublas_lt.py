@@ -1,14 +1,17 @@
-"""Matrix products that also compute GELU or its gradient, by cuBLASLt, a library that torch brings.
+"""Matrix products by cuBLASLt, a library that torch brings.
 
-torch has no function for them, so the library is called here by ctypes, as NVIDIA's manual describes it
-(docs.nvidia.com/cuda/cublas, "Using the cuBLASLt API"). The numbers below are those of its header cublasLt.h.
-The library counts in columns. A matrix (n, m) in rows is for it a matrix (m, n) in columns, so instead of
-out = x W^T it computes out^T = W x^T.
+torch multiplies by cuBLAS, which chooses among its algorithms by rules. Here a product can have the algorithm
+that was measured to be the fastest (fast/products.py), a summand that is not copied first, or GELU and its
+gradient (ops/gelu_mlp.py). torch has no functions for that, so the library is called by ctypes, as NVIDIA's
+manual describes it (docs.nvidia.com/cuda/cublas, "Using the cuBLASLt API"). The numbers below are those of
+its header cublasLt.h. The library counts in columns. A matrix (n, m) in rows is for it a matrix (m, n) in
+columns, so instead of out = a b it computes out^T = b^T a^T.
 """
 import ctypes
 import functools
 import os
 from ctypes import byref, c_float, c_int, c_int32, c_int64, c_size_t, c_uint32, c_uint64, c_void_p, sizeof
+from typing import NamedTuple
 
 import torch
 
@@ -17,12 +20,14 @@ BF16 = 14  # cudaDataType of the matrices: no other was run on a GPU
 FP32 = 0  # cudaDataType of the factors of product and summand
 SUM_IN_FP32 = 68  # cublasComputeType
 
-# Attributes of a product. "A" is the weight, because the library's product is out^T = W x^T.
-TRANSPOSE_WEIGHT = 3
+# Attributes of a product. The first factor is b, because the library's product is out^T = b^T a^T.
+TRANSPOSE_B = 3
+TRANSPOSE_A = 4
 EPILOGUE = 7
 AUX = 11  # the address of a second matrix, like the result
 AUX_WIDTH = 12
 # What the library computes besides the product. AUX is what gelu takes: GELU_AUX writes it, DGELU reads it.
+PRODUCT_ONLY = 1
 GELU_AUX = 160
 DGELU = 192
 
@@ -33,11 +38,44 @@ ALIGNMENT = 256  # bytes: the library expects it of each address
 WIDTHS = 8  # it wants widths that are multiples of this
 DEVICE = "cuda"  # where the matrices are that it multiplies
 
+plans = {}  # the Plans that were made, by Shape
+choices = {}  # the algorithms that were chosen for this process, by the words of their Shapes; "" is torch
+
 
 class Proposal(ctypes.Structure):
     """cublasLtMatmulHeuristicResult_t: an algorithm, and the bytes of memory that it needs."""
     _fields_ = [("algorithm", c_uint64 * 8), ("workspace", c_size_t), ("status", c_int), ("waves", c_float),
                 ("reserved", c_int * 4)]
+
+    def name(self):
+        """Return the algorithm as hexadecimal digits. The same version of the library gives the same."""
+        return bytes(self.algorithm).hex()
+
+
+class Factor(NamedTuple):
+    """Where the numbers of a matrix stand in memory."""
+    by_column: bool  # its columns are contiguous, and not its rows
+    stride: int      # how many numbers lie between the starts of two columns, or two rows
+
+    def words(self):
+        return f"{'columns' if self.by_column else 'rows'} {self.stride}"
+
+
+class Shape(NamedTuple):
+    """What a Plan is made for: out (m, n) = a (m, k) b (k, n), and what else is computed."""
+    m: int
+    k: int
+    n: int
+    a: Factor
+    b: Factor
+    epilogue: int
+    adds: bool  # a matrix (m, n) is added
+    device: torch.device
+
+    def words(self):
+        """Return the shape as text, without the device."""
+        what = {PRODUCT_ONLY: "plus" if self.adds else "only", GELU_AUX: "gelu", DGELU: "gelu backward"}
+        return f"{self.m} x {self.k} x {self.n}, {self.a.words()}, {self.b.words()}, {what[self.epilogue]}"
 
 
 @functools.cache
@@ -49,6 +87,12 @@ def library():
         except OSError:
             continue
     return None
+
+
+def version():
+    """Return the library's version, such as 130100."""
+    library().cublasLtGetVersion.restype = c_size_t
+    return library().cublasLtGetVersion()
 
 
 def check(status, what):
@@ -67,38 +111,51 @@ def handle(device):
 
 
 class Plan:
-    """How the library multiplies rows x (n, n_in) by a weight, in one shape.
+    """How the library multiplies in one Shape.
 
-    The weight is (n_out, n_in), and for DGELU (n_in, n_out). proposals: the algorithms that the library
-    proposes, the one that it expects to be fastest first. A run takes the first, without measuring, so that
-    the next run rounds as this one did. The device must be the current one. Two threads must not use one Plan
-    at the same time.
+    proposals: the algorithms that the library proposes, the one that it expects to be fastest first.
+    chosen: the one of them that multiplies, or None where torch does. It is what `choices` says. Where that
+    says nothing, it is the first proposal for a product with GELU, and torch for others, so that the next run
+    rounds as this one did. The library may have one proposal only for a product with GELU. In the one such
+    shape that was measured, 1024 to 4096 on Hopper, that is a kernel made for Ampere, which takes longer than
+    torch's two, so torch multiplies. The device must be the current one. Two threads must not use one Plan at
+    the same time.
     """
 
-    def __init__(self, shape, device, epilogue):
-        n, n_in, n_out = shape
-        self.device = device
+    def __init__(self, shape):
+        self.shape = shape
         self.product = c_void_p()
         check(library().cublasLtMatmulDescCreate(byref(self.product), SUM_IN_FP32, FP32), "MatmulDescCreate")
-        is_transposed = epilogue != DGELU
-        self.set(TRANSPOSE_WEIGHT, c_int32(is_transposed))
-        self.set(EPILOGUE, c_uint32(epilogue))
-        self.set(AUX_WIDTH, c_int64(n_out))
-        self.weight = self.layout(n_out, n_in) if is_transposed else self.layout(n_in, n_out)
-        self.x = self.layout(n, n_in)
-        self.out = self.layout(n, n_out)
+        self.set(TRANSPOSE_B, c_int32(shape.b.by_column))
+        self.set(TRANSPOSE_A, c_int32(shape.a.by_column))
+        self.set(EPILOGUE, c_uint32(shape.epilogue))
+        if shape.epilogue != PRODUCT_ONLY:
+            self.set(AUX_WIDTH, c_int64(shape.n))
+        self.a = self.layout(shape.m, shape.k, shape.a)
+        self.b = self.layout(shape.k, shape.n, shape.b)
+        self.out = self.layout(shape.m, shape.n, Factor(False, shape.n))
         self.proposals = self.ask()
+        self.chosen = None
+        if shape.epilogue != PRODUCT_ONLY and len(self.proposals) > 1:
+            self.chosen = self.proposals[0]
+        if shape.words() in choices:
+            self.choose(choices[shape.words()])
+
+    def choose(self, name):
+        """Multiply by the proposal of this name, or by torch if there is none."""
+        self.chosen = next((proposal for proposal in self.proposals if proposal.name() == name), None)
 
     def set(self, attribute, value):
         """Set an attribute of the product."""
         check(library().cublasLtMatmulDescSetAttribute(self.product, attribute, byref(value),
                                                        c_size_t(sizeof(value))), "MatmulDescSetAttribute")
 
-    def layout(self, rows, width):
-        """Return the library's description of a matrix in rows, in bf16."""
+    def layout(self, rows, width, factor):
+        """Return the library's description of a matrix (rows, width), in bf16."""
+        contiguous, other = (rows, width) if factor.by_column else (width, rows)
         made = c_void_p()
-        check(library().cublasLtMatrixLayoutCreate(byref(made), BF16, c_uint64(width), c_uint64(rows),
-                                                   c_int64(width)), "MatrixLayoutCreate")
+        check(library().cublasLtMatrixLayoutCreate(byref(made), BF16, c_uint64(contiguous), c_uint64(other),
+                                                   c_int64(factor.stride)), "MatrixLayoutCreate")
         return made
 
     def ask(self):
@@ -111,50 +168,69 @@ class Plan:
         found = (Proposal * PROPOSALS)()
         count = c_int()
         status = library().cublasLtMatmulAlgoGetHeuristic(
-            handle(self.device), self.product, self.weight, self.x, self.out, self.out, preference, PROPOSALS,
-            found, byref(count))
+            handle(self.shape.device), self.product, self.b, self.a, self.out, self.out, preference,
+            PROPOSALS, found, byref(count))
         check(library().cublasLtMatmulPreferenceDestroy(preference), "MatmulPreferenceDestroy")
         return [] if status else [proposal for proposal in found[:count.value] if proposal.status == 0]
 
-    def multiply(self, x, weight, out, aux):
-        """Write the result for rows x (n, n_in) to out, (n, n_out) like aux."""
-        chosen = self.proposals[0]
-        self.set(AUX, c_void_p(aux.data_ptr()))
-        workspace = torch.empty(chosen.workspace, dtype=torch.uint8, device=self.device)
-        address = c_void_p(out.data_ptr())
-        stream = c_void_p(torch.cuda.current_stream(self.device).cuda_stream)
-        # `out = 1 * product + 0 * out`
+    def multiply(self, a, b, out, *, aux=None, summand=None, proposal=None):
+        """Write the result to out (m, n). aux, summand: (m, n). proposal: in the place of the chosen one."""
+        proposal = proposal or self.chosen
+        device = self.shape.device
+        if aux is not None:
+            self.set(AUX, c_void_p(aux.data_ptr()))
+        workspace = torch.empty(proposal.workspace, dtype=torch.uint8, device=device)
+        added = out if summand is None else summand
+        stream = c_void_p(torch.cuda.current_stream(device).cuda_stream)
+        # `out = 1 * product + beta * added`
+        beta = c_float(0.0 if summand is None else 1.0)
         check(library().cublasLtMatmul(
-            handle(self.device), self.product, byref(c_float(1.0)), c_void_p(weight.data_ptr()), self.weight,
-            c_void_p(x.data_ptr()), self.x, byref(c_float(0.0)), address, self.out, address, self.out,
-            byref(chosen.algorithm), c_void_p(workspace.data_ptr()), c_size_t(chosen.workspace), stream),
-            "Matmul")
+            handle(device), self.product, byref(c_float(1.0)), c_void_p(b.data_ptr()), self.b,
+            c_void_p(a.data_ptr()), self.a, byref(beta), c_void_p(added.data_ptr()), self.out,
+            c_void_p(out.data_ptr()), self.out, byref(proposal.algorithm), c_void_p(workspace.data_ptr()),
+            c_size_t(proposal.workspace), stream), "Matmul")
 
 
-make_plan = functools.cache(Plan)
+def factor_of(matrix):
+    """Return the Factor of a matrix, or None if the library cannot read it.
+
+    It reads bf16 whose rows or columns are contiguous, as wide and aligned as it wants.
+    """
+    if matrix.dtype != torch.bfloat16 or matrix.data_ptr() % ALIGNMENT:
+        return None
+    across, along = matrix.stride()
+    by_column = along != 1
+    stride = along if by_column else across
+    contiguous = matrix.size(0) if by_column else matrix.size(1)
+    if (across if by_column else along) != 1 or stride < contiguous or stride % WIDTHS or contiguous % WIDTHS:
+        return None
+    return Factor(by_column, stride)
 
 
 def is_served(matrix):
-    """Whether the library multiplies a matrix: bf16, contiguous, and as wide and aligned as it wants."""
-    if matrix.dtype != torch.bfloat16 or not matrix.is_contiguous():
-        return False
-    return matrix.size(1) % WIDTHS == 0 and matrix.data_ptr() % ALIGNMENT == 0
+    """Whether the library adds or writes a matrix: its rows are contiguous, one after the other."""
+    return matrix.is_contiguous() and factor_of(matrix) is not None
 
 
-def plan(x, weight, epilogue, aux=None):
-    """Return the Plan for rows x (n, n_in) and a weight, or None where torch multiplies.
+def plan(a, b, epilogue=PRODUCT_ONLY, aux=None, summand=None):
+    """Return the Plan for a (m, k) times b (k, n), or None where torch multiplies.
 
-    aux: what DGELU reads.
-    Torch multiplies what is_served() refuses. It also does where the library has one proposal only. In the
-    one such shape that was measured, 1024 to 4096 on Hopper, that is a kernel made for Ampere, which takes
-    longer than torch's two.
+    Torch multiplies what the library cannot read, and what Plan.chosen says. aux: (m, n), what DGELU reads.
+    summand: (m, n).
     """
-    if x.device.type != DEVICE or library() is None or x.size(0) == 0:
+    if a.device.type != DEVICE or library() is None or a.numel() == 0 or b.size(1) % WIDTHS:
         return None
-    if not all(is_served(matrix) for matrix in (x, weight, aux) if matrix is not None):
+    factors = [factor_of(matrix) for matrix in (a, b)]
+    others = [matrix for matrix in (aux, summand) if matrix is not None]
+    if None in factors or not all(map(is_served, others)):
         return None
-    n_out = weight.size(1) if epilogue == DGELU else weight.size(0)
-    if n_out % WIDTHS:
-        return None
-    found = make_plan((*x.shape, n_out), x.device, epilogue)
-    return found if len(found.proposals) > 1 else None
+    shape = Shape(*a.shape, b.size(1), *factors, epilogue, summand is not None, a.device)
+    if shape not in plans:
+        plans[shape] = Plan(shape)
+    return plans[shape] if plans[shape].chosen else None
+
+
+def forget():
+    """Let all products be as at the start of the process: nothing is chosen."""
+    plans.clear()
+    choices.clear()

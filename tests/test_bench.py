@@ -399,7 +399,7 @@ def test_what_the_ladder_turns_off_is_off():
     import model
     from ops import backend
     with ladder.turned_off(ladder.NAMES) as without:
-        assert without == ["graph", "peer_copies", "symm_mem"]
+        assert without == ["graph", "peer_copies", "symm_mem", "measured"]
         assert backend.TRITON_DEVICES == () and model.LinearCrossEntropy is ladder.PlainHead
         assert Choice(True, True, True, True)._replace(**dict.fromkeys(without, False))[:3] == (False,) * 3
     with ladder.turned_off([]) as without:

@@ -27,7 +27,9 @@ import gpu_matrix
 import test_experts_library
 import test_flash
 
+import fast.graph
 from fast import experts, symm_mem
+from ops import cublas_lt
 from runtime.launch import World
 
 CHECK_LAYOUTS, LAYOUTS_OF = gpu_matrix.check_layouts, gpu_matrix.layouts_of
@@ -45,7 +47,8 @@ def small(steps=2):
         gpu_matrix, STEPS=steps, SHARDED=(), SHAPE=dict(gpu_matrix.SHAPE, n_layer=2),
         REPLICATED=(("capacity", dict(tp=2)), ("dropless", dict(zero=3, split_masters=True))),
         CAPTURED=(("llama", dict(zero=1, split_masters=True)), ("dropless", dict(ep=2)),
-                  *gpu_matrix.CAPTURED[-2:]))
+                  *gpu_matrix.CAPTURED[-2:]),
+        MEASURED=(("llama", dict(zero=1)),), LARGER={})
     few = {name: gpu_matrix.FAMILIES[name] for name in ("llama", "dropless", "capacity")}
     with tables, parts, mock.patch.object(gpu_matrix, "FAMILIES", few):
         yield
@@ -82,7 +85,8 @@ def test_every_part_runs_on_two_ranks_of_a_cpu(check_layouts, numbers):
     first, second = run_ranks(2, rehearsed, check_layouts)
     assert second == ""
     lines, begun = results_and_what_began(first)
-    assert {line.split()[0] for line in begun} == {"fp64", "fp32", "bf16", "replicas", "graph", "products"}
+    assert {line.split()[0] for line in begun} == {"fp64", "fp32", "bf16", "replicas", "graph", "products",
+                                                  "measured"}
     for line, dtype, n in zip(lines, ("fp64", "fp32", "bf16"), numbers, strict=False):
         assert line.startswith(f"{dtype}: {n} layouts of 2 ranks equal one rank, worst error ")
     assert lines[3].startswith("2 bf16 steps: ") and lines[3].endswith("; two runs as well")
@@ -90,8 +94,9 @@ def test_every_part_runs_on_two_ranks_of_a_cpu(check_layouts, numbers):
     assert lines[5] == "flash: left out, no flash kernel takes a mask here (cpu)"
     assert lines[6] == "attention: left out, flash-attn-4 is not taken here (cpu)"
     assert lines[7] == "products: left out, quack-kernels is not taken here (cpu)"
-    assert lines[8].startswith("sync: left out, torch sees hidden synchronisations under CUDA alone; ")
-    assert len(lines) == 9
+    assert lines[8] == "measured: left out, no such products here (cpu)"
+    assert lines[9].startswith("sync: left out, torch sees hidden synchronisations under CUDA alone; ")
+    assert len(lines) == 10
 
 
 def test_one_rank_has_no_layouts():
@@ -251,6 +256,40 @@ def test_another_product_is_found():
     negative = "fast.experts.QuackProducts.experts_mm", "return y", "return -y"
     with quack(), planted(*negative), pytest.raises(AssertionError, match="'ffn_hidden': 128"):
         gpu_matrix.check_products(World())
+
+
+class Measured(gpu_matrix.Training):
+    """A Training that says that its products were measured, and that one has the algorithm `name`."""
+    name = "a"
+
+    def build(self, without):
+        super().build(without)
+        self.measured = "measured" not in without
+        cublas_lt.choices["8 x 8 x 8"] = self.name
+
+
+@contextlib.contextmanager
+def measured(name):
+    with (small(), mock.patch.object(gpu_matrix, "Training", Measured),
+          mock.patch.object(Measured, "name", name),
+          mock.patch.object(fast.graph, "compile_blocks", lambda model: None)):
+        yield
+    cublas_lt.forget()
+
+
+def measured_on(world, of_each):
+    with measured(of_each[world.rank]):
+        try:
+            return gpu_matrix.check_measured(world)
+        except AssertionError as e:
+            return f"AssertionError: {e}"
+
+
+def test_ranks_that_measure_choose_the_same():
+    for line in run_ranks(2, measured_on, "aa"):
+        assert line.startswith("2 bf16 steps with measured products, 2 of them by other algorithms: 2 runs, ")
+    for line in run_ranks(2, measured_on, "ab"):
+        assert line.startswith("AssertionError: llama {'zero': 1}, micro-batches of 2: [{'8 x 8 x 8': 'a'}, ")
 
 
 # -----------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 import json
 import re
 from typing import NamedTuple
+from unittest import mock
 
 import pytest
 from pool import ROOT
@@ -10,6 +11,7 @@ import plan
 from cost.gpus import GPUS
 from cost.step_time import KERNEL_GAP
 from cost.step_time import UNEVEN as UNEVEN_PART
+from fast import products
 from interface.command_line import parse
 
 FILES = ("peers-2-4-gpus-h200", "experts-tma-h200", "split-masters-h200", "8b-h200", "peers-fc77617-h200",
@@ -27,6 +29,7 @@ class Row(NamedTuple):
     ms: float
     gib: float    # the most that torch allocated, and symmetric memory; None where it was at the start
     quack: bool   # quack-kernels multiplied the experts' rows
+    measured: bool  # dense products by measured algorithms: fast/products.py
     uneven: bool  # steps 30 to 60 of W2b where ranks share the experts: their routing is still uneven
 
 
@@ -48,14 +51,15 @@ def rows_of_leases():
             quack = "quack" in (row.get("products") or "")
             # At 369ca8b and 096c39c another value of --kernels took the library, and auto did not.
             flags = re.sub(" --kernels [a-z]+", "", row["flags"])
-            if not quack:
+            measured = row.get("measured", False)
+            if not quack and not measured:
                 flags += " --kernels plain"
             gib = row["allocated_gib"] + row["windows_gib"]
             if row.get("whole_model_at_start"):  # Each rank then drew the whole model in fp32.
                 gib = None
             for window in windows:
                 uneven = shares_experts and window["steps"][0] < 300
-                found.append(Row(flags, row["gpus"], gpu, window["ms"], gib, quack, uneven))
+                found.append(Row(flags, row["gpus"], gpu, window["ms"], gib, quack, measured, uneven))
     return found
 
 
@@ -68,7 +72,8 @@ def predicted_over_measured(row, more="", uneven=None):
     """more: further flags. uneven: as in the row, if it is None."""
     cfg, _ = plan.check_gpus(parse((row.flags + more).split()), row.gpus)
     uneven = row.uneven if uneven is None else uneven
-    return plan.estimate(cfg, row.gpus, row.gpu, cfg.vocab_size, uneven)["ms"] / row.ms
+    with mock.patch.object(products, "fits", products.fits if row.measured else lambda cfg: False):
+        return plan.estimate(cfg, row.gpus, row.gpu, cfg.vocab_size, uneven)["ms"] / row.ms
 
 
 def test_rows_of_each_kind_are_found():
@@ -145,7 +150,7 @@ def test_what_torchs_own_small_kernels_take(flags, passes, ranks):
 
 def parts(flags, gpus):
     """Return {part: ms} that plan.py predicts of a step on H100."""
-    cfg, _ = plan.check_gpus(parse(flags.split()), gpus)
+    cfg, _ = plan.check_gpus(parse(f"{flags} --kernels plain".split()), gpus)
     return plan.estimate(cfg, gpus, "h100", cfg.vocab_size)["ms_parts"]
 
 

@@ -1,0 +1,235 @@
+"""Which algorithm multiplies each of a run's matrices: the one that is fastest on this machine.
+
+cuBLAS chooses by rules. Measured on an H100, another of its algorithms is 4 to 12 % faster for half of the
+products of GPT-2 and Llama (docs/lab-notes.md, 4). So before a step becomes a CUDA graph, each product that
+it needs is measured with the algorithms that the library proposes (ops/cublas_lt.py).
+
+    FastProducts      measures, and agrees with the other ranks
+    compile_products  lets compiled blocks multiply in that way
+
+Algorithms may add in another order, and round differently then. So all ranks take what the lowest rank that
+measured a product chose. The run's folder keeps the choices, in products.json, and a resumed run multiplies
+as the run before it did.
+"""
+import contextlib
+import json
+import statistics
+from pathlib import Path
+
+import torch
+
+from ops import backend, cublas_lt
+from ops.accelerator import device_name, free_memory
+from ops.gelu_mlp import product_gelu, product_gelu_backward
+from ops.products import product, sum_with_product
+
+FILE = "products.json"
+FLOPS = 1e12  # of the calls that are timed together: about 2 ms
+FIRST_ROUNDS = 2  # with all algorithms
+LAST_ROUNDS = 6  # with the fastest FINALISTS of them
+FINALISTS = 3
+MARGIN = 0.01  # torch multiplies where nothing is faster by this part
+
+
+def is_possible(cfg, device):
+    """Whether the products of a run on this torch device can be measured. plan.py's device has no index."""
+    if device.index is None or not fits(cfg):
+        return False
+    return backend.is_hopper(device) and cublas_lt.library() is not None
+
+
+def fits(cfg):
+    """Whether the flags allow measured products. The device is another question."""
+    return cfg.kernels != "plain" and cfg.dtype == "bf16" and not cfg.deterministic
+
+
+class FastProducts:
+    """What multiplies in a run. tree: of all ranks; folder: that of the run, or None.
+
+    Collective, and so is choose().
+    """
+
+    def __init__(self, tree, device, folder=None):
+        self.tree = tree
+        self.device = device
+        self.path = None if folder is None else Path(folder, FILE)
+        # Rank 0 tells all others what the file says.
+        cublas_lt.choices.update(self.tree.broadcast_object(self.load()))
+
+    def load(self):
+        """Return the choices in the run's folder: {words of a Shape: the name of an algorithm}.
+
+        They are those of the same kind of GPU and version of the library, or there are none.
+        """
+        if self.path is None:
+            return {}
+        try:
+            kept = json.loads(self.path.read_text())
+        except (OSError, ValueError):
+            return {}
+        is_same = isinstance(kept, dict) and [kept.get(key) for key in ("gpu", "cublaslt")] == self.made_for()
+        found = kept.get("products") if is_same else None
+        return found if isinstance(found, dict) else {}
+
+    def made_for(self):
+        """Return the name of the GPU, and the version of the library."""
+        return [device_name(self.device), cublas_lt.version()]
+
+    def choose(self):
+        """Measure all products that have no choice yet, on any rank, and let all ranks choose the same."""
+        measured = {}
+        for shape, plan in list(cublas_lt.plans.items()):
+            if shape.words() not in cublas_lt.choices:
+                measured[shape.words()] = fastest(plan)
+        chosen = {}
+        # A few words go from each rank to all, over the world.
+        for of_a_rank in reversed(self.tree.gather_objects(measured)):
+            chosen.update(of_a_rank)
+        if not chosen:
+            return
+        cublas_lt.choices.update(chosen)
+        for shape, plan in cublas_lt.plans.items():
+            plan.choose(cublas_lt.choices[shape.words()])
+        if self.tree.rank == 0 and self.path is not None:
+            self.save()
+
+    def save(self):
+        """Write the choices to the run's folder. Where that fails, the next run measures again."""
+        gpu, version = self.made_for()
+        kept = {"gpu": gpu, "cublaslt": version, "products": cublas_lt.choices}
+        with contextlib.suppress(OSError):
+            beside = self.path.with_suffix(".tmp")
+            beside.write_text(json.dumps(kept, indent=1))
+            beside.replace(self.path)
+
+
+def fastest(plan):
+    """Return the name of the algorithm that is fastest for a Plan, or "" if it is torch's."""
+    before = plan.chosen
+    if bytes_needed(plan.shape) > free_memory(plan.shape.device):
+        return before.name() if before else ""
+    candidates = make_candidates(plan)
+    plan.chosen = before
+    torchs, *others = candidates
+    take_turns([torchs, *others], FIRST_ROUNDS)
+    others = sorted(others, key=Candidate.milliseconds)[:FINALISTS]
+    take_turns([torchs, *others], LAST_ROUNDS)
+    best = min([torchs, *others], key=Candidate.milliseconds)
+    is_faster = best.milliseconds() < (1 - MARGIN) * torchs.milliseconds()
+    return best.proposal.name() if is_faster else ""
+
+
+def make_candidates(plan):
+    """Return a Candidate for torch's way, and one for each proposal of a Plan that the GPU can run."""
+    call = example(plan.shape)
+    stream = torch.cuda.Stream(plan.shape.device)
+    stream.wait_stream(torch.cuda.current_stream(plan.shape.device))  # which makes the matrices
+    pool = torch.cuda.graph_pool_handle()
+    found = [Candidate(plan, None, call, stream, pool)]
+    for proposal in plan.proposals:
+        with contextlib.suppress(RuntimeError):  # The library refuses it.
+            found.append(Candidate(plan, proposal, call, stream, pool))
+    return found
+
+
+class Candidate:
+    """Calls of one algorithm, as a CUDA graph: the host may take longer than the GPU for a single call.
+
+    proposal: of the Plan, or None for torch's way. call: see example(). stream: where it is captured. pool:
+    the memory of all such graphs, which run one after the other.
+    """
+
+    def __init__(self, plan, proposal, call, stream, pool):
+        self.proposal = proposal
+        self.times = []
+        plan.chosen = proposal
+        shape = plan.shape
+        calls = max(1, int(FLOPS / (2 * shape.m * shape.k * shape.n)))
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(stream):
+            call()  # what a first call does besides is not captured
+            stream.synchronize()
+            self.graph.capture_begin(pool)
+            for _ in range(calls):
+                call()
+            self.graph.capture_end()
+
+    def run(self):
+        """Run all calls once more, and keep how long they take."""
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        self.graph.replay()
+        end.record()
+        end.synchronize()
+        self.times.append(begin.elapsed_time(end))
+
+    def milliseconds(self):
+        """Return the median of the times."""
+        return statistics.median(self.times)
+
+
+def take_turns(candidates, rounds):
+    """Time candidates in turn, so that the clock of the GPU is the same for all; forget earlier times."""
+    for candidate in candidates:
+        candidate.times.clear()
+    for _ in range(rounds):
+        for candidate in candidates:
+            candidate.run()
+
+
+def bytes_needed(shape):
+    """Return how many bytes measuring may take: the matrices, and what one call keeps and another writes."""
+    numbers = shape.m * shape.k + shape.k * shape.n + 5 * shape.m * shape.n
+    return 2 * numbers + 2 * cublas_lt.MOST_WORKSPACE
+
+
+def example(shape):
+    """Return a function without arguments that does a product of a Shape, on random matrices."""
+    generator = torch.Generator(shape.device).manual_seed(0)  # That of dropout stays as it is.
+    a = random_matrix(shape.m, shape.k, shape.a, generator)
+    b = random_matrix(shape.k, shape.n, shape.b, generator)
+    if shape.epilogue == cublas_lt.GELU_AUX:
+        return lambda: product_gelu(a, b.T)
+    if shape.epilogue == cublas_lt.PRODUCT_ONLY and not shape.adds:
+        return lambda: product(a, b)
+
+    rows = cublas_lt.Factor(by_column=False, stride=shape.n)
+    other = random_matrix(shape.m, shape.n, rows, generator)
+    if shape.epilogue == cublas_lt.DGELU:
+        return lambda: product_gelu_backward(a, b, other)
+    return lambda: sum_with_product(other, a, b)
+
+
+def random_matrix(rows, width, factor, generator):
+    """Return a matrix (rows, width) in bf16 with the strides of a Factor."""
+    contiguous, other = (rows, width) if factor.by_column else (width, rows)
+    memory = torch.randn(other, factor.stride, dtype=torch.bfloat16, device=generator.device,
+                         generator=generator)
+    matrix = memory[:, :contiguous]
+    return matrix.T if factor.by_column else matrix
+
+
+# -----------------------------------------------------------------------------
+# In compiled blocks
+
+def compile_products(on):
+    """Let what torch.compile compiles from here on ask ops/products.py for its products, or torch."""
+    from torch._inductor import config
+    from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+
+    class ProductsByShape(CustomGraphPass):
+        """Puts the operations of ops/products.py in the place of torch's."""
+
+        def __call__(self, graph):
+            by_shape = {torch.ops.aten.mm.default: torch.ops.nanoshard.product.default,
+                        torch.ops.aten.addmm.default: torch.ops.nanoshard.sum_with_product.default}
+            for node in graph.nodes:
+                is_plain = node.target in by_shape and not node.kwargs
+                if is_plain and node.meta["val"].dtype == torch.bfloat16:
+                    node.target = by_shape[node.target]
+
+        def uuid(self):
+            """Return what the compiler's cache knows this class by."""
+            return get_hash_for_files((__file__,))
+
+    config.post_grad_custom_post_pass = ProductsByShape() if on else None

@@ -1,0 +1,484 @@
+"""Products by the algorithm that was chosen for their shape (ops/products.py, fast/products.py).
+
+cuBLASLt is on NVIDIA's GPUs only, so a stand-in multiplies (test_gelu_mlp.py), and times are given.
+"""
+import json
+from unittest import mock
+
+import pytest
+import torch
+from pool import run_ranks
+from test_gelu_mlp import StandIn, matrices, stand_in  # noqa: F401 - a fixture
+
+import train
+from config import Config
+from fast import graph, products
+from fast.choose import Choice
+from interface.tree import Tree
+from ops import backend, cublas_lt
+from ops.cublas_lt import Factor
+from ops.gelu_mlp import product_gelu, product_gelu_backward
+from ops.products import product, sum_with_product
+from parallel import make_mesh
+from runtime.launch import World
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def alignment_of_a_cpu(monkeypatch):
+    """Let matrices be served that begin where torch puts them in a CPU's memory."""
+    monkeypatch.setattr(cublas_lt, "ALIGNMENT", 64)
+
+
+def factors():
+    """Return the factors of the three products of y = x w^T: y, and the gradients of x and w."""
+    x, w, _, _ = matrices(torch.bfloat16)  # (24, 16), (32, 16)
+    grad = (x @ w.T).contiguous()
+    return {"y": (x, w.T), "grad_x": (grad, w), "grad_w": (grad.T, x)}
+
+
+def choose_proposal(i):
+    """Choose the i-th proposal for each Plan."""
+    for plan in cublas_lt.plans.values():
+        plan.choose(plan.proposals[i].name())
+
+
+@pytest.mark.parametrize("which", ["y", "grad_x", "grad_w"])
+@pytest.mark.parametrize("adds", [False, True])
+def test_the_chosen_proposal_multiplies(stand_in, which, adds):  # noqa: F811
+    a, b = factors()[which]
+    summand = torch.ones(a.size(0), b.size(1), dtype=torch.bfloat16)
+
+    def compute():
+        return sum_with_product(summand, a, b) if adds else product(a, b)
+    by_torch = torch.addmm(summand, a, b) if adds else a @ b
+    assert torch.equal(compute(), by_torch)
+    assert stand_in.algorithms == []  # torch multiplies where nothing is chosen
+    choose_proposal(2)
+    wide = a.float() @ b.float() + (summand.float() if adds else 0)
+    assert torch.equal(compute(), wide.bfloat16())
+    assert stand_in.algorithms == [2]
+    assert torch.equal(summand, torch.ones_like(summand))
+
+
+def test_rows_of_a_wider_matrix(stand_in):  # noqa: F811
+    a = torch.randn(24, 128, dtype=torch.bfloat16)[:, :16]
+    b = torch.randn(16, 32, dtype=torch.bfloat16)
+    product(a, b)
+    choose_proposal(0)
+    assert torch.equal(product(a, b), (a.float() @ b.float()).bfloat16()) and stand_in.multiplied == 1
+    [shape] = cublas_lt.plans
+    assert shape.a == Factor(by_column=False, stride=128) and shape.b == Factor(by_column=False, stride=32)
+
+
+def zeros(*shape):
+    return torch.zeros(shape, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("a, b, summand", [
+    (zeros(8, 12), zeros(12, 8), None), (zeros(16, 12).T, zeros(16, 8), None),
+    (zeros(8, 16), zeros(16, 12), None), (zeros(0, 16), zeros(16, 8), None),
+    (zeros(8, 32)[:, ::2], zeros(16, 8), None), (zeros(1, 16).expand(8, 16), zeros(16, 8), None),
+    (zeros(8, 20)[:, :16], zeros(16, 8), None), (zeros(8, 32)[:, 1:17], zeros(16, 8), None),
+    (zeros(8, 16).half(), zeros(16, 8).half(), None), (zeros(8, 16), zeros(16, 8), zeros(8)),
+    (zeros(8, 16), zeros(16, 8), zeros(8, 8).T)])
+def test_torch_multiplies_what_the_library_cannot_read(stand_in, a, b, summand):  # noqa: F811
+    if summand is None:
+        assert torch.equal(product(a, b), a @ b)
+    else:
+        assert torch.equal(sum_with_product(summand, a, b), zeros(8, 8))
+    assert cublas_lt.plans == {}
+
+
+def test_torch_knows_the_operations():
+    a, b, summand = torch.randn(8, 16), torch.randn(16, 8), torch.randn(8, 8)
+    tests = "test_schema", "test_faketensor"
+    torch.library.opcheck(torch.ops.nanoshard.product.default, (a, b), test_utils=tests)
+    torch.library.opcheck(torch.ops.nanoshard.sum_with_product.default, (summand, a, b), test_utils=tests)
+
+
+# -----------------------------------------------------------------------------
+# In compiled blocks
+
+class Residual(torch.nn.Module):
+    """x + W x', where x' is the norm of x, and the next norm."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = torch.nn.Linear(16, 16, bias=False)
+        self.last = torch.nn.Linear(16, 8, bias=False)
+
+    def forward(self, x):
+        x = x + self.w(torch.nn.functional.rms_norm(x, (16,)))
+        return x, self.last(torch.nn.functional.rms_norm(x, (16,)))
+
+
+@pytest.fixture
+def compiler():
+    """Let what torch compiled be forgotten, and its settings be as before."""
+    from torch._inductor import config
+    torch._dynamo.reset()
+    before = config.post_grad_custom_post_pass
+    yield
+    config.post_grad_custom_post_pass = before
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("on", [True, False])
+def test_compiled_blocks_ask_for_their_products(compiler, on):
+    torch.manual_seed(0)
+    block = Residual().bfloat16()
+    x = torch.randn(24, 16, dtype=torch.bfloat16, requires_grad=True)
+
+    def results(f):
+        both = f(x)
+        return [*both, *torch.autograd.grad([y.float().sum() for y in both], [x, *block.parameters()])]
+    expected = results(block)
+    asked = []
+
+    def plan(a, b, *args, **kwargs):
+        asked.append((tuple(a.shape), tuple(b.shape)))
+    products.compile_products(on)
+    with mock.patch.object(cublas_lt, "plan", plan):
+        found = results(torch.compile(block))
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=0.05, atol=0.05)
+    forward = [((24, 16), (16, 16)), ((24, 16), (16, 8))]
+    backward = [((24, 8), (8, 16)), ((8, 24), (24, 16)), ((24, 16), (16, 16)), ((16, 24), (24, 16))]
+    assert sorted(asked) == (sorted(forward + backward) if on else [])
+
+
+# -----------------------------------------------------------------------------
+# Which algorithm is chosen
+
+class Timed:
+    """Stands for products.Candidate: each proposal takes the time of its number in a table.
+
+    tables: times by round of turns: the first rounds' and the last ones'.
+    """
+    first, last = {}, {}
+
+    def __init__(self, plan, proposal, call, stream, pool):
+        self.proposal = proposal
+        self.number = None if proposal is None else proposal.algorithm[0]
+        self.runs = 0
+
+    def milliseconds(self):
+        table = Timed.last if self.runs > products.FIRST_ROUNDS else Timed.first
+        return table[self.number]
+
+    def run(self):
+        self.runs += 1
+
+
+def time_as(monkeypatch, first, last):
+    """Let torch's way (None) and the proposals 0, 1, 2 take these times, at first and in the last rounds."""
+    Timed.first, Timed.last = first, last
+    made = []
+
+    def make(plan):
+        products.example(plan.shape)()
+        made.append([Timed(plan, proposal, None, None, None) for proposal in (None, *plan.proposals)])
+        return made[-1]
+
+    def take_turns(candidates, rounds):
+        for candidate in candidates:
+            for _ in range(rounds):
+                candidate.run()
+    monkeypatch.setattr(products, "make_candidates", make)
+    monkeypatch.setattr(products, "take_turns", take_turns)
+    monkeypatch.setattr(products, "Candidate", Timed)
+    monkeypatch.setattr(products, "device_name", lambda device: "a GPU")
+    monkeypatch.setattr(cublas_lt, "version", lambda: 130100)
+    return made
+
+
+@pytest.mark.parametrize("first, last, expected", [
+    ({None: 4, 0: 3, 1: 2, 2: 5}, {None: 4, 0: 3, 1: 2, 2: 5}, 1),
+    ({None: 4, 0: 3, 1: 2, 2: 5}, {None: 4, 0: 1, 1: 2, 2: 5}, 0),  # the last rounds count
+    ({None: 4, 0: 4.5, 1: 5, 2: 5}, {None: 4, 0: 4.5, 1: 5, 2: 5}, None),
+    ({None: 4, 0: 3.97, 1: 5, 2: 5}, {None: 4, 0: 3.97, 1: 5, 2: 5}, None),  # by less than one part in 100
+    ({None: 1, 0: 3, 1: 2, 2: 5}, {None: 4, 0: 3, 1: 2, 2: 5}, 1)])
+def test_the_fastest_is_chosen(stand_in, monkeypatch, first, last, expected):  # noqa: F811
+    time_as(monkeypatch, first, last)
+    product(*factors()["y"])
+    [plan] = cublas_lt.plans.values()
+    name = products.fastest(plan)
+    assert name == ("" if expected is None else plan.proposals[expected].name())
+    assert plan.chosen is None  # so far
+
+
+def test_all_but_torch_and_the_finalists_drop_out(stand_in, monkeypatch):  # noqa: F811
+    stand_in.proposals = 6
+    times = {None: 9, 0: 1, 1: 8, 2: 2, 3: 7, 4: 3, 5: 6}
+    made = time_as(monkeypatch, times, times)
+    product(*factors()["y"])
+    products.fastest(*cublas_lt.plans.values())
+    most = products.FIRST_ROUNDS + products.LAST_ROUNDS
+    assert {candidate.number: candidate.runs for candidate in made[0]} == {
+        None: most, 0: most, 1: 2, 2: most, 3: 2, 4: most, 5: 2}
+
+
+def test_without_memory_nothing_is_measured(stand_in, monkeypatch):  # noqa: F811
+    made = time_as(monkeypatch, {}, {})
+    monkeypatch.setattr(products, "free_memory", lambda device: 2**20)
+    x, w1, _, _ = matrices(torch.bfloat16)
+    product(x, w1.T)
+    product_gelu(x, w1)
+    plain, gelu = cublas_lt.plans.values()
+    assert products.fastest(plain) == "" and products.fastest(gelu) == gelu.proposals[0].name() and not made
+
+
+class Capture:
+    """Stands for torch.cuda.CUDAGraph: it counts the calls that are captured."""
+
+    def __init__(self, library):
+        self.library = library
+
+    def capture_begin(self, pool):
+        assert pool == "pool"
+        self.before = len(self.library.algorithms)
+
+    def capture_end(self):
+        self.calls = self.library.algorithms[self.before:]
+
+    def replay(self):
+        self.library.replayed.append(self.calls)
+
+
+class Event:
+    """Stands for torch.cuda.Event: the time between two is the number of replays so far."""
+
+    def __init__(self, enable_timing):
+        assert enable_timing
+
+    def record(self):
+        pass
+
+    def synchronize(self):
+        pass
+
+    def elapsed_time(self, end):
+        return len(Event.library.replayed)
+
+
+def test_the_candidates_are_captured_and_timed_in_turn(stand_in, monkeypatch):  # noqa: F811
+    product(*factors()["y"])
+    [plan] = cublas_lt.plans.values()
+    multiply = stand_in.cublasLtMatmul
+
+    def refuse_the_second(*args):
+        return 15 if args[12]._obj[0] == 1 else multiply(*args)
+    stand_in.cublasLtMatmul = refuse_the_second
+    stand_in.replayed = []
+    Event.library = stand_in
+    monkeypatch.setattr(products, "FLOPS", 3.5 * 2 * 24 * 16 * 32)
+    for name, value in {"CUDAGraph": lambda: Capture(stand_in), "Event": Event, "Stream": mock.MagicMock(),
+                        "stream": mock.MagicMock(), "graph_pool_handle": lambda: "pool"}.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    candidates = products.make_candidates(plan)
+    names = [None, plan.proposals[0].name(), plan.proposals[2].name()]
+    assert [candidate.proposal and candidate.proposal.name() for candidate in candidates] == names
+    products.take_turns(candidates, 1)
+    products.take_turns(candidates, 3)
+    assert stand_in.replayed == [[], [0, 0, 0], [2, 2, 2]] * 4
+    assert [candidate.milliseconds() for candidate in candidates] == [7, 8, 9]  # the first turn is forgotten
+
+
+@pytest.mark.parametrize("operation", ["product", "sum", "gelu", "gelu backward", "grad_w"])
+def test_an_example_has_the_shape(stand_in, operation):  # noqa: F811
+    x, w1, w2, grad = matrices(torch.bfloat16)
+    _, z = product_gelu(x, w1)
+    cublas_lt.forget()
+    {"product": lambda: product(x, w1.T), "sum": lambda: sum_with_product(z, x, w1.T),
+     "gelu": lambda: product_gelu(x, w1), "gelu backward": lambda: product_gelu_backward(grad, w2, z),
+     "grad_w": lambda: product(z.T, x)}[operation]()
+    [shape] = cublas_lt.plans
+    state = torch.get_rng_state()
+    products.example(shape)()
+    assert list(cublas_lt.plans) == [shape]
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+TIMES = {None: 4, 0: 3, 1: 2, 2: 5}
+
+
+def make_products(folder, tree=None):
+    return products.FastProducts(tree or Tree(), CPU, folder)
+
+
+def test_the_runs_folder_keeps_the_choices(stand_in, monkeypatch, tmp_path):  # noqa: F811
+    time_as(monkeypatch, TIMES, TIMES)
+    fast_products = make_products(tmp_path)
+    for factor in factors().values():
+        product(*factor)
+    fast_products.choose()
+    assert stand_in.algorithms == []
+    assert [plan.chosen.algorithm[0] for plan in cublas_lt.plans.values()] == [1, 1, 1]
+    kept = json.loads((tmp_path / "products.json").read_text())
+    assert list(kept["products"]) == [
+        "24 x 16 x 32, rows 16, columns 16, only", "24 x 32 x 16, rows 32, rows 16, only",
+        "32 x 24 x 16, columns 32, rows 16, only"]
+    assert list(tmp_path.iterdir()) == [tmp_path / "products.json"]
+
+    # A resumed run measures nothing, and multiplies in the same way from its first step on.
+    cublas_lt.forget()
+    monkeypatch.setattr(products, "fastest", None)
+    resumed = make_products(tmp_path)
+    for factor in factors().values():
+        product(*factor)
+    assert stand_in.algorithms == [1, 1, 1]
+    resumed.choose()
+
+
+@pytest.mark.parametrize("text", [
+    "", "[]", "{", "7", '{"gpu": "another GPU", "cublaslt": 130100, "products": {"a": "b"}}',
+    '{"gpu": "a GPU", "cublaslt": 130200, "products": {"a": "b"}}', '{"gpu": "a GPU", "cublaslt": 130100}',
+    '{"gpu": "a GPU", "cublaslt": 130100, "products": ["a"]}'])
+def test_a_file_of_another_machine_is_not_taken(stand_in, monkeypatch, tmp_path, text):  # noqa: F811
+    time_as(monkeypatch, TIMES, TIMES)
+    (tmp_path / "products.json").write_text(text)
+    fast_products = make_products(tmp_path)
+    assert cublas_lt.choices == {}
+    product(*factors()["y"])
+    fast_products.choose()
+    assert list(json.loads((tmp_path / "products.json").read_text())["products"]) == list(cublas_lt.choices)
+
+
+def test_a_name_that_the_library_does_not_propose_is_not_run(stand_in, monkeypatch, tmp_path):  # noqa: F811
+    time_as(monkeypatch, TIMES, TIMES)
+    words = "24 x 16 x 32, rows 16, columns 16, only"
+    kept = {"gpu": "a GPU", "cublaslt": 130100, "products": {words: "ff" * 64}}
+    (tmp_path / "products.json").write_text(json.dumps(kept))
+    make_products(tmp_path)
+    a, b = factors()["y"]
+    assert torch.equal(product(a, b), a @ b) and stand_in.algorithms == []
+
+
+def test_a_folder_that_cannot_be_written(stand_in, monkeypatch, tmp_path):  # noqa: F811
+    time_as(monkeypatch, TIMES, TIMES)
+    for folder in (tmp_path / "gone", None):
+        fast_products = make_products(folder)
+        product(*factors()["y"])
+        fast_products.choose()
+        assert len(cublas_lt.choices) == 1
+        cublas_lt.forget()
+
+
+def choose_on(world, folder):
+    """Let each rank measure other times, and one product more than the rank before it."""
+    library = StandIn()
+    patches = {"library": lambda: library, "handle": lambda device: None, "DEVICE": "cpu",
+               "version": lambda: 1, "ALIGNMENT": 64}
+    with mock.patch.multiple(cublas_lt, **patches), \
+            mock.patch.object(products, "fastest", lambda plan: plan.proposals[world.rank].name()):
+        fast_products = make_products(folder, world.tree)
+        for factor in list(factors().values())[:world.rank + 1]:
+            product(*factor)
+        fast_products.choose()
+        chosen = {shape.words(): plan.chosen.algorithm[0] for shape, plan in cublas_lt.plans.items()}
+        assert cublas_lt.choices.keys() >= chosen.keys()
+        all_choices = dict(cublas_lt.choices)
+        cublas_lt.forget()
+    return chosen, all_choices
+
+
+def test_all_ranks_take_the_choice_of_the_lowest(tmp_path):
+    results = run_ranks(3, choose_on, tmp_path)
+    words = list(results[2][0])
+    assert [list(chosen.values()) for chosen, _ in results] == [[0], [0, 1], [0, 1, 2]]
+    assert all(choices == results[0][1] and choices.keys() == set(words) for _, choices in results)
+    assert json.loads((tmp_path / "products.json").read_text())["products"] == results[0][1]
+
+
+@pytest.mark.parametrize("flags, answer", [
+    ({}, True), ({"kernels": "plain"}, False), ({"dtype": "fp16"}, False), ({"dtype": "fp32"}, False),
+    ({"deterministic": True}, False)])
+def test_which_runs_measure(stand_in, monkeypatch, flags, answer):  # noqa: F811
+    monkeypatch.setattr(backend, "is_hopper", lambda device: device.type == "cuda")
+    cfg = Config(**{"preset": "tiny", "dtype": "bf16", **flags})
+    assert products.is_possible(cfg, torch.device("cuda:0")) == answer
+    for device in ("cpu", "cuda"):  # plan.py's has no index
+        assert not products.is_possible(cfg, torch.device(device))
+    monkeypatch.setattr(cublas_lt, "library", lambda: None)
+    assert not products.is_possible(cfg, torch.device("cuda:0"))
+
+
+@pytest.mark.parametrize("is_graph, is_measured", [(True, True), (True, False), (False, True)])
+def test_a_step_measures_once_before_it_is_captured(monkeypatch, is_graph, is_measured):
+    called = []
+
+    class Counted:
+        def __init__(self, tree, device, folder):
+            called.append(folder)
+
+        def choose(self):
+            called.append("choose")
+    monkeypatch.setattr(graph, "FastProducts", Counted)
+    monkeypatch.setattr(graph, "compile_products", called.append)
+    monkeypatch.setattr(graph, "compile_blocks", lambda model: None)
+    cublas_lt.choices["of an earlier run"] = ""
+    cfg = Config(preset="tiny", dtype="fp32", compile=True)
+    mesh = make_mesh(World())
+    choice = Choice(graph=is_graph, symm_mem=False, peer_copies=False, single_microbatch=False,
+                    measured=is_measured)
+    parts = train.build(cfg, mesh, 64, CPU, choice=choice)
+    step = graph.make_step(train.Step(cfg, *parts), choice, "folder")
+    on = is_graph and is_measured
+    assert called == (["folder", True] if on else [False]) and cublas_lt.choices == {}
+    if is_graph:
+        capture = EmulatedCapture(step, called)
+        capture.run()
+        assert called.count("choose") == on and called[-1] == "captured"
+
+
+class EmulatedCapture:
+    """The beginning of GraphedStep.capture on a CPU, up to the capture itself."""
+
+    def __init__(self, step, called):
+        self.step = step
+        self.called = called
+
+    def run(self):
+        class Captured(Exception):
+            pass
+
+        def graph_begins():
+            self.called.append("captured")
+            raise Captured
+        nothing = mock.MagicMock()
+        with mock.patch.object(torch.cuda, "synchronize", nothing), \
+                mock.patch.object(torch.cuda, "empty_cache", nothing), \
+                mock.patch.object(torch.cuda, "CUDAGraph", graph_begins), pytest.raises(Captured):
+            self.step.capture([], 0, None)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available() or not backend.is_hopper(torch.device("cuda:0")),
+                    reason="the library's kernels are of NVIDIA's Hopper GPUs")
+@pytest.mark.parametrize("n, n_in, n_out", [(8192, 768, 2304), (4096, 512, 1536), (2048, 2048, 8192)])
+def test_measured_on_a_gpu(tmp_path, n, n_in, n_out):
+    device = torch.device("cuda:0")
+    x, w, grad, summand = (torch.randn(shape, dtype=torch.bfloat16, device=device)
+                           for shape in ((n, n_in), (n_out, n_in), (n, n_out), (n, n_out)))
+
+    def compute():
+        return product(x, w.T), product(grad, w), product(grad.T, x), sum_with_product(summand, x, w.T)
+    cublas_lt.forget()
+    fast_products = products.FastProducts(Tree(), device, tmp_path)
+    compute()
+    assert len(cublas_lt.plans) == 4
+    fast_products.choose()
+    chosen = {shape.words(): plan.chosen for shape, plan in cublas_lt.plans.items()}
+    kept = json.loads((tmp_path / "products.json").read_text())["products"]
+    assert kept == {words: plan.name() if plan else "" for words, plan in chosen.items()}
+    before = compute()
+    wide = x.double() @ w.double().T, grad.double() @ w.double(), grad.double().T @ x.double()
+    for one, other in zip(before, (*wide, summand.double() + wide[0]), strict=True):
+        assert (one.double() - other).norm() / other.norm() < 3e-3
+
+    cublas_lt.forget()
+    products.FastProducts(Tree(), device, tmp_path)
+    assert all(torch.equal(one, other) for one, other in zip(compute(), before, strict=True))
+    assert chosen.keys() == {shape.words() for shape in cublas_lt.plans}
+    cublas_lt.forget()
