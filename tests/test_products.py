@@ -274,9 +274,10 @@ def test_the_candidates_are_captured_and_timed_in_turn(stand_in, monkeypatch):  
     stand_in.replayed = []
     Event.library = stand_in
     monkeypatch.setattr(products, "FLOPS", 3.5 * 2 * 24 * 16 * 32)
-    for name, value in {"CUDAGraph": lambda: Capture(stand_in), "Event": Event, "Stream": mock.MagicMock(),
-                        "stream": mock.MagicMock(), "graph_pool_handle": lambda: "pool"}.items():
+    for name, value in {"CUDAGraph": lambda: Capture(stand_in), "Event": Event, "stream": mock.MagicMock(),
+                        "graph_pool_handle": lambda: "pool"}.items():
         monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(products, "side_stream", mock.MagicMock())
     candidates = products.make_candidates(plan)
     names = [None, plan.proposals[0].name(), plan.proposals[2].name()]
     assert [candidate.proposal and candidate.proposal.name() for candidate in candidates] == names
