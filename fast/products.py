@@ -12,6 +12,7 @@ measured a product chose. The run's folder keeps the choices, in products.json, 
 as the run before it did.
 """
 import contextlib
+import functools
 import json
 import statistics
 from pathlib import Path
@@ -25,6 +26,7 @@ from ops.products import product, sum_with_product
 
 FILE = "products.json"
 FLOPS = 1e12  # of the calls that are timed together: about 2 ms
+MOST_CALLS = 64  # of small products, which the host launches one by one before they are a graph
 FIRST_ROUNDS = 2  # with all algorithms
 LAST_ROUNDS = 6  # with the fastest FINALISTS of them
 FINALISTS = 3
@@ -53,6 +55,7 @@ class FastProducts:
         self.tree = tree
         self.device = device
         self.path = None if folder is None else Path(folder, FILE)
+        cublas_lt.settings.measured = True
         # Rank 0 tells all others what the file says.
         cublas_lt.choices.update(self.tree.broadcast_object(self.load()))
 
@@ -81,10 +84,7 @@ class FastProducts:
         for shape, plan in list(cublas_lt.plans.items()):
             if shape.words() not in cublas_lt.choices:
                 measured[shape.words()] = fastest(plan)
-        chosen = {}
-        # A few words go from each rank to all, over the world.
-        for of_a_rank in reversed(self.tree.gather_objects(measured)):
-            chosen.update(of_a_rank)
+        chosen = self.tree.union(measured)  # a few words from each rank to all, over the world
         if not chosen:
             return
         cublas_lt.choices.update(chosen)
@@ -144,7 +144,7 @@ class Candidate:
         self.times = []
         plan.chosen = proposal
         shape = plan.shape
-        calls = max(1, int(FLOPS / (2 * shape.m * shape.k * shape.n)))
+        calls = min(max(1, int(FLOPS / (2 * shape.m * shape.k * shape.n))), MOST_CALLS)
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(stream):
             call()  # what a first call does besides is not captured
@@ -213,23 +213,32 @@ def random_matrix(rows, width, factor, generator):
 # In compiled blocks
 
 def compile_products(on):
-    """Let what torch.compile compiles from here on ask ops/products.py for its products, or torch."""
+    """Let what torch.compile compiles from here on multiply by ops/products.py, or by torch."""
     from torch._inductor import config
+    ours = products_by_shape()
+    if on:
+        config.post_grad_custom_post_pass = ours
+    elif config.post_grad_custom_post_pass is ours:
+        config.post_grad_custom_post_pass = None
+
+
+@functools.cache
+def products_by_shape():
+    """Return what puts the operations of ops/products.py into a graph of the compiler, for torch's."""
     from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+    of_torch = torch.ops.aten
+    ours = {of_torch.mm.default: torch.ops.nanoshard.product.default,
+            of_torch.addmm.default: torch.ops.nanoshard.sum_with_product.default}
 
     class ProductsByShape(CustomGraphPass):
-        """Puts the operations of ops/products.py in the place of torch's."""
-
         def __call__(self, graph):
-            by_shape = {torch.ops.aten.mm.default: torch.ops.nanoshard.product.default,
-                        torch.ops.aten.addmm.default: torch.ops.nanoshard.sum_with_product.default}
             for node in graph.nodes:
-                is_plain = node.target in by_shape and not node.kwargs
+                is_plain = node.target in ours and not node.kwargs
                 if is_plain and node.meta["val"].dtype == torch.bfloat16:
-                    node.target = by_shape[node.target]
+                    node.target = ours[node.target]
 
         def uuid(self):
             """Return what the compiler's cache knows this class by."""
             return get_hash_for_files((__file__,))
 
-    config.post_grad_custom_post_pass = ProductsByShape() if on else None
+    return ProductsByShape()

@@ -92,6 +92,12 @@ class Tree:
         found = self._together("first", own, _lower)
         return None if found is None else found[1]
 
+    def union(self, entries):
+        """Return all entries of the ranks' dicts, on every rank. Of equal keys the lowest rank's counts."""
+        own = {key: (self.rank, value) for key, value in entries.items()}
+        found = self._together("union", own, _united)
+        return {key: value for key, (_, value) in found.items()}
+
     def gather_objects(self, value):
         """Return the values of all ranks as a list, on every rank. value: small and picklable."""
         values = self._together("all-gather", {self.rank: value}, _joined)
@@ -263,6 +269,13 @@ def _lower(ours, theirs):
     """Return the pair (rank, value) of the lower rank; None stands for no pair."""
     pairs = [pair for pair in (ours, theirs) if pair is not None]
     return min(pairs, key=lambda pair: pair[0], default=None)
+
+
+def _united(ours, theirs):
+    """Return the entries of two dicts of pairs (rank, value). Of equal keys the lower rank's is kept."""
+    for key, pair in theirs.items():
+        ours[key] = _lower(ours.get(key), pair)
+    return ours
 
 
 def _joined(ours, theirs):

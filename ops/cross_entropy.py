@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from ops import backend
-from ops.products import product
+from ops.products import multiply
 
 IGNORE = -100  # a target that takes no part: its loss is 0, its gradient exactly 0
 ROWS_AT_ONCE = 1024  # of the torch twin, which computes in fp32
@@ -66,7 +66,7 @@ class LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, w, target, used, bias=None):
-        z = product(x, w.T) if bias is None else F.linear(x, w, bias)  # (R, V)
+        z = multiply(x, w.T) if bias is None else F.linear(x, w, bias)  # (R, V)
         loss, scale = cross_entropy_rows(z, target, used)
         ctx.save_for_backward(x, w, z, scale)
         ctx.has_bias = bias is not None
@@ -76,13 +76,13 @@ class LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx, grad_loss):
         x, w, z, scale = ctx.saved_tensors  # z holds (softmax - onehot) / scale
         scale = (grad_loss * scale).unsqueeze(1)  # (R, 1)
-        grad_x = product(z, w).mul_(scale)
+        grad_x = multiply(z, w).mul_(scale)
 
         grad_w = None
         if ctx.needs_input_grad[1]:
             # Without `out`, x times the fp32 scale would be a tensor in fp32.
             scaled_x = torch.mul(x, scale, out=torch.empty_like(x))
-            grad_w = product(z.T, scaled_x)
+            grad_w = multiply(z.T, scaled_x)
 
         grad_bias = None
         if ctx.has_bias:

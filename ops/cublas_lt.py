@@ -11,6 +11,7 @@ import ctypes
 import functools
 import os
 from ctypes import byref, c_float, c_int, c_int32, c_int64, c_size_t, c_uint32, c_uint64, c_void_p, sizeof
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
@@ -38,8 +39,9 @@ ALIGNMENT = 256  # bytes: the library expects it of each address
 WIDTHS = 8  # it wants widths that are multiples of this
 DEVICE = "cuda"  # where the matrices are that it multiplies
 
+settings = SimpleNamespace(measured=False)  # whether the run of this process measures its products
 plans = {}  # the Plans that were made, by Shape
-choices = {}  # the algorithms that were chosen for this process, by the words of their Shapes; "" is torch
+choices = {}  # the algorithms that were chosen for that run, by the words of their Shapes; "" is torch
 
 
 class Proposal(ctypes.Structure):
@@ -232,5 +234,6 @@ def plan(a, b, epilogue=PRODUCT_ONLY, aux=None, summand=None):
 
 def forget():
     """Let all products be as at the start of the process: nothing is chosen."""
+    settings.measured = False
     plans.clear()
     choices.clear()

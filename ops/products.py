@@ -1,10 +1,18 @@
 """Products of two matrices by the algorithm that was chosen for their shape, or else by torch.
 
-fast/products.py chooses. Where it does not, on CPUs for example, both functions are torch's.
+fast/products.py chooses. Where it does not, on CPUs for example, torch multiplies.
+
+    multiply                   what eager code calls
+    product, sum_with_product  the operations, which compiled graphs call
 """
 import torch
 
 from ops import cublas_lt
+
+
+def multiply(a, b):
+    """Return a b, (m, n): a (m, k), b (k, n)."""
+    return product(a, b) if cublas_lt.settings.measured else a @ b
 
 
 @torch.library.custom_op("nanoshard::product", mutates_args=())

@@ -16,6 +16,7 @@ from fast import graph, products
 from fast.choose import Choice
 from interface.tree import Tree
 from ops import backend, cublas_lt
+from ops.cross_entropy import LinearCrossEntropy
 from ops.cublas_lt import Factor
 from ops.gelu_mlp import product_gelu, product_gelu_backward
 from ops.products import product, sum_with_product
@@ -91,6 +92,24 @@ def test_torch_multiplies_what_the_library_cannot_read(stand_in, a, b, summand):
     assert cublas_lt.plans == {}
 
 
+def test_the_head_multiplies_by_what_was_chosen(stand_in):  # noqa: F811
+    generator = torch.Generator().manual_seed(0)
+    x, w = (torch.randn(n, 16, generator=generator).bfloat16().requires_grad_() for n in (24, 64))
+    target = torch.arange(24)
+
+    def results():
+        loss = LinearCrossEntropy.apply(x, w, target, 64)
+        return [loss.detach(), *torch.autograd.grad(loss, [x, w])]
+    by_torch = results()
+    assert cublas_lt.plans == {}
+    cublas_lt.settings.measured = True
+    assert all(map(torch.equal, results(), by_torch)) and stand_in.multiplied == 0
+    choose_proposal(1)
+    for one, other in zip(results(), by_torch, strict=True):
+        torch.testing.assert_close(one, other, rtol=0.02, atol=0.02)
+    assert stand_in.algorithms == [1, 1, 1]
+
+
 def test_torch_knows_the_operations():
     a, b, summand = torch.randn(8, 16), torch.randn(16, 8), torch.randn(8, 8)
     tests = "test_schema", "test_faketensor"
@@ -119,9 +138,8 @@ def compiler():
     """Let what torch compiled be forgotten, and its settings be as before."""
     from torch._inductor import config
     torch._dynamo.reset()
-    before = config.post_grad_custom_post_pass
-    yield
-    config.post_grad_custom_post_pass = before
+    yield config
+    config.post_grad_custom_post_pass = None
     torch._dynamo.reset()
 
 
@@ -147,6 +165,15 @@ def test_compiled_blocks_ask_for_their_products(compiler, on):
     forward = [((24, 16), (16, 16)), ((24, 16), (16, 8))]
     backward = [((24, 8), (8, 16)), ((8, 24), (24, 16)), ((24, 16), (16, 16)), ((16, 24), (24, 16))]
     assert sorted(asked) == (sorted(forward + backward) if on else [])
+
+
+def test_a_pass_of_others_is_left(compiler):
+    compiler.post_grad_custom_post_pass = "theirs"
+    products.compile_products(False)
+    assert compiler.post_grad_custom_post_pass == "theirs"
+    for on in (True, False):
+        products.compile_products(on)
+        assert (compiler.post_grad_custom_post_pass is not None) == on
 
 
 # -----------------------------------------------------------------------------
@@ -263,7 +290,9 @@ class Event:
         return len(Event.library.replayed)
 
 
-def test_the_candidates_are_captured_and_timed_in_turn(stand_in, monkeypatch):  # noqa: F811
+@pytest.mark.parametrize("times, calls", [(0.5, 1), (3.5, 3), (9.5, 5)])
+def test_the_candidates_are_captured_and_timed_in_turn(stand_in, monkeypatch, times, calls):  # noqa: F811
+    """FLOPS: `times` those of the product. 5 calls are the most."""
     product(*factors()["y"])
     [plan] = cublas_lt.plans.values()
     multiply = stand_in.cublasLtMatmul
@@ -273,7 +302,8 @@ def test_the_candidates_are_captured_and_timed_in_turn(stand_in, monkeypatch):  
     stand_in.cublasLtMatmul = refuse_the_second
     stand_in.replayed = []
     Event.library = stand_in
-    monkeypatch.setattr(products, "FLOPS", 3.5 * 2 * 24 * 16 * 32)
+    monkeypatch.setattr(products, "FLOPS", times * 2 * 24 * 16 * 32)
+    monkeypatch.setattr(products, "MOST_CALLS", 5)
     for name, value in {"CUDAGraph": lambda: Capture(stand_in), "Event": Event, "stream": mock.MagicMock(),
                         "graph_pool_handle": lambda: "pool"}.items():
         monkeypatch.setattr(torch.cuda, name, value)
@@ -283,7 +313,7 @@ def test_the_candidates_are_captured_and_timed_in_turn(stand_in, monkeypatch):  
     assert [candidate.proposal and candidate.proposal.name() for candidate in candidates] == names
     products.take_turns(candidates, 1)
     products.take_turns(candidates, 3)
-    assert stand_in.replayed == [[], [0, 0, 0], [2, 2, 2]] * 4
+    assert stand_in.replayed == [[], [0] * calls, [2] * calls] * 4
     assert [candidate.milliseconds() for candidate in candidates] == [7, 8, 9]  # the first turn is forgotten
 
 
@@ -315,7 +345,7 @@ def test_the_runs_folder_keeps_the_choices(stand_in, monkeypatch, tmp_path):  # 
     for factor in factors().values():
         product(*factor)
     fast_products.choose()
-    assert stand_in.algorithms == []
+    assert stand_in.algorithms == [] and cublas_lt.settings.measured
     assert [plan.chosen.algorithm[0] for plan in cublas_lt.plans.values()] == [1, 1, 1]
     kept = json.loads((tmp_path / "products.json").read_text())
     assert list(kept["products"]) == [
@@ -420,6 +450,7 @@ def test_a_step_measures_once_before_it_is_captured(monkeypatch, is_graph, is_me
     monkeypatch.setattr(graph, "compile_products", called.append)
     monkeypatch.setattr(graph, "compile_blocks", lambda model: None)
     cublas_lt.choices["of an earlier run"] = ""
+    cublas_lt.settings.measured = True
     cfg = Config(preset="tiny", dtype="fp32", compile=True)
     mesh = make_mesh(World())
     choice = Choice(graph=is_graph, symm_mem=False, peer_copies=False, single_microbatch=False,
@@ -428,6 +459,7 @@ def test_a_step_measures_once_before_it_is_captured(monkeypatch, is_graph, is_me
     step = graph.make_step(train.Step(cfg, *parts), choice, "folder")
     on = is_graph and is_measured
     assert called == (["folder", True] if on else [False]) and cublas_lt.choices == {}
+    assert not cublas_lt.settings.measured  # A FastProducts would change that.
     if is_graph:
         capture = EmulatedCapture(step, called)
         capture.run()

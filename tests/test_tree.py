@@ -73,6 +73,7 @@ def speak(own):
     rank = own.rank
     return [own.any(rank == 5), own.any(False), own.either(1 << rank), own.maximum([rank, -rank]),
             own.first(rank if rank in (3, 4) else None), own.first(None),
+            own.union({"all": rank, rank: "own", "late": rank} if rank >= 4 else {"all": rank}),
             own.gather_objects(f"{rank}" * 2000), own.collect(rank), own.broadcast_object((rank, "said")),
             own.barrier()]
 
@@ -82,7 +83,8 @@ def test_every_rank_hears_the_same(size, width):
     everyone = [f"{rank}" * 2000 for rank in range(size)]
     found = 3 if size > 3 else None
     for rank, said in enumerate(on_threads(size, width, speak)):
-        assert said == [size > 5, False, 2**size - 1, [size - 1, 0], found, None, everyone,
+        united = {"all": 0} | {late: "own" for late in range(4, size)} | ({"late": 4} if size > 4 else {})
+        assert said == [size > 5, False, 2**size - 1, [size - 1, 0], found, None, united, everyone,
                         list(range(size)) if rank == 0 else None, (0, "said"), None], rank
 
 
