@@ -209,9 +209,10 @@ class Config:
     # the products of attention and of the dense MLP take numbers of 8 bits, of which a GPU multiplies up to
     # twice as many; weights, activations between them, the head and experts keep --dtype
     fp8: bool = flag(False, "free")
-    # libraries of Hopper GPUs, in the versions that were tried (docs/machines.md): auto takes those that are
-    # installed, flash-attn-4 for attention without a mask and quack-kernels for experts; plain takes none.
-    # With auto plan.py counts quack-kernels as installed; it never counts flash-attn-4
+    # on Hopper GPUs (docs/machines.md): auto takes libraries that are installed in the versions that were
+    # tried, flash-attn-4 for attention without a mask and quack-kernels for experts, and measures which
+    # algorithms multiply fastest; plain does neither. With auto plan.py counts quack-kernels as installed; it
+    # never counts flash-attn-4
     kernels: Literal["auto", "plain"] = flag("auto", "free")
     # AdamW's fp32 masters are kept as the bf16 weights and the 16 bits that these lack, which saves 2 bytes
     # per weight

@@ -359,7 +359,7 @@ def check_products(world):
 
 
 # -----------------------------------------------------------------------------
-# Hidden synchronisations: the host never waits for the GPU
+# Products by the algorithms that are fastest here
 
 def check_measured(world):
     """Train layouts with measured products and without, and return a line about it.
@@ -392,6 +392,9 @@ def check_measured(world):
     return (f"{STEPS} bf16 steps with measured products, {n_chosen} of them by other algorithms: "
             f"{n_runs} runs, losses within {worst:.1e} of those with cuBLAS'")
 
+
+# -----------------------------------------------------------------------------
+# Hidden synchronisations: the host never waits for the GPU
 
 def check_sync(world):
     """Run the MoE layer where torch sees hidden synchronisations, and return a line about it.

@@ -54,7 +54,7 @@ FP8_WEIGHT = 8
 FP8_GRADIENT = 6
 GROUPED = 0.5  # of peak, experts: 445 TFLOP/s at 1024 rows each, less the time of the weights' bytes
 # Rates of quack-kernels over those of ours, of experts' products and of gradients of their weights: the
-# geometric means (1.04 to 1.24, 0.95 to 1.29) of 15 and 10 products on one H100, sustained, each by the tile
+# geometric means of 15 products (1.04 to 1.24) and 10 (0.95 to 1.29) on one H100, sustained, each by the tile
 # that fast/experts.py takes (bench/results/experts-quack-tiles-h100.jsonl).
 QUACK_RATE = 1.134
 QUACK_WGRAD_RATE = 1.183
@@ -72,7 +72,7 @@ GROWTH = 0.16  # exponent: the rate at 8192 tokens is 1.25 times that at 2048
 SEGMENT = 0.18  # of peak
 SEGMENTS = 4096, 16384  # tokens of a segment, between which the rate grows
 SEGMENT_GROWTH = 0.25  # exponent: the rate at 16384 tokens is 1.41 times that at 4096
-# Passes over the hidden layer that products with GELU save, both ways: 1.7 in WP and 2.4 in G2, on one H200.
+# Passes over the hidden layer that products with GELU save: 1.7 in WP, 2.4 in G2 (H200, without --recompute).
 GELU_IN_PRODUCTS = 2
 TOUCHES = 3  # times a saved tensor passes through memory outside products: write, read, gradient
 # Without --compile torch's own kernels go over a block's rows this much more often, both ways. Each reads and
@@ -233,8 +233,8 @@ def dense_matmuls(cfg, mesh, gpu):
     seconds = sum(matmul_seconds(m, n, k, gpu, count) for m, n, k, count in dense)
     if cfg.fp8:
         return seconds / gpu.fp8
-    is_measured = cfg.compile and products.fits(cfg) and expected_choice(cfg, mesh, gpu.node).graph
-    return seconds * gpu.measured if is_measured else seconds
+    is_plain = cfg.compile and not cfg.bias and products.fits(cfg)
+    return seconds * gpu.measured if is_plain and expected_choice(cfg, mesh, gpu.node).graph else seconds
 
 
 def expert_matmuls(cfg, mesh, gpu, uneven=False):

@@ -41,9 +41,9 @@ def make_step(plain, choice, folder=None):
     model = plain.model
     products = None
     cublas_lt.forget()
-    if choice.graph and choice.measured:
-        device = next(model.parameters()).device
-        products = FastProducts(model.mesh.world.tree, device, folder)
+    tree = model.mesh.world.tree
+    if choice.graph and not tree.any(not choice.measured):  # one bool from each rank, over the world
+        products = FastProducts(tree, next(model.parameters()).device, folder)
     if cfg.compile:
         compile_products(products is not None)
         compile_blocks(model)

@@ -1,15 +1,16 @@
 """Which algorithm multiplies each of a run's matrices: the one that is fastest on this machine.
 
 cuBLAS chooses by rules. Measured on an H100, another of its algorithms is 4 to 12 % faster for half of the
-products of GPT-2 and Llama (docs/lab-notes.md, 4). So before a step becomes a CUDA graph, each product that
-it needs is measured with the algorithms that the library proposes (ops/cublas_lt.py).
+products of GPT-2 and Llama (docs/lab-notes.md, 4). So before a step becomes a CUDA graph, the products of its
+compiled blocks and of its head are measured with the algorithms that the library proposes
+(ops/cublas_lt.py).
 
     FastProducts      measures, and agrees with the other ranks
     compile_products  lets compiled blocks multiply in that way
 
 Algorithms may add in another order, and round differently then. So all ranks take what the lowest rank that
-measured a product chose. The run's folder keeps the choices, in products.json, and a resumed run multiplies
-as the run before it did.
+measured a product chose. The run's folder keeps the choices, in products.json, and a resumed run takes them
+from its first step on. A product with a bias, a vector, is left to cuBLAS.
 """
 import contextlib
 import functools
@@ -56,8 +57,8 @@ class FastProducts:
         self.device = device
         self.path = None if folder is None else Path(folder, FILE)
         cublas_lt.settings.measured = True
-        # Rank 0 tells all others what the file says.
-        cublas_lt.choices.update(self.tree.broadcast_object(self.load()))
+        kept = self.load() if tree.rank == 0 else None
+        cublas_lt.choices.update(self.tree.broadcast_object(kept))  # rank 0 tells all others
 
     def load(self):
         """Return the choices in the run's folder: {words of a Shape: the name of an algorithm}.
@@ -83,13 +84,17 @@ class FastProducts:
         measured = {}
         for shape, plan in list(cublas_lt.plans.items()):
             if shape.words() not in cublas_lt.choices:
-                measured[shape.words()] = fastest(plan)
+                found = fastest(plan)
+                torch.cuda.empty_cache()  # of the next product's memory
+                if found is not None:
+                    measured[shape.words()] = found
         chosen = self.tree.union(measured)  # a few words from each rank to all, over the world
         if not chosen:
             return
         cublas_lt.choices.update(chosen)
         for shape, plan in cublas_lt.plans.items():
-            plan.choose(cublas_lt.choices[shape.words()])
+            if shape.words() in chosen:
+                plan.choose(chosen[shape.words()])
         if self.tree.rank == 0 and self.path is not None:
             self.save()
 
@@ -104,16 +109,22 @@ class FastProducts:
 
 
 def fastest(plan):
-    """Return the name of the algorithm that is fastest for a Plan, or "" if it is torch's."""
-    before = plan.chosen
+    """Return the name of the algorithm that is fastest for a Plan, or "" if it is torch's.
+
+    None: there is too little memory for measuring.
+    """
     if bytes_needed(plan.shape) > free_memory(plan.shape.device):
-        return before.name() if before else ""
-    candidates = make_candidates(plan)
-    plan.chosen = before
-    torchs, *others = candidates
-    take_turns([torchs, *others], FIRST_ROUNDS)
-    others = sorted(others, key=Candidate.milliseconds)[:FINALISTS]
-    take_turns([torchs, *others], LAST_ROUNDS)
+        return None
+    before = plan.chosen
+    try:
+        torchs, *others = make_candidates(plan)
+        take_turns([torchs, *others], FIRST_ROUNDS)
+        others = sorted(others, key=Candidate.milliseconds)[:FINALISTS]
+        take_turns([torchs, *others], LAST_ROUNDS)
+    except torch.OutOfMemoryError:  # Another process has taken it.
+        return None
+    finally:
+        plan.chosen = before
     best = min([torchs, *others], key=Candidate.milliseconds)
     is_faster = best.milliseconds() < (1 - MARGIN) * torchs.milliseconds()
     return best.proposal.name() if is_faster else ""
@@ -125,33 +136,45 @@ def make_candidates(plan):
     stream = side_stream(plan.shape.device)  # of all measurements: on each, torch's cuBLAS keeps memory
     stream.wait_stream(torch.cuda.current_stream(plan.shape.device))  # which makes the matrices
     pool = torch.cuda.graph_pool_handle()
-    found = [Candidate(plan, None, call, stream, pool)]
-    for proposal in plan.proposals:
-        with contextlib.suppress(RuntimeError):  # The library refuses it.
-            found.append(Candidate(plan, proposal, call, stream, pool))
+    found = []
+    with torch.cuda.stream(stream):
+        for proposal in (None, *plan.proposals):
+            plan.chosen = proposal
+            if can_run(call):
+                stream.synchronize()
+                found.append(Candidate(plan, call, pool))
     return found
+
+
+def can_run(call):
+    """Call a product once. Return whether the library did not refuse it."""
+    try:
+        call()
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError:
+        return False
+    return True
 
 
 class Candidate:
     """Calls of one algorithm, as a CUDA graph: the host may take longer than the GPU for a single call.
 
-    proposal: of the Plan, or None for torch's way. call: see example(). stream: where it is captured. pool:
-    the memory of all such graphs, which run one after the other.
+    proposal: the one that the Plan has chosen now, or None for torch's way. call: see example(). pool: the
+    memory of all such graphs, which run one after the other.
     """
 
-    def __init__(self, plan, proposal, call, stream, pool):
-        self.proposal = proposal
+    def __init__(self, plan, call, pool):
+        self.proposal = plan.chosen
         self.times = []
-        plan.chosen = proposal
         shape = plan.shape
         calls = min(max(1, int(FLOPS / (2 * shape.m * shape.k * shape.n))), MOST_CALLS)
         self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(stream):
-            call()  # what a first call does besides is not captured
-            stream.synchronize()
-            self.graph.capture_begin(pool)
+        self.graph.capture_begin(pool)
+        try:
             for _ in range(calls):
                 call()
+        finally:
             self.graph.capture_end()
 
     def run(self):
@@ -179,7 +202,9 @@ def take_turns(candidates, rounds):
 
 def bytes_needed(shape):
     """Return how many bytes measuring may take: the matrices, and what one call keeps and another writes."""
-    numbers = shape.m * shape.k + shape.k * shape.n + 5 * shape.m * shape.n
+    numbers = 5 * shape.m * shape.n
+    for (rows, width), factor in (((shape.m, shape.k), shape.a), ((shape.k, shape.n), shape.b)):
+        numbers += factor.stride * (width if factor.by_column else rows)
     return 2 * numbers + 2 * cublas_lt.MOST_WORKSPACE
 
 
@@ -213,13 +238,20 @@ def random_matrix(rows, width, factor, generator):
 # In compiled blocks
 
 def compile_products(on):
-    """Let what torch.compile compiles from here on multiply by ops/products.py, or by torch."""
+    """Let what torch.compile compiles from here on multiply by ops/products.py, or by torch.
+
+    What was compiled otherwise is compiled again. If somebody else has set a pass of their own, nothing
+    changes.
+    """
+    from torch._dynamo import reset
     from torch._inductor import config
     ours = products_by_shape()
-    if on:
-        config.post_grad_custom_post_pass = ours
-    elif config.post_grad_custom_post_pass is ours:
-        config.post_grad_custom_post_pass = None
+    before = config.post_grad_custom_post_pass
+    now = ours if on else None
+    if before not in (None, ours) or before is now:
+        return
+    config.post_grad_custom_post_pass = now
+    reset()
 
 
 @functools.cache
@@ -233,8 +265,7 @@ def products_by_shape():
     class ProductsByShape(CustomGraphPass):
         def __call__(self, graph):
             for node in graph.nodes:
-                is_plain = node.target in ours and not node.kwargs
-                if is_plain and node.meta["val"].dtype == torch.bfloat16:
+                if node.target in ours and not node.kwargs and is_served(node):
                     node.target = ours[node.target]
 
         def uuid(self):
@@ -242,3 +273,9 @@ def products_by_shape():
             return get_hash_for_files((__file__,))
 
     return ProductsByShape()
+
+
+def is_served(node):
+    """Whether a product of the compiler's graph is in bf16, and what it adds to, if anything, is a matrix."""
+    values = [argument.meta.get("val") for argument in node.args]
+    return all(x is not None and x.dtype == torch.bfloat16 and x.dim() == 2 for x in values)

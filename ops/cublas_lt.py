@@ -117,11 +117,10 @@ class Plan:
 
     proposals: the algorithms that the library proposes, the one that it expects to be fastest first.
     chosen: the one of them that multiplies, or None where torch does. It is what `choices` says. Where that
-    says nothing, it is the first proposal for a product with GELU, and torch for others, so that the next run
-    rounds as this one did. The library may have one proposal only for a product with GELU. In the one such
-    shape that was measured, 1024 to 4096 on Hopper, that is a kernel made for Ampere, which takes longer than
-    torch's two, so torch multiplies. The device must be the current one. Two threads must not use one Plan at
-    the same time.
+    says nothing, it is the first proposal for a product with GELU, and torch for others. Torch also does a
+    product with GELU for which there is one proposal only. In the one such shape that was looked at, 1024 to
+    4096 on Hopper, that is a kernel made for Ampere, which takes longer than torch's two kernels.
+    The device must be the current one. Two threads must not use one Plan at the same time.
     """
 
     def __init__(self, shape):
@@ -142,6 +141,12 @@ class Plan:
             self.chosen = self.proposals[0]
         if shape.words() in choices:
             self.choose(choices[shape.words()])
+
+    def destroy(self):
+        """Give back what the library keeps for this Plan, which is not used any more."""
+        for layout in (self.a, self.b, self.out):
+            check(library().cublasLtMatrixLayoutDestroy(layout), "MatrixLayoutDestroy")
+        check(library().cublasLtMatmulDescDestroy(self.product), "MatmulDescDestroy")
 
     def choose(self, name):
         """Multiply by the proposal of this name, or by torch if there is none."""
@@ -175,9 +180,9 @@ class Plan:
         check(library().cublasLtMatmulPreferenceDestroy(preference), "MatmulPreferenceDestroy")
         return [] if status else [proposal for proposal in found[:count.value] if proposal.status == 0]
 
-    def multiply(self, a, b, out, *, aux=None, summand=None, proposal=None):
-        """Write the result to out (m, n). aux, summand: (m, n). proposal: in the place of the chosen one."""
-        proposal = proposal or self.chosen
+    def multiply(self, a, b, out, *, aux=None, summand=None):
+        """Write the result to out (m, n), by the chosen proposal. aux, summand: (m, n)."""
+        proposal = self.chosen
         device = self.shape.device
         if aux is not None:
             self.set(AUX, c_void_p(aux.data_ptr()))
@@ -235,5 +240,7 @@ def plan(a, b, epilogue=PRODUCT_ONLY, aux=None, summand=None):
 def forget():
     """Let all products be as at the start of the process: nothing is chosen."""
     settings.measured = False
+    for plan in plans.values():
+        plan.destroy()
     plans.clear()
     choices.clear()

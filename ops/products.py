@@ -33,11 +33,11 @@ def _(a, b):
 
 @torch.library.custom_op("nanoshard::sum_with_product", mutates_args=())
 def sum_with_product(summand: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Return summand + a b, (m, n): summand (m, n) or (n,), a (m, k), b (k, n).
+    """Return summand + a b, (m, n): summand (m, n), a (m, k), b (k, n).
 
     torch copies the summand first, and adds the product to the copy.
     """
-    plan = cublas_lt.plan(a, b, summand=summand) if summand.shape == (a.size(0), b.size(1)) else None
+    plan = cublas_lt.plan(a, b, summand=summand)
     if plan is None:
         return torch.addmm(summand, a, b)
     out = torch.empty_like(summand)

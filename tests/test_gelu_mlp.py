@@ -136,7 +136,8 @@ class StandIn:
     """The functions of cuBLASLt that ops/cublas_lt.py calls, on matrices in a CPU's memory."""
 
     def __init__(self, proposals=3):
-        self.made = {}
+        self.made = {}  # what exists, by its number
+        self.n_made = 0
         self.proposals = proposals
         self.multiplied = 0
         self.algorithms = []  # which multiplied, the first of the proposals being 0
@@ -144,8 +145,9 @@ class StandIn:
         self.refused = False  # whether each proposal says that it cannot be taken
 
     def keep(self, reference, thing):
-        self.made[len(self.made) + 1] = thing
-        reference._obj.value = len(self.made)
+        self.n_made += 1
+        self.made[self.n_made] = thing
+        reference._obj.value = self.n_made
         return 0
 
     def of(self, pointer):
@@ -174,7 +176,14 @@ class StandIn:
 
     def cublasLtMatmulPreferenceDestroy(self, preference):
         self.preferences -= 1
+        del self.made[preference.value]
         return 0
+
+    def destroy(self, thing):
+        del self.made[thing.value]
+        return 0
+
+    cublasLtMatrixLayoutDestroy = cublasLtMatmulDescDestroy = destroy
 
     def cublasLtMatmulAlgoGetHeuristic(self, handle, product, a, b, c, d, preference, wanted, found, count):
         assert ctypes.sizeof(found[0]) == 96

@@ -562,6 +562,7 @@ CUDA_ONLY = {  # place: why it names CUDA. Everything else asks the device's mod
     "ops/fp8.py check_device": "which GPUs multiply fp8 numbers",
     "fast/library_kernels.py compile_call": "kernels for NVIDIA's Hopper GPUs",
     "ops/grouped_mm.py pointer_tiles": "its table names NVIDIA's architectures",
+    "fast/products.py FastProducts": "memory is given back between two CUDA graphs",
     "fast/products.py Candidate": "the CUDA graph of the calls that are timed",
     "fast/products.py make_candidates": "the same",
     "fast/choose.py has_cuda_api": "the one answer for graphs and peer access",

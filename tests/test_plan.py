@@ -429,7 +429,7 @@ def test_the_fast_ways_are_those_of_choose():
     def choice(gpus, *flags):
         cfg, mesh = plan.check_gpus(parse([*flags]), gpus)
         return expected_choice(cfg, mesh)
-    assert choice(8, "dense-210m", "--zero", "1") == (True, False, True, True, True, False, False)
+    assert choice(8, "dense-210m", "--zero", "1") == (True, False, True, True, True, False, False, False)
     assert not choice(16, "dense-210m", "--zero", "1").peer_copies
     for zero in "23":  # nothing captured; rows by all_to_all
         assert choice(4, "moe-4b", "--ep", "4", "--zero", zero)[:5] == (False, False, True, True, True)

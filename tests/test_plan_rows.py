@@ -21,8 +21,12 @@ FILES = ("peers-2-4-gpus-h200", "experts-tma-h200", "split-masters-h200", "8b-h2
          "peers-a13b207-h200", "norms-h200", "peers-80191f2-h200", "gelu-h200", "products-h100")
 
 
+LIMITS = {"products-h100": 0.1}  # of the other files: 0.08
+
+
 class Row(NamedTuple):
     """A time of ours in these files of bench/results."""
+    file: str
     flags: str
     gpus: int
     gpu: str      # their kind
@@ -59,7 +63,7 @@ def rows_of_leases():
                 gib = None
             for window in windows:
                 uneven = shares_experts and window["steps"][0] < 300
-                found.append(Row(flags, row["gpus"], gpu, window["ms"], gib, quack, measured, uneven))
+                found.append(Row(name, flags, row["gpus"], gpu, window["ms"], gib, quack, measured, uneven))
     return found
 
 
@@ -82,8 +86,9 @@ def test_rows_of_each_kind_are_found():
 
 
 @pytest.mark.parametrize("row", ROWS, ids=str)
-def test_step_within_10_percent_of_measured(row):
-    assert predicted_over_measured(row) == pytest.approx(1, abs=0.1)
+def test_step_within_8_percent_of_measured(row):
+    """Of one file within 10 %."""
+    assert predicted_over_measured(row) == pytest.approx(1, abs=LIMITS.get(row.file, 0.08))
 
 
 @pytest.mark.parametrize("row", [row for row in ROWS if row.gib], ids=str)

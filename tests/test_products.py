@@ -17,7 +17,7 @@ from fast.choose import Choice
 from interface.tree import Tree
 from ops import backend, cublas_lt
 from ops.cross_entropy import LinearCrossEntropy
-from ops.cublas_lt import Factor
+from ops.cublas_lt import Factor, Shape
 from ops.gelu_mlp import product_gelu, product_gelu_backward
 from ops.products import product, sum_with_product
 from parallel import make_mesh
@@ -64,13 +64,27 @@ def test_the_chosen_proposal_multiplies(stand_in, which, adds):  # noqa: F811
 
 
 def test_rows_of_a_wider_matrix(stand_in):  # noqa: F811
-    a = torch.randn(24, 128, dtype=torch.bfloat16)[:, :16]
+    wide = torch.randn(24, 128, dtype=torch.bfloat16)
+    a = wide[:, :16]
     b = torch.randn(16, 32, dtype=torch.bfloat16)
+    across = wide[:, 32:64].T
     product(a, b)
+    product(across, a)
     choose_proposal(0)
     assert torch.equal(product(a, b), (a.float() @ b.float()).bfloat16()) and stand_in.multiplied == 1
-    [shape] = cublas_lt.plans
-    assert shape.a == Factor(by_column=False, stride=128) and shape.b == Factor(by_column=False, stride=32)
+    assert torch.equal(product(across, a), (across.float() @ a.float()).bfloat16())
+    assert stand_in.multiplied == 2
+    one, other = cublas_lt.plans
+    assert one.a == Factor(by_column=False, stride=128) and one.b == Factor(by_column=False, stride=32)
+    assert other.a == Factor(by_column=True, stride=128) and other.b == Factor(by_column=False, stride=128)
+
+
+def test_the_library_gets_back_what_it_made(stand_in):  # noqa: F811
+    for factor in factors().values():
+        product(*factor)
+    assert len(stand_in.made) == 3 * 4  # for each Plan one of the product, and three of matrices
+    cublas_lt.forget()
+    assert stand_in.made == {}
 
 
 def zeros(*shape):
@@ -82,7 +96,7 @@ def zeros(*shape):
     (zeros(8, 16), zeros(16, 12), None), (zeros(0, 16), zeros(16, 8), None),
     (zeros(8, 32)[:, ::2], zeros(16, 8), None), (zeros(1, 16).expand(8, 16), zeros(16, 8), None),
     (zeros(8, 20)[:, :16], zeros(16, 8), None), (zeros(8, 32)[:, 1:17], zeros(16, 8), None),
-    (zeros(8, 16).half(), zeros(16, 8).half(), None), (zeros(8, 16), zeros(16, 8), zeros(8)),
+    (zeros(8, 16).half(), zeros(16, 8).half(), None),
     (zeros(8, 16), zeros(16, 8), zeros(8, 8).T)])
 def test_torch_multiplies_what_the_library_cannot_read(stand_in, a, b, summand):  # noqa: F811
     if summand is None:
@@ -169,11 +183,36 @@ def test_compiled_blocks_ask_for_their_products(compiler, on):
 
 def test_a_pass_of_others_is_left(compiler):
     compiler.post_grad_custom_post_pass = "theirs"
-    products.compile_products(False)
-    assert compiler.post_grad_custom_post_pass == "theirs"
     for on in (True, False):
         products.compile_products(on)
-        assert (compiler.post_grad_custom_post_pass is not None) == on
+        assert compiler.post_grad_custom_post_pass == "theirs"
+
+
+def test_what_was_compiled_otherwise_is_compiled_again(compiler):
+    x = torch.randn(24, 16, dtype=torch.bfloat16)
+    counts = []
+    for on in (False, True, True, False):
+        products.compile_products(on)
+        block = Residual().bfloat16()
+        block.compile()
+        with mock.patch.object(cublas_lt, "plan", return_value=None) as asked, torch.no_grad():
+            block(x)
+        counts.append(asked.call_count)
+    assert counts == [0, 2, 2, 0]
+
+
+@pytest.mark.parametrize("what", ["fp32", "beta", "bias"])
+def test_torch_keeps_other_products_of_a_compiled_block(compiler, what):
+    dtype = torch.float32 if what == "fp32" else torch.bfloat16
+    x, w = torch.randn(16, 16, dtype=dtype), torch.randn(16, 16, dtype=dtype)
+
+    def f(x):
+        summand = x[0] if what == "bias" else x
+        return torch.addmm(summand, x, w, beta=0.5 if what == "beta" else 1)
+    products.compile_products(True)
+    with mock.patch.object(cublas_lt, "plan", return_value=None) as asked:
+        torch.testing.assert_close(torch.compile(f)(x), f(x), rtol=0.05, atol=0.05)
+    assert asked.call_count == 0
 
 
 # -----------------------------------------------------------------------------
@@ -186,9 +225,9 @@ class Timed:
     """
     first, last = {}, {}
 
-    def __init__(self, plan, proposal, call, stream, pool):
-        self.proposal = proposal
-        self.number = None if proposal is None else proposal.algorithm[0]
+    def __init__(self, plan):
+        self.proposal = plan.chosen
+        self.number = None if plan.chosen is None else plan.chosen.algorithm[0]
         self.runs = 0
 
     def milliseconds(self):
@@ -205,9 +244,12 @@ def time_as(monkeypatch, first, last):
     made = []
 
     def make(plan):
-        products.example(plan.shape)()
-        made.append([Timed(plan, proposal, None, None, None) for proposal in (None, *plan.proposals)])
-        return made[-1]
+        candidates = []
+        for proposal in (None, *plan.proposals):
+            plan.chosen = proposal
+            candidates.append(Timed(plan))
+        made.append(candidates)
+        return candidates
 
     def take_turns(candidates, rounds):
         for candidate in candidates:
@@ -247,14 +289,31 @@ def test_all_but_torch_and_the_finalists_drop_out(stand_in, monkeypatch):  # noq
         None: most, 0: most, 1: 2, 2: most, 3: 2, 4: most, 5: 2}
 
 
-def test_without_memory_nothing_is_measured(stand_in, monkeypatch):  # noqa: F811
-    made = time_as(monkeypatch, {}, {})
-    monkeypatch.setattr(products, "free_memory", lambda device: 2**20)
+@pytest.mark.parametrize("why", ["before", "while"])
+def test_without_memory_nothing_is_decided(stand_in, monkeypatch, tmp_path, why):  # noqa: F811
+    time_as(monkeypatch, TIMES, TIMES)
     x, w1, _, _ = matrices(torch.bfloat16)
+    fast_products = make_products(tmp_path)
     product(x, w1.T)
     product_gelu(x, w1)
     plain, gelu = cublas_lt.plans.values()
-    assert products.fastest(plain) == "" and products.fastest(gelu) == gelu.proposals[0].name() and not made
+    needed = products.bytes_needed(plain.shape)
+    assert needed == products.bytes_needed(gelu.shape)
+    make = products.make_candidates
+
+    def make_all_but_one(plan):
+        plan.chosen = plan.proposals[2]
+        raise torch.OutOfMemoryError
+    monkeypatch.setattr(products, "free_memory", lambda device: needed - (why == "before"))
+    monkeypatch.setattr(products, "make_candidates", make_all_but_one)
+    fast_products.choose()
+    assert cublas_lt.choices == {} and not list(tmp_path.iterdir())
+    assert plain.chosen is None and gelu.chosen is gelu.proposals[0]
+
+    monkeypatch.setattr(products, "free_memory", lambda device: needed)
+    monkeypatch.setattr(products, "make_candidates", make)
+    fast_products.choose()
+    assert [plan.chosen.algorithm[0] for plan in (plain, gelu)] == [1, 1]
 
 
 class Capture:
@@ -275,19 +334,24 @@ class Capture:
 
 
 class Event:
-    """Stands for torch.cuda.Event: the time between two is the number of replays so far."""
+    """Stands for torch.cuda.Event: the time between two is the number of replays until the second.
+
+    It is known when the second has been waited for.
+    """
 
     def __init__(self, enable_timing):
         assert enable_timing
+        self.at = self.known = None
 
     def record(self):
-        pass
+        self.at = len(Event.library.replayed)
 
     def synchronize(self):
-        pass
+        self.known = self.at
 
     def elapsed_time(self, end):
-        return len(Event.library.replayed)
+        assert end.known == self.at + 1
+        return end.known
 
 
 @pytest.mark.parametrize("times, calls", [(0.5, 1), (3.5, 3), (9.5, 5)])
@@ -307,24 +371,56 @@ def test_the_candidates_are_captured_and_timed_in_turn(stand_in, monkeypatch, ti
     for name, value in {"CUDAGraph": lambda: Capture(stand_in), "Event": Event, "stream": mock.MagicMock(),
                         "graph_pool_handle": lambda: "pool"}.items():
         monkeypatch.setattr(torch.cuda, name, value)
-    monkeypatch.setattr(products, "side_stream", mock.MagicMock())
+    stream = mock.MagicMock()
+    monkeypatch.setattr(products, "side_stream", lambda device: stream)
     candidates = products.make_candidates(plan)
     names = [None, plan.proposals[0].name(), plan.proposals[2].name()]
     assert [candidate.proposal and candidate.proposal.name() for candidate in candidates] == names
+    stream.wait_stream.assert_called_once()  # for the matrices
+    assert stream.synchronize.call_count == len(candidates)
     products.take_turns(candidates, 1)
     products.take_turns(candidates, 3)
     assert stand_in.replayed == [[], [0] * calls, [2] * calls] * 4
     assert [candidate.milliseconds() for candidate in candidates] == [7, 8, 9]  # the first turn is forgotten
 
 
-@pytest.mark.parametrize("operation", ["product", "sum", "gelu", "gelu backward", "grad_w"])
+def test_a_capture_ends_and_want_of_memory_is_told(stand_in, monkeypatch):  # noqa: F811
+    ended = []
+    monkeypatch.setattr(Capture, "capture_end", lambda capture: ended.append(capture))
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: Capture(stand_in))
+    product(*factors()["y"])
+    [plan] = cublas_lt.plans.values()
+
+    def call():
+        raise torch.OutOfMemoryError
+    with pytest.raises(torch.OutOfMemoryError):
+        products.Candidate(plan, call, "pool")
+    assert len(ended) == 1
+    with pytest.raises(torch.OutOfMemoryError):
+        products.can_run(call)
+
+
+def test_the_memory_that_measuring_needs():
+    """The factors, and five matrices of the result's size, in numbers of two bytes, and twice a workspace."""
+    a = Factor(by_column=False, stride=40)
+    b = Factor(by_column=True, stride=56)
+    shape = Shape(16, 24, 8, a, b, cublas_lt.PRODUCT_ONLY, False, CPU)
+    numbers = 16 * 40 + 8 * 56 + 5 * 16 * 8
+    assert products.bytes_needed(shape) == 2 * numbers + 2 * 32 * 2**20
+
+
+@pytest.mark.parametrize("operation", ["product", "sum", "gelu", "gelu backward", "grad_w", "rows of a wider",
+                                       "columns of a wider"])
 def test_an_example_has_the_shape(stand_in, operation):  # noqa: F811
     x, w1, w2, grad = matrices(torch.bfloat16)
     _, z = product_gelu(x, w1)
+    wide = zeros(24, 128)
     cublas_lt.forget()
     {"product": lambda: product(x, w1.T), "sum": lambda: sum_with_product(z, x, w1.T),
      "gelu": lambda: product_gelu(x, w1), "gelu backward": lambda: product_gelu_backward(grad, w2, z),
-     "grad_w": lambda: product(z.T, x)}[operation]()
+     "grad_w": lambda: product(z.T, x),
+     "rows of a wider": lambda: product(wide[:, 32:48], w1.T),
+     "columns of a wider": lambda: product(wide[:, 32:].T, x)}[operation]()
     [shape] = cublas_lt.plans
     state = torch.get_rng_state()
     products.example(shape)()
@@ -461,9 +557,23 @@ def test_a_step_measures_once_before_it_is_captured(monkeypatch, is_graph, is_me
     assert called == (["folder", True] if on else [False]) and cublas_lt.choices == {}
     assert not cublas_lt.settings.measured  # A FastProducts would change that.
     if is_graph:
-        capture = EmulatedCapture(step, called)
-        capture.run()
-        assert called.count("choose") == on and called[-1] == "captured"
+        EmulatedCapture(step, called).run()
+        measured = ["choose", "emptied"] if on else []
+        assert called[-2 - len(measured):] == ["emptied", *measured, "captured"]
+
+
+def step_of(world):
+    """Return whether this rank's step measures, where only rank 0 could."""
+    cfg = Config(preset="tiny", dtype="fp32")
+    choice = Choice(graph=True, symm_mem=False, peer_copies=False, single_microbatch=False,
+                    measured=world.rank == 0)
+    mesh = make_mesh(world)
+    parts = train.build(cfg, mesh, 64, CPU, choice=choice)
+    return graph.make_step(train.Step(cfg, *parts), choice).products is not None
+
+
+def test_all_ranks_measure_or_none():
+    assert run_ranks(2, step_of) == [False, False]
 
 
 class EmulatedCapture:
@@ -482,7 +592,7 @@ class EmulatedCapture:
             raise Captured
         nothing = mock.MagicMock()
         with mock.patch.object(torch.cuda, "synchronize", nothing), \
-                mock.patch.object(torch.cuda, "empty_cache", nothing), \
+                mock.patch.object(torch.cuda, "empty_cache", lambda: self.called.append("emptied")), \
                 mock.patch.object(torch.cuda, "CUDAGraph", graph_begins), pytest.raises(Captured):
             self.step.capture([], 0, None)
 
