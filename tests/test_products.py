@@ -24,6 +24,7 @@ from parallel import make_mesh
 from runtime.launch import World
 
 CPU = torch.device("cpu")
+MEASURED_AT_FIRST = cublas_lt.settings.measured
 
 
 @pytest.fixture(autouse=True)
@@ -122,6 +123,10 @@ def test_the_head_multiplies_by_what_was_chosen(stand_in):  # noqa: F811
     for one, other in zip(results(), by_torch, strict=True):
         torch.testing.assert_close(one, other, rtol=0.02, atol=0.02)
     assert stand_in.algorithms == [1, 1, 1]
+
+
+def test_nothing_is_measured_at_first():
+    assert not MEASURED_AT_FIRST
 
 
 def test_torch_knows_the_operations():
@@ -440,7 +445,9 @@ def test_the_runs_folder_keeps_the_choices(stand_in, monkeypatch, tmp_path):  # 
     fast_products = make_products(tmp_path)
     for factor in factors().values():
         product(*factor)
-    fast_products.choose()
+    with mock.patch.object(torch.cuda, "empty_cache") as emptied:
+        fast_products.choose()
+    assert emptied.call_count == 3  # after each product: the next one would have less memory
     assert stand_in.algorithms == [] and cublas_lt.settings.measured
     assert [plan.chosen.algorithm[0] for plan in cublas_lt.plans.values()] == [1, 1, 1]
     kept = json.loads((tmp_path / "products.json").read_text())
