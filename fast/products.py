@@ -35,10 +35,13 @@ MARGIN = 0.01  # torch multiplies where nothing is faster by this part
 
 
 def is_possible(cfg, device):
-    """Whether the products of a run on this torch device can be measured. plan.py's device has no index."""
-    if device.index is None or not fits(cfg):
+    """Whether the products of a run on this torch device can be measured. plan.py's device has no index.
+
+    A torch that was built for CPUs alone has no library, and could not say what the GPU is.
+    """
+    if device.index is None or not fits(cfg) or cublas_lt.library() is None:
         return False
-    return backend.is_hopper(device) and cublas_lt.library() is not None
+    return backend.is_hopper(device)
 
 
 def fits(cfg):
