@@ -62,6 +62,7 @@ TRANSLATED = {
                       "flex_possible",
     "cost/parameters.py": None,
     "cost/gpus.py": None,
+    "cost/bubble.py": None,
     "cost/step_time.py": None,
     "cost/muon.py": None,
     "cost/traffic.py": None,

@@ -10,10 +10,10 @@ A plan is what estimate() of plan.py returns.
 import string
 import textwrap
 
+from cost.bubble import bubble
 from cost.gpus import GPUS
 from cost.meshes import stage_mesh
 from cost.parameters import micro_batches
-from cost.step_time import bubble
 from fast import experts
 from interface.terminal import columns, say
 from optim import learning_rate, stable_until

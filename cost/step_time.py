@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 
 from config import pad_vocab
+from cost.bubble import bubble
 from cost.gpus import GPUS, NODE
 from cost.parameters import (
     adapted_matrices,
@@ -39,7 +40,6 @@ from ops import gelu_mlp
 from ops.accelerator import device_name
 from ops.activations import GATED
 from ops.tiles import WGRAD_ROWS
-from pipeline import timetable
 
 # -----------------------------------------------------------------------------
 # What was measured
@@ -54,8 +54,8 @@ FP8_WEIGHT = 8
 FP8_GRADIENT = 6
 GROUPED = 0.5  # of peak, experts: 445 TFLOP/s at 1024 rows each, less the time of the weights' bytes
 # Rates of quack-kernels over those of ours, of experts' products and of gradients of their weights: the
-# geometric means of 15 products (1.04 to 1.24) and 10 (0.95 to 1.29) on one H100, sustained, each by the tile
-# that fast/experts.py takes (bench/results/experts-quack-tiles-h100.jsonl).
+# geometric means of 15 and 10 products on one H100, sustained, each by the tile that fast/experts.py takes
+# (bench/results/experts-quack-tiles-h100.jsonl). They are 1.04 to 1.24 and 0.95 to 1.29.
 QUACK_RATE = 1.134
 QUACK_WGRAD_RATE = 1.183
 
@@ -72,7 +72,8 @@ GROWTH = 0.16  # exponent: the rate at 8192 tokens is 1.25 times that at 2048
 SEGMENT = 0.18  # of peak
 SEGMENTS = 4096, 16384  # tokens of a segment, between which the rate grows
 SEGMENT_GROWTH = 0.25  # exponent: the rate at 16384 tokens is 1.41 times that at 4096
-# Passes over the hidden layer that products with GELU save: 1.7 in WP, 2.4 in G2 (H200, without --recompute).
+# Passes over the hidden layer that products with GELU save, both ways: 1.7 in WP and 2.4 in G2, on one H200.
+# On H100, with --recompute, and where cuBLASLt has no such product (1024 to 4096), it was not measured.
 GELU_IN_PRODUCTS = 2
 TOUCHES = 3  # times a saved tensor passes through memory outside products: write, read, gradient
 # Without --compile torch's own kernels go over a block's rows this much more often, both ways. Each reads and
@@ -233,8 +234,10 @@ def dense_matmuls(cfg, mesh, gpu):
     seconds = sum(matmul_seconds(m, n, k, gpu, count) for m, n, k, count in dense)
     if cfg.fp8:
         return seconds / gpu.fp8
-    is_plain = cfg.compile and not cfg.bias and products.fits(cfg)
-    return seconds * gpu.measured if is_plain and expected_choice(cfg, mesh, gpu.node).graph else seconds
+    may_measure = cfg.compile and not cfg.bias and products.fits(cfg)
+    if may_measure and expected_choice(cfg, mesh, gpu.node).graph:
+        return seconds * gpu.measured
+    return seconds
 
 
 def expert_matmuls(cfg, mesh, gpu, uneven=False):
@@ -370,7 +373,8 @@ def block_seconds(cfg, mesh, gpu, saved, uneven=False):
 def other_seconds(cfg, mesh, gpu, saved, uneven=False):
     """Return the seconds of what a block computes besides its products with whole matrices, both ways."""
     seconds = adapter_seconds(cfg, mesh, gpu) + attention_seconds(cfg, mesh, gpu)
-    seconds += rounding_seconds(cfg, mesh, gpu) + uncompiled_seconds(cfg, mesh, gpu)
+    seconds += rounding_seconds(cfg, mesh, gpu)
+    seconds += uncompiled_seconds(cfg, mesh, gpu)
     gaps = 2 if cfg.n_experts else 1  # twice for experts: a guess, not in a trace
     seconds += TOUCHES * saved / gpu.hbm + GAP * gaps
     weight_bytes, _ = element_bytes(cfg)
@@ -385,7 +389,8 @@ def other_seconds(cfg, mesh, gpu, saved, uneven=False):
         # The hidden layer is not kept: it is written and read, and both again in backward.
         seconds += 4 * routed * cfg.ffn_hidden * weight_bytes / gpu.hbm
     if mesh.ep.size > 1:
-        # Rows are put into order by expert and back, besides what is kept: read and written, gradients too.
+        # Rows are put into order by expert and back, besides what is kept: read and written, gradients
+        # too. This was found missing when W2a had come out 10.2 % short; it is 0.8 of those 7.5 ms.
         seconds += 8 * routed * cfg.n_embd * weight_bytes / gpu.hbm
     return seconds
 
@@ -518,7 +523,8 @@ def stage_time(cfg, mesh, gpu, vocab_size, block, sent, *, uneven=False):
     if waits:
         per_block += SYNC
     elif not choice.graph:
-        per_block += NO_GRAPH[cfg.n_experts > 0] * forwards
+        has_experts = cfg.n_experts > 0
+        per_block += NO_GRAPH[has_experts] * forwards
     device = held.blocks * per_block
     if held.has_head:
         device += head_seconds(cfg, mesh, gpu, vocab_size)
@@ -534,14 +540,6 @@ def stage_time(cfg, mesh, gpu, vocab_size, block, sent, *, uneven=False):
         has_fixed_size = limit and not direct
         per_micro_batch["ep"] *= limit if has_fixed_size else max_load_factor(cfg, mesh, uneven=uneven)
     return max(device, host) + communication_seconds(cfg, mesh, gpu, held.blocks, per_micro_batch, direct)
-
-
-def bubble(ranks, chunks, num_micro_batches):
-    """Return the time that pipeline ranks idle in a step, over the time that they work."""
-    work = chunks * num_micro_batches
-    if chunks == 1 or num_micro_batches % ranks == 0:
-        return (ranks - 1) / work
-    return max(timetable(ranks, chunks, num_micro_batches)) / (3 * work) - 1
 
 
 def step_time(cfg, mesh, gpu, vocab_size, slowest, reductions):

@@ -16,10 +16,10 @@ from faults import constant, planted
 import pipeline
 import plan
 from config import Config
+from cost.bubble import bubble
 from cost.memory import blocks_in_flight
 from cost.meshes import rank_mesh, stage_mesh
 from cost.plan_tables import draw_schedule
-from cost.step_time import bubble
 from interface.layout import stage_layers
 from pipeline import rank_layers, schedule, timetable
 

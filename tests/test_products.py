@@ -186,6 +186,29 @@ def test_compiled_blocks_ask_for_their_products(compiler, on):
     assert sorted(asked) == (sorted(forward + backward) if on else [])
 
 
+def test_a_compiled_block_with_chosen_products_has_the_gradients_of_eager(stand_in, compiler):  # noqa: F811
+    torch.manual_seed(0)
+    block = Residual().bfloat16()
+    x = torch.randn(24, 16, dtype=torch.bfloat16, requires_grad=True)
+    factors_of_sum = [torch.randn(24, 16), torch.randn(24, 8)]
+
+    def results(f):
+        both = f(x)
+        total = sum((y.float() * factor).sum() for y, factor in zip(both, factors_of_sum, strict=True))
+        return [*both, *torch.autograd.grad(total, [x, *block.parameters()])]
+    expected = results(block)
+    products.compile_products(True)
+    compiled = torch.compile(block)
+    results(compiled)
+    assert sum(shape.adds for shape in cublas_lt.plans) == 1  # x + W x'
+    choose_proposal(1)
+    found = results(compiled)
+    assert stand_in.algorithms == [1] * 6  # two products, and two gradients of each
+    for one, other in zip(found, expected, strict=True):
+        error = (one.double() - other.double()).norm() / other.double().norm()
+        assert error < 0.01
+
+
 def test_a_pass_of_others_is_left(compiler):
     compiler.post_grad_custom_post_pass = "theirs"
     for on in (True, False):
