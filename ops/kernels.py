@@ -105,6 +105,38 @@ def swiglu_backward(gate_ptr, up_ptr, grad_h_ptr, grad_gate_ptr, grad_up_ptr, va
 
 
 @triton.jit
+def normalized(x, inside, width, EPS: tl.constexpr, CENTRED: tl.constexpr):
+    """Return rows x (ROWS, BLOCK) fp32 as a norm makes them before its weight, and their factors (ROWS, 1).
+
+    CENTRED: LayerNorm, else RMSNorm. x is zero where `inside` is false, and stays so.
+    """
+    if CENTRED:
+        mean = tl.sum(x, axis=1, keep_dims=True) / width
+        x = tl.where(inside, x - mean, 0.0)
+    scale = 1 / tl.sqrt(tl.sum(x * x, axis=1, keep_dims=True) / width + EPS)
+    return x * scale, scale
+
+
+@triton.jit
+def norm_forward(x_ptr, weight_ptr, bias_ptr, out_ptr, rows, width, EPS: tl.constexpr, CENTRED: tl.constexpr,
+                 BIAS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """out (R, width) = the norm of the rows x, times weight (width,) and, with BIAS, plus bias (width,).
+
+    A program has ROWS rows. EPS is a constant, as in norm_backward.
+    """
+    column = tl.arange(0, BLOCK)[None, :]
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
+    inside = (row < rows) & (column < width)
+    at = row.to(tl.int64) * width + column
+    x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    x, _ = normalized(x, inside, width, EPS, CENTRED)
+    x *= tl.load(weight_ptr + column, mask=column < width, other=0.0).to(tl.float32)
+    if BIAS:
+        x += tl.load(bias_ptr + column, mask=column < width, other=0.0).to(tl.float32)
+    tl.store(out_ptr + at, x.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
 def norm_backward(x_ptr, weight_ptr, grad_y_ptr, grad_x_ptr, out_ptr, sums_ptr, rows, width,
                   EPS: tl.constexpr, CENTRED: tl.constexpr, BIAS: tl.constexpr, ROWS: tl.constexpr,
                   STAGES: tl.constexpr, BLOCK: tl.constexpr):
@@ -128,11 +160,7 @@ def norm_backward(x_ptr, weight_ptr, grad_y_ptr, grad_x_ptr, out_ptr, sums_ptr, 
         x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
         grad_y = tl.load(grad_y_ptr + at, mask=inside, other=0.0).to(tl.float32)
         grad_x = tl.load(grad_x_ptr + at, mask=inside, other=0.0).to(tl.float32)
-        if CENTRED:
-            mean = tl.sum(x, axis=1, keep_dims=True) / width
-            x = tl.where(inside, x - mean, 0.0)
-        scale = 1 / tl.sqrt(tl.sum(x * x, axis=1, keep_dims=True) / width + EPS)
-        x *= scale
+        x, scale = normalized(x, inside, width, EPS, CENTRED)
         of_weight += grad_y * x
         if BIAS:
             of_bias += grad_y

@@ -2,7 +2,8 @@
 
     product          experts' rows x (R, I) times an expert's matrix (I, O), of ops/tma_kernels.py
     weight_gradient  of the same file: grad (R, O), transposed, times x (R, I)
-    norm             the backward of a norm, of ops/norms.py
+    norm_forward     a norm, of ops/norms.py
+    norm             its backward
 """
 from typing import NamedTuple
 
@@ -12,8 +13,8 @@ from config import ceil_div
 # for the weights' gradient and for products that wide tiles do not fit.
 TILES_WIDE = ((128, 256, 64, 8, 3), 1)
 TILES_SQUARE = ((128, 128, 64, 8, 3), 2)
-# Bytes of a row at most. The kernel loads rows of x and of two gradients ahead, two of each at a time, and
-# these six must fit into the memory of a multiprocessor, of which small GPUs have 99 KiB.
+# Bytes of a row of a norm at most. Its backward loads rows of x and of two gradients ahead, two of each at a
+# time, and these six must fit into the memory of a multiprocessor, of which small GPUs have 99 KiB.
 NORM_BYTES = 16_384
 WGRAD_ROWS = 4096  # of an expert in the mean, from which on that gradient is faster than torch's
 
@@ -44,6 +45,12 @@ def weight_gradient(E):
     return Launch([depth, rows], [depth, columns], programs, {"E": E} | named(tile))
 
 
+def norm_forward(width):
+    """Return the options of kernels.norm_forward for rows of this width. No others were measured."""
+    columns = next_power_of_2(width)
+    return {"ROWS": max(1, 4096 // columns), "BLOCK": columns, "num_warps": max(4, columns // 1024)}
+
+
 def norm(width):
     """Return (programs at most, options) of kernels.norm_backward for rows of this width.
 
@@ -64,7 +71,7 @@ def norm(width):
 
 
 def norm_fits(width, itemsize):
-    """Whether that kernel serves rows of this width. itemsize: the bytes of a number."""
+    """Whether these kernels serve rows of this width. itemsize: the bytes of a number."""
     return next_power_of_2(width) * itemsize <= NORM_BYTES
 
 

@@ -165,7 +165,7 @@ def kernels_of(cfg):
         options = {"ADD": add, "BLOCK": 4096, "num_warps": 8}
         found.append(("kernels.accumulate", [weight, "float32", 16], options))
     if cfg.norm_place != "after" and tiles.norm_fits(cfg.n_embd, 4 if weight == "float32" else 2):
-        found.append(norm_of(cfg, weight))
+        found += norms_of(cfg, weight)
     if cfg.mlp == "swiglu" and not cfg.n_experts:
         width = cfg.ffn_hidden // cfg.tp
         options = {"PACKED": True, "LIMITED": False, "BLOCK": 1024, "num_warps": 4}
@@ -176,13 +176,16 @@ def kernels_of(cfg):
     return found
 
 
-def norm_of(cfg, weight):
-    """Return ops/norms.py's kernel, for the norms of the blocks."""
+def norms_of(cfg, weight):
+    """Return ops/norms.py's kernels, for the norms of the blocks."""
     C = cfg.n_embd
     is_layer_norm = cfg.norm == "layer"
+    kind = {"EPS": cfg.norm_eps, "CENTRED": is_layer_norm, "BIAS": is_layer_norm and cfg.bias}
     _, options = tiles.norm(C)
-    options |= {"EPS": cfg.norm_eps, "CENTRED": is_layer_norm, "BIAS": is_layer_norm and cfg.bias}
-    return "kernels.norm_backward", [weight] * 5 + ["float32", 16, C], options
+    found = [("kernels.norm_backward", [weight] * 5 + ["float32", 16, C], options | kind)]
+    if not cfg.compile:
+        found.append(("kernels.norm_forward", [weight] * 4 + [16, C], tiles.norm_forward(C) | kind))
+    return found
 
 
 def products_of_experts(cfg):

@@ -554,6 +554,13 @@ def test_norm_beside_its_input(rows, width, is_layer_norm, has_bias, dtype, few_
     check_norm_beside(width, rows, dtype, is_layer_norm, has_bias)
 
 
+def test_torchs_compiler_makes_its_own_kernel_of_a_norm(monkeypatch):
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    monkeypatch.setattr(norms, "norm", None)
+    for is_layer_norm, has_bias in NORMS:
+        check_norm_beside(24, 5, torch.float32, is_layer_norm, has_bias)
+
+
 def test_which_rows_the_norms_kernel_serves():
     x = randn(4, 8192)
     assert norms.has_kernel(x) and not norms.has_kernel(x.mT) and not norms.has_kernel(x.double())
@@ -574,6 +581,14 @@ def test_sums_of_squares(n):
 
 
 FAULTS = {
+    "the norm keeps its mean": (
+        "norm_forward", "tl.where(inside, x - mean, 0.0)", "tl.where(inside, x, 0.0)"),
+    "what stands beside a row is centred": ("norm_forward", "tl.where(inside, x - mean, 0.0)", "x - mean"),
+    "rows stay as long as they were": ("norm_forward", "return x * scale", "return x"),
+    "the norm has no weight": ("norm_forward", "x *= tl.load(weight_ptr", "x *= 1 + 0 * tl.load(weight_ptr"),
+    "the norm has no bias": ("norm_forward", "x += tl.load(bias_ptr", "x += 0 * tl.load(bias_ptr"),
+    "all programs have the same rows": (
+        "norm_forward", "row = tl.program_id(0) * ROWS", "row = 0 * tl.program_id(0) * ROWS"),
     "the gradient of x itself is left out": ("norm_backward", "grad_x += (grad", "grad_x = (grad"),
     "the gradient along x stays": ("norm_backward", "(grad - x * along)", "grad"),
     "the gradient keeps its mean": ("norm_backward", "grad -= tl.sum(grad", "grad -= 0 * tl.sum(grad"),
@@ -612,9 +627,9 @@ def test_fault_of_a_kernel_is_detected(fault, kernels, small_tiles, small_blocks
                                        monkeypatch):
     from ops import product_kernels
     name, text, planted = FAULTS[fault]
-    if name == "norm_backward":
+    if name in ("norm_forward", "norm_backward"):
         def check(*_):
-            for rows in (7, 2):
+            for rows in (400, 7, 2):
                 check_norm_beside(20, rows, torch.float32, True, True)
     elif name == "symmetric_mm":
         check = check_symmetric_mm
