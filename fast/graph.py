@@ -98,7 +98,7 @@ class GraphedStep:
         self.eager_buckets = self.data_parallel.buckets_of[plain.model.wte] if choice.peer_copies else []
         self.data_parallel.on_updated = self.on_updated
         self.calls = 0
-        self.shape = None
+        self.made_for = None  # the shapes of the batches, and the kind of n_trained
         self.graph = None
         self.path = "plain"  # how the last step was done: "graph", "plain", or "redone" if it was void
         self.paths = Counter()  # steps since the last row of the log, by path
@@ -137,15 +137,17 @@ class GraphedStep:
             return plain.update_unless_vetoed(stats, number, guard)
 
         if self.host_looks_first(guard):
-            if self.overflowed(stats.loss, number):
-                return plain(batches, number, full, guard, n_trained)
-            return plain.update_unless_vetoed(stats, number, guard)
-
-        norm_or_nan = stats.grad_norm + 0 * stats.loss  # NaN in a void step
-        refused = plain.update(stats._replace(grad_norm=norm_or_nan), number)
-        if self.overflowed(stats.loss, number):
+            is_void = not math.isfinite(stats.loss.item())  # sync point
+            result = None if is_void else plain.update_unless_vetoed(stats, number, guard)
+        else:
+            norm_or_nan = stats.grad_norm + 0 * stats.loss  # NaN in a void step
+            result = stats, plain.update(stats._replace(grad_norm=norm_or_nan), number)
+            is_void = not math.isfinite(stats.loss.item())  # sync point
+        self.resize_buffers(is_void, number)  # It may drop the gradients, which the update has read.
+        if is_void:
+            self.path = "redone"
             return plain(batches, number, full, guard, n_trained)
-        return stats, refused
+        return result
 
     def host_looks_first(self, guard):
         """Whether the update waits until the host has read the loss.
@@ -161,10 +163,11 @@ class GraphedStep:
         batches: those of step `number`; n_trained: see train.Step. A new number of micro-batches, or a new
         shape, captures again.
         """
-        shape = [*(x.shape for x, *_ in batches), type(n_trained)]
-        if shape != self.shape:
+        # A graph reads n_trained where it is a tensor, and holds it as a constant where it is a number.
+        made_for = [x.shape for x, *_ in batches], torch.is_tensor(n_trained)
+        if made_for != self.made_for:
             self.calls = 0
-            self.shape = shape
+            self.made_for = made_for
             self.graph = None
         self.path = "plain"
         if self.sizer is not None:
@@ -237,16 +240,12 @@ class GraphedStep:
         for generator, seed in zip(self.generators, seeds, strict=True):
             generator.manual_seed(seed)
 
-    def overflowed(self, loss, number):
-        """Return whether step `number` is void, and choose the buffers' size. loss: (), over all ranks."""
-        void = not math.isfinite(loss.item())  # sync point
-        if self.sizer.resize(void, number):
+    def resize_buffers(self, is_void, number):
+        """Choose the buffers' size after step `number`. is_void: whether some rows had no place in them."""
+        if self.sizer.resize(is_void, number):
             self.drop_graph()
             self.sizer.grow()
         self.sizer.enable(False)
-        if void:
-            self.path = "redone"
-        return void
 
     def drop_graph(self):
         """Free the graph's memory, for a step without it. The next step that can is captured again."""
