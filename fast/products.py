@@ -106,9 +106,9 @@ class FastProducts:
         gpu, version = self.made_for()
         kept = {"gpu": gpu, "cublaslt": version, "products": cublas_lt.choices}
         with contextlib.suppress(OSError):
-            beside = self.path.with_suffix(".tmp")
-            beside.write_text(json.dumps(kept, indent=1))
-            beside.replace(self.path)
+            unfinished = self.path.with_suffix(".tmp")
+            unfinished.write_text(json.dumps(kept, indent=1))
+            unfinished.replace(self.path)
 
 
 def fastest(plan):
@@ -120,16 +120,20 @@ def fastest(plan):
         return None
     before = plan.chosen
     try:
-        torchs, *others = make_candidates(plan)
-        take_turns([torchs, *others], FIRST_ROUNDS)
-        others = sorted(others, key=Candidate.milliseconds)[:FINALISTS]
-        take_turns([torchs, *others], LAST_ROUNDS)
+        candidates = make_candidates(plan)
+        by_torch = [candidate for candidate in candidates if candidate.proposal is None]
+        proposed = [candidate for candidate in candidates if candidate.proposal is not None]
+        if not by_torch:
+            return ""  # There is nothing to compare with.
+        take_turns(candidates, FIRST_ROUNDS)
+        finalists = sorted(proposed, key=Candidate.milliseconds)[:FINALISTS]
+        take_turns(by_torch + finalists, LAST_ROUNDS)
     except torch.OutOfMemoryError:  # Another process has taken it.
         return None
     finally:
         plan.chosen = before
-    best = min([torchs, *others], key=Candidate.milliseconds)
-    is_faster = best.milliseconds() < (1 - MARGIN) * torchs.milliseconds()
+    best = min(by_torch + finalists, key=Candidate.milliseconds)
+    is_faster = best.milliseconds() < (1 - MARGIN) * by_torch[0].milliseconds()
     return best.proposal.name() if is_faster else ""
 
 
@@ -206,9 +210,14 @@ def take_turns(candidates, rounds):
 def bytes_needed(shape):
     """Return how many bytes measuring may take: the matrices, and what one call keeps and another writes."""
     numbers = 5 * shape.m * shape.n
-    for (rows, width), factor in (((shape.m, shape.k), shape.a), ((shape.k, shape.n), shape.b)):
-        numbers += factor.stride * (width if factor.by_column else rows)
+    numbers += numbers_with_gaps(shape.m, shape.k, shape.a)
+    numbers += numbers_with_gaps(shape.k, shape.n, shape.b)
     return 2 * numbers + 2 * cublas_lt.MOST_WORKSPACE
+
+
+def numbers_with_gaps(rows, width, factor):
+    """Return how many numbers a matrix (rows, width) takes in memory, with the gaps between its strides."""
+    return factor.stride * (width if factor.by_column else rows)
 
 
 def example(shape):
@@ -221,8 +230,8 @@ def example(shape):
     if shape.epilogue == cublas_lt.PRODUCT_ONLY and not shape.adds:
         return lambda: product(a, b)
 
-    rows = cublas_lt.Factor(by_column=False, stride=shape.n)
-    other = random_matrix(shape.m, shape.n, rows, generator)
+    contiguous = cublas_lt.Factor(by_column=False, stride=shape.n)
+    other = random_matrix(shape.m, shape.n, contiguous, generator)
     if shape.epilogue == cublas_lt.DGELU:
         return lambda: product_gelu_backward(a, b, other)
     return lambda: sum_with_product(other, a, b)

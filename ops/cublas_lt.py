@@ -205,13 +205,17 @@ def factor_of(matrix):
     """
     if matrix.dtype != torch.bfloat16 or matrix.data_ptr() % ALIGNMENT:
         return None
-    across, along = matrix.stride()
-    by_column = along != 1
-    stride = along if by_column else across
-    contiguous = matrix.size(0) if by_column else matrix.size(1)
-    if (across if by_column else along) != 1 or stride < contiguous or stride % WIDTHS or contiguous % WIDTHS:
+    row_stride, column_stride = matrix.stride()
+    if column_stride == 1:
+        factor = Factor(by_column=False, stride=row_stride)
+        length = matrix.size(1)  # numbers that stand side by side
+    elif row_stride == 1:
+        factor = Factor(by_column=True, stride=column_stride)
+        length = matrix.size(0)
+    else:
         return None
-    return Factor(by_column, stride)
+    is_as_wanted = factor.stride >= length and factor.stride % WIDTHS == 0 and length % WIDTHS == 0
+    return factor if is_as_wanted else None
 
 
 def is_served(matrix):
@@ -219,18 +223,20 @@ def is_served(matrix):
     return matrix.is_contiguous() and factor_of(matrix) is not None
 
 
-def plan(a, b, epilogue=PRODUCT_ONLY, aux=None, summand=None):
+def plan_for(a, b, epilogue=PRODUCT_ONLY, aux=None, summand=None):
     """Return the Plan for a (m, k) times b (k, n), or None where torch multiplies.
 
     Torch multiplies what the library cannot read, and what Plan.chosen says. aux: (m, n), what DGELU reads.
-    summand: (m, n).
+    summand: (m, n). Torch also adds one that is broadcast to that shape.
     """
     if a.device.type != DEVICE or library() is None or a.numel() == 0 or b.size(1) % WIDTHS:
         return None
     factors = [factor_of(matrix) for matrix in (a, b)]
-    others = [matrix for matrix in (aux, summand) if matrix is not None]
-    if None in factors or not all(map(is_served, others)):
+    if None in factors:
         return None
+    for matrix in (aux, summand):
+        if matrix is not None and not (matrix.shape == (a.size(0), b.size(1)) and is_served(matrix)):
+            return None
     shape = Shape(*a.shape, b.size(1), *factors, epilogue, summand is not None, a.device)
     if shape not in plans:
         plans[shape] = Plan(shape)

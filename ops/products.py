@@ -18,7 +18,7 @@ def multiply(a, b):
 @torch.library.custom_op("nanoshard::product", mutates_args=())
 def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Return a b, (m, n): a (m, k), b (k, n)."""
-    plan = cublas_lt.plan(a, b)
+    plan = cublas_lt.plan_for(a, b)
     if plan is None:
         return torch.mm(a, b)
     out = a.new_empty(a.size(0), b.size(1))
@@ -37,10 +37,10 @@ def sum_with_product(summand: torch.Tensor, a: torch.Tensor, b: torch.Tensor) ->
 
     torch copies the summand first, and adds the product to the copy.
     """
-    plan = cublas_lt.plan(a, b, summand=summand)
+    plan = cublas_lt.plan_for(a, b, summand=summand)
     if plan is None:
         return torch.addmm(summand, a, b)
-    out = torch.empty_like(summand)
+    out = a.new_empty(a.size(0), b.size(1))
     plan.multiply(a, b, out, summand=summand)
     return out
 

@@ -98,12 +98,12 @@ def zeros(*shape):
     (zeros(8, 32)[:, ::2], zeros(16, 8), None), (zeros(1, 16).expand(8, 16), zeros(16, 8), None),
     (zeros(8, 20)[:, :16], zeros(16, 8), None), (zeros(8, 32)[:, 1:17], zeros(16, 8), None),
     (zeros(8, 16).half(), zeros(16, 8).half(), None),
-    (zeros(8, 16), zeros(16, 8), zeros(8, 8).T)])
+    (zeros(8, 16), zeros(16, 8), zeros(8, 8).T), (zeros(16, 16), zeros(16, 8), zeros(1, 8))])
 def test_torch_multiplies_what_the_library_cannot_read(stand_in, a, b, summand):  # noqa: F811
     if summand is None:
         assert torch.equal(product(a, b), a @ b)
     else:
-        assert torch.equal(sum_with_product(summand, a, b), zeros(8, 8))
+        assert torch.equal(sum_with_product(summand, a, b), zeros(a.size(0), 8))
     assert cublas_lt.plans == {}
 
 
@@ -177,7 +177,7 @@ def test_compiled_blocks_ask_for_their_products(compiler, on):
     def plan(a, b, *args, **kwargs):
         asked.append((tuple(a.shape), tuple(b.shape)))
     products.compile_products(on)
-    with mock.patch.object(cublas_lt, "plan", plan):
+    with mock.patch.object(cublas_lt, "plan_for", plan):
         found = results(torch.compile(block))
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=0.05, atol=0.05)
@@ -223,7 +223,7 @@ def test_what_was_compiled_otherwise_is_compiled_again(compiler):
         products.compile_products(on)
         block = Residual().bfloat16()
         block.compile()
-        with mock.patch.object(cublas_lt, "plan", return_value=None) as asked, torch.no_grad():
+        with mock.patch.object(cublas_lt, "plan_for", return_value=None) as asked, torch.no_grad():
             block(x)
         counts.append(asked.call_count)
     assert counts == [0, 2, 2, 0]
@@ -238,7 +238,7 @@ def test_torch_keeps_other_products_of_a_compiled_block(compiler, what):
         summand = x[0] if what == "bias" else x
         return torch.addmm(summand, x, w, beta=0.5 if what == "beta" else 1)
     products.compile_products(True)
-    with mock.patch.object(cublas_lt, "plan", return_value=None) as asked:
+    with mock.patch.object(cublas_lt, "plan_for", return_value=None) as asked:
         torch.testing.assert_close(torch.compile(f)(x), f(x), rtol=0.05, atol=0.05)
     assert asked.call_count == 0
 
@@ -304,6 +304,16 @@ def test_the_fastest_is_chosen(stand_in, monkeypatch, first, last, expected):  #
     name = products.fastest(plan)
     assert name == ("" if expected is None else plan.proposals[expected].name())
     assert plan.chosen is None  # so far
+
+
+def test_nothing_is_chosen_where_torchs_way_was_refused(stand_in, monkeypatch):  # noqa: F811
+    time_as(monkeypatch, TIMES, TIMES)
+    make = products.make_candidates
+    product(*factors()["y"])
+    [plan] = cublas_lt.plans.values()
+    for first in (1, 4):  # the proposals alone; not even one
+        monkeypatch.setattr(products, "make_candidates", lambda plan, first=first: make(plan)[first:])
+        assert products.fastest(plan) == ""
 
 
 def test_all_but_torch_and_the_finalists_drop_out(stand_in, monkeypatch):  # noqa: F811
