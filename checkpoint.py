@@ -125,7 +125,7 @@ def commit(tmp, step, meta, writers, stopped=None):
     files = {part["file"]: {"bytes": part["bytes"], "crc32": part["crc32"]} for part in parts if part["file"]}
     index = {"format": FORMAT, "step": step, "meta": meta, "files": files, "tensors": tensors}
     body = json.dumps(index, sort_keys=True)
-    write_whole(tmp / "index.json", f'{{"crc32": {zlib.crc32(body.encode())}, {body[1:]}')
+    write_whole(tmp / "index.json", json.dumps({"crc32": zlib.crc32(body.encode()), **index}))
     host_lines.remove(tmp)
     sync(tmp)
     rename_to_final(tmp, tmp.with_name(f"step_{step:06d}"))
@@ -475,13 +475,14 @@ class Reader:
     def _read(self, file, key, where):
         from safetensors import SafetensorError
         handle = self._open(file)
+        damaged = f"checkpoint {self.path}: {file} is damaged"
         try:
             got = handle.get_slice(key)[where] if where else handle.get_tensor(key)
-            if list(got.shape) != [s.stop - s.start for s in where]:
-                raise OSError(f"{key} is {tuple(got.shape)} there")
-            return got
         except (SafetensorError, OSError, IndexError, ValueError) as e:
-            raise ValueError(f"checkpoint {self.path}: {file} is damaged ({e}); {HINT}") from None
+            raise ValueError(f"{damaged} ({e}); {HINT}") from None
+        if list(got.shape) != [s.stop - s.start for s in where]:
+            raise ValueError(f"{damaged} ({key} is {tuple(got.shape)} there); {HINT}")
+        return got
 
 
 def is_finite(tensor):

@@ -192,7 +192,8 @@ class Config:
     min_lr: float | None = flag(None, "free", FACTOR)
     warmup: int = flag(40, "free", COUNT)  # steps in which the learning rate rises from 0 to lr
     decay_steps: int = flag(0, "free", COUNT)  # step at which the schedule reaches min-lr; 0 is steps
-    # wsd: the decay takes this share of all steps; 0 never falls, 1 is a line from the warm-up on
+    # wsd: the decay takes this share of the steps up to decay-steps (or steps); 0 keeps lr up to there, and
+    # 1 is a line from the warm-up on
     decay_ratio: float = flag(0.2, "free", SHARE, needs="lr_schedule=wsd")
     weight_decay: float = flag(0.1, "free", FACTOR)  # of matrices only
     beta1: float = flag(0.9, "free", SHARE)  # Adam: decay of the mean of gradients
@@ -236,7 +237,8 @@ class Config:
     seed: int = flag(1337, "data", (0, 2**63 - 1))  # of weights, data order and dropout
     log_every: int = flag(20, "silent", (1, 10**12))  # steps between logged steps
     eval_every: int = flag(100, "silent", COUNT, common=True)  # steps between evaluations; 0 never evaluates
-    eval_iters: int = flag(20, "silent", (0, 2**24))  # global batches per evaluation
+    # global batches per evaluation, as many as the validation data has at most, and one at least
+    eval_iters: int = flag(20, "silent", (0, 2**24))
     save_every: int = flag(200, "silent", COUNT, common=True)  # steps between checkpoints; 0 never saves
     keep: int = flag(3, "silent", COUNT)  # newest checkpoints to keep; 0 keeps all
     # an evaluation that finds the lowest validation loss so far also saves, and that checkpoint is kept

@@ -52,7 +52,7 @@ from typing import NamedTuple
 
 import torch
 
-from ops.accelerator import beside
+from ops.accelerator import on_side_stream
 from ops.flat import accumulate, copy_gradients, padded_elements
 from ops.split_master import SplitMaster
 from parallel import CompletedWork
@@ -198,7 +198,7 @@ class Comm:
         The second sum needs the first. On a GPU a stream of its own waits between them, so that
         neither the host nor backward does.
         """
-        with beside(bucket.grad.device):
+        with on_side_stream(bucket.grad.device):
             self.start_shard_sum(bucket).wait()
             return self.start_replica_sum(bucket)
 

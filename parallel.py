@@ -15,9 +15,10 @@ it is a mean over each micro-batch, so it is divided by the number of micro-batc
 batch.
 
 Collectives are methods of Axis; pipeline.py sends to neighbours, and fast/ copies between GPUs. A
-comment at each call says what moves, over which axis, and how much. To list the calls, with a few
+comment at each call says what moves, over which axis, and how much. To list the calls, with some
 false hits:
-    grep -nE "\b(axis|[cetp]p|world|stage|shard|replicas)\.\w+\(|_(rows|all|segments)\(|isend" *.py
+    grep -nE "\b(axis|[cetp]p|world|stage|shard|replicas)\.\w+\(" *.py
+    grep -nE "_(rows|all|segments|ranks)\(|i(send|recv)\b" *.py
 """
 import contextlib
 import contextvars
@@ -232,7 +233,8 @@ def cut_into_blocks(table, block, stage):
 
 
 def make_mesh(world, tp=1, pp=1, ep=1, *, cp=1, n_experts=0, shard=0, groups=True):
-    """Return this rank's Mesh. world: a runtime.launch.World, or what has its rank, size and calls.
+    """Return this rank's Mesh. world: a runtime.launch.World, or what has its rank, size, calls
+    and, with groups, its tree.
 
     world describes this process; the axis mesh.world has the collectives over all processes.
     shard: see --shard. groups=False makes no process groups, for plans. ValueError: the sizes do

@@ -10,6 +10,7 @@ import contextlib
 import itertools
 import json
 import os
+import shlex
 import socket
 import string
 import sys
@@ -200,7 +201,7 @@ def parse_or_list(argv):
     """
     if "--list" not in argv:
         return parse(argv)
-    folder = Path(*argv[1:2] or ["out"])
+    folder = Path(argv[1] if len(argv) > 1 else "out")
     if argv[0] != "--list" or len(argv) > 2:
         raise ValueError(f"{' '.join(argv)}: beside --list give one folder of runs, such as out, only")
     if not folder.is_dir():
@@ -298,14 +299,14 @@ def size_on_disk(run):
     return size
 
 
-def as_typed(name, value):
-    """Return a flag of config.json as it is typed."""
+def words_of_flag(name, value):
+    """Return a flag of config.json as it is typed into a shell."""
     flag = name.replace("_", "-")
     if isinstance(value, bool):
         return f"--{flag}" if value else f"--no-{flag}"
     if isinstance(value, list):
         return " ".join([f"--{flag}", *map(str, value)])
-    return f"--{flag}={value}"
+    return f"--{flag}={shlex.quote(str(value))}"
 
 
 def describe_flags(flags):
@@ -316,7 +317,7 @@ def describe_flags(flags):
     words = [f"{preset} on {world} {'rank' if world == 1 else 'ranks'}"]
     for name, default in json.loads(json.dumps(defaults)).items():  # as config.json holds them
         if name not in ("out", "resume", "preset") and flags.get(name, default) != default:
-            words.append(as_typed(name, flags[name]))
+            words.append(words_of_flag(name, flags[name]))
     return printable(" ".join(words))
 
 
@@ -430,6 +431,8 @@ def nothing_to_draw(flags):
     """Return the line in the place of plots: there is no row, or none that can be drawn."""
     for run in flags.runs:
         rows, _ = sound_rows(metrics_file(run))
+        if rows and flags.metric == "val_loss" and not any("val_loss" in row for row in rows):
+            return "no evaluation yet: train.py --eval-every says after which steps one comes\n"
         if rows:
             return ("no row can be drawn: a value has to be a number below 1e290 (with --log above 0) of a "
                     "step in --steps\n")

@@ -135,7 +135,8 @@ def parse(argv):
 
 def what_is_wrong(flags):
     """Return what is wrong with the flags, or None."""
-    if not flags.sources:
+    reads_only = flags.verify and flags.name
+    if not flags.sources and not reads_only:
         return "no SOURCE is given: stdlib, files, or names on the hub"
     if "stdlib" in flags.sources and not flags.stdlib:
         return "stdlib and other sources do not mix"

@@ -133,6 +133,9 @@ def load_vocabulary(run, vocab_size):
 
     ValueError, OSError: there is none, or it has more symbols than the model.
     """
+    if not Path(run, "tokenizer.json").exists():
+        raise ValueError(f"{run} has no tokenizer.json: it was trained on data without text, as --data "
+                         "synthetic is; train with --data data/stdlib")
     vocabulary = tokenizer.load(run)
     if vocabulary.n_vocab > vocab_size:
         raise ValueError(f"{run}/config.json has vocab_size_used {vocab_size}, tokenizer.json "
@@ -143,14 +146,15 @@ def load_vocabulary(run, vocab_size):
 def main(argv=None):
     """Print the prompt with its continuation. SystemExit(2) after one line on stderr: wrong input."""
     argv = sys.argv[1:] if argv is None else argv
-    with wrong_input(quiet=another_rank_speaks(argv)):
+    with wrong_input(quiet=another_rank_speaks()):
         flags = command_line(Flags, argv, "sample.py", __doc__)
         flags.check()
     if flags.chat:
         with guarded():
             chat_main(flags, argv)
         return
-    with wrong_input():
+    with wrong_input(quiet=another_rank_speaks()):
+        refuse_several_ranks()
         cfg, vocab_size, weights, run, said = read_run(flags.run_dir)
         vocabulary = load_vocabulary(run, vocab_size)
         check_objective(cfg, flags, run)
@@ -172,16 +176,22 @@ def main(argv=None):
         answer(model)
 
 
-def another_rank_speaks(argv):
+def another_rank_speaks():
     """Whether the first of several ranks reports wrong input, and this is another rank."""
-    # Only --chat runs on several ranks. The flags are not parsed yet.
-    if not any(word.startswith("--chat") for word in argv):
-        return False
     from runtime import launcher
     try:
         return launcher.env_rank() > 0
     except ValueError:  # launch() will say what is wrong
         return False
+
+
+def refuse_several_ranks():
+    """ValueError: a launcher started several processes, each of which would print the same."""
+    from runtime import launcher
+    name, n_ranks = launcher.started_by()
+    if n_ranks != 1:
+        with_it = launcher.STARTED_WITH.get(name, name)
+        raise ValueError(f"only --chat takes several ranks; leave out {with_it}")
 
 
 def plain_stdout():
@@ -410,17 +420,19 @@ class Chat:
         from generate import stream
         flags = self.flags
         special = self.vocabulary.special.values()
-        for token in stream(self.model, self.tokens, flags.max_new_tokens, self.cache,
-                            temperature=flags.temperature, top_k=flags.top_k, rng=self.rng):
-            token, stop = self.agree(token)
-            self.tokens[-1] = token
-            if token in special:
-                self.tokens.pop()
-                break
-            yield token
-            if stop:
-                break
-        self.tokens.append(self.template.end)
+        try:
+            for token in stream(self.model, self.tokens, flags.max_new_tokens, self.cache,
+                                temperature=flags.temperature, top_k=flags.top_k, rng=self.rng):
+                token, stop = self.agree(token)
+                self.tokens[-1] = token
+                if token in special:
+                    self.tokens.pop()
+                    break
+                yield token
+                if stop:
+                    break
+        finally:  # also where nobody asks for the rest
+            self.tokens.append(self.template.end)
 
 
 def chat_main(flags, argv):

@@ -72,13 +72,17 @@ def build(cfg, mesh, vocab_size, device, timers=untimed, choice=None):
     # Where no fast way is taken, as on a CPU, dispatcher_maker() gives moe.plain_dispatcher,
     # masked_attention() and unmasked_attention() give None, and the Comms that comm_maker()
     # provides are ddp.Comm or, for ZeRO-2 and 3, zero.SlotComm.
-    with torch.device(device), parameters_without_memory():
-        model = GPT(cfg, mesh, vocab_size, rank_layers(cfg, mesh.pp), choice.dispatcher_maker(cfg),
-                    choice.masked_attention(), flash=choice.unmasked_attention())
-    torch.set_default_dtype(torch.float32)
+    try:
+        with torch.device(device), parameters_without_memory():
+            model = GPT(cfg, mesh, vocab_size, rank_layers(cfg, mesh.pp),
+                        choice.dispatcher_maker(cfg), choice.masked_attention(),
+                        flash=choice.unmasked_attention())
+    finally:
+        torch.set_default_dtype(torch.float32)
     if device.type != "cpu":
-        # In a 16-bit model the only fp32 matmul is the router's. Its operands were bf16 or fp16,
-        # which TF32 holds exactly.
+        # In a 16-bit model the only fp32 matmul is the router's. In forward its operands were bf16
+        # or fp16, which TF32 holds exactly. In backward TF32 rounds the gradient, unless
+        # ops/wide_product.py multiplies.
         is_16_bit = cfg.dtype in ("bf16", "fp16")
         torch.set_float32_matmul_precision("high" if is_16_bit else "highest")
     DataParallelClass = LEVELS[cfg.zero]
@@ -162,13 +166,19 @@ class Step:
         return not_finite
 
 
+def evaluation_batches(cfg, source, batch):
+    """Return how many batches of `batch` sequences an evaluation has: eval_iters at most, and one
+    at least. Of a source that is smaller than one batch, the first sequences count again."""
+    return max(1, min(cfg.eval_iters, source.n_samples // batch))
+
+
 def evaluate(cfg, model, source, batch, device):
-    """Return the mean cross-entropy, in nats per trained token, of at most eval_iters batches.
+    """Return the mean cross-entropy, in nats per trained token, of evaluation_batches() batches.
 
     batch: the number of sequences per batch. Collective.
     """
     mesh = model.mesh
-    n_batches = max(1, min(cfg.eval_iters, source.n_samples // batch))
+    n_batches = evaluation_batches(cfg, source, batch)
     model.eval()
     total = torch.zeros((), dtype=torch.float64, device=device)
     for i in range(n_batches):
@@ -405,7 +415,8 @@ class Run:
         evaluates = self.due(number, cfg.eval_every)
         if evaluates:
             oversight.watchdog.heartbeat(number, "evaluation")
-            oversight.progress.evaluation_begins(number, cfg.eval_iters, row.get("ms"))
+            n_batches = evaluation_batches(cfg, self.data.val, batch)
+            oversight.progress.evaluation_begins(number, n_batches, row.get("ms"))
             val_loss = evaluate(cfg, self.parts.model, self.data.val, batch, self.world.device)
             oversight.progress.evaluation_ends()
             row["val_loss"] = self.state.evaluated(val_loss)

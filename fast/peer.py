@@ -66,8 +66,8 @@ class CopyStream:
 
         gradients: those of each rank of the bucket's shard, by rank, (1, n) or longer.
         """
-        n = bucket.grad_total.numel()
-        parts = self.recv_buffer[:n * (bucket.n_slices - 1)].view(-1, n)  # (size - 1, n/size)
+        slice_size = bucket.grad_total.numel()  # n/size
+        parts = self.recv_buffer[:slice_size * (bucket.n_slices - 1)].view(-1, slice_size)
         for part, rank in zip(parts, others(bucket.shard), strict=True):  # n/size from each, over the shard
             part.copy_(gradients[rank][0, bucket.own_slice])
         return parts

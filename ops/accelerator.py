@@ -83,7 +83,7 @@ def side_stream(device):
 
 
 @contextlib.contextmanager
-def beside(device):
+def on_side_stream(device):
     """Start operations, and wait for them, on a stream next to the one that computes.
 
     They begin after all that was issued so far. Where there are no streams, they run in line.

@@ -312,6 +312,9 @@ def prepare_out_dir(cfg, world, out):
     found = find_checkpoint(cfg, world, out)
     with exit_together(world), files.must_write(cfg.dump_grads, "--dump-grads"):
         if world.rank == 0 and cfg.dump_grads and found is None:  # a resumed run does not write it again
+            if 1 in Ranges(cfg.train_range_to_skip):
+                raise ValueError("--dump-grads writes the gradients of step 1, which --train-range-to-skip "
+                                 "leaves out; leave out one of the two flags")
             path = Path(cfg.dump_grads)
             if os.path.lexists(path):
                 raise ValueError(f"--dump-grads {path} is there already and stays; give a new file")

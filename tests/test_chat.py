@@ -504,6 +504,18 @@ def test_an_answer_that_is_stopped_ends_in_the_conversation(tuned):
     assert text.startswith(f"<|assistant|>{''.join(first)}<|end|><|user|>") and text.count("<|end|>") == 3
 
 
+def test_an_answer_that_nobody_reads_to_its_end_ends_in_the_conversation(tuned):
+    cfg, vocab_size, weights, _, _ = sample.read_run(tuned)
+    vocab = tokenizer.load(tuned)
+    flags = sample.Flags(str(tuned), chat=True, max_new_tokens=12, temperature=0)
+    talk = sample.Chat(sample.load_model(cfg, vocab_size, weights), vocab, flags)
+    talk.tokens += talk.template.question(QUESTIONS[0])
+    ids = talk.answer_ids()
+    first = next(ids)
+    ids.close()
+    assert talk.tokens[-2:] == [first, talk.template.end]
+
+
 def test_a_long_conversation_goes_on_when_the_window_is_full(tuned):
     answers, tokens, length = talk(World(), tuned, QUESTIONS * 4)
     assert len(tokens) > 2 * SEQ and length <= SEQ and len(answers) == 12

@@ -259,7 +259,7 @@ def test_edited_token_is_caught_by_verify(toy, capsys):
     edit(shard, 4096 + 77, b"\1")
     opens(folder)()  # headers and sizes are right
     refused(ValueError, lambda: shards.verify(folder), str(shard), "sha256", "expected", "make it with")
-    code, out, err = run(capsys, "x.txt", "--name", "toy", "--out", folder.parent, "--verify")
+    code, out, err = run(capsys, "--name", "toy", "--out", folder.parent, "--verify")  # without a SOURCE
     assert code == 2 and err.startswith("nanoshard: ") and err.count("\n") == 1 and "train_00003" in err
     # With the old size and time, verify() trusts its cache; with cache=False it reads the file
     os.utime(shard, ns=(before.st_atime_ns, before.st_mtime_ns))

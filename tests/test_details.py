@@ -728,3 +728,13 @@ def test_what_lies_in_a_folder_is_offered_before_its_neighbours(tmp_path):
     found = paths.close_paths(tmp_path / "run", tmp_path, lambda path: path.name != "a")
     assert found == [tmp_path / "run/b"]
     assert paths.close_paths(tmp_path / "runn", tmp_path, Path.is_dir) == [tmp_path / "run"]
+
+
+def test_after_an_error_the_default_dtype_is_fp32(monkeypatch):
+    def refuse(*_, **__):
+        assert torch.get_default_dtype() == torch.float64
+        raise ValueError
+    monkeypatch.setattr(train, "GPT", refuse)
+    with pytest.raises(ValueError):
+        train.build(Config(dtype="fp64"), make_mesh(ONE), 100, torch.device("cpu"))
+    assert torch.get_default_dtype() == torch.float32

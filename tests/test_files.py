@@ -273,6 +273,14 @@ def test_dump_grads_replaces_and_removes_nothing(tmp_path):
     assert not (tmp_path / "new").exists() and not (tmp_path / "nowhere").exists()
 
 
+def test_the_gradients_of_a_step_that_is_skipped_are_refused(tmp_path):
+    flags = [*TINY, f"--out={tmp_path / 'run'}", f"--dump-grads={tmp_path / 'g.st'}", "--train-range-to-skip"]
+    assert_refused(session(World(), [*flags, "1", "1"]), "--dump-grads writes the gradients of step 1",
+                   "leave out one")
+    assert not (tmp_path / "run").exists()
+    assert session(World(), [*flags, "2", "2", "--steps=2"])["code"] == 0 and (tmp_path / "g.st").exists()
+
+
 def test_a_run_that_goes_on_writes_no_gradients_and_says_so(tmp_path):
     """The line that tells how to go on is without the flag, which is for the first step."""
     flags = [*TINY, f"--out={tmp_path / 'run'}", f"--dump-grads={tmp_path / 'g.st'}"]

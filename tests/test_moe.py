@@ -230,6 +230,14 @@ def test_balance_loss_is_1_when_balanced_E_over_K_when_collapsed(router, K):
     torch.testing.assert_close(whole_layer(layer, collapsed)[1].item(), 8 / K, rtol=0, atol=1e-13)
 
 
+@pytest.mark.parametrize("n, K, E, factor, rows", [
+    (100, 2, 4, 1.1, 55), (1000, 6, 8, 1.1, 825), (100, 2, 4, 1.25, 63), (10, 1, 4, 1e-3, 1),
+    (4, 2, 2, 9.0, 4)])
+def test_the_capacity_is_exact(n, K, E, factor, rows):
+    """In floats 100 * 2 / 4 * 1.1 is more than 55. No expert takes more rows than there are."""
+    assert moe.expert_capacity(Config(top_k=K, n_experts=E, capacity_factor=factor), n) == rows
+
+
 def test_balance_loss_does_not_depend_on_the_capacity():
     x = torch.randn(16, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(6))
     router_loss, grad, stats, _ = aux_of(x)

@@ -126,6 +126,22 @@ def test_the_table_of_runs_reads_only_and_survives_foreign_folders(runs, capsys,
     assert lines[2] == "    tiny-moe on 2 ranks --steps=8 --seed=7 --no-report" and "--top-k=1000" in lines[4]
 
 
+def test_a_flag_as_a_shell_takes_it():
+    assert plot.words_of_flag("prompt", "def main(") == "--prompt='def main('"
+    assert plot.words_of_flag("rope_scaling", [8, 1]) == "--rope-scaling 8 1"
+    assert plot.words_of_flag("min_lr", 0.1) == "--min-lr=0.1"
+
+
+def test_a_run_without_an_evaluation_says_so(runs, capsys):
+    (runs / "new").mkdir()
+    (runs / "new" / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
+    assert plot.main(["new", "--metric", "val_loss"]) == 0
+    said = capsys.readouterr().out
+    assert said == "no evaluation yet: train.py --eval-every says after which steps one comes\n"
+    assert plot.main(["new", "--steps", "5", "6"]) == 0
+    assert "no row can be drawn" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("argv", [["--list", "none"], ["tiny", "--list"], ["--list", "a", "b"]])
 def test_wrong_flags_beside_list(argv, runs, capsys):
     with pytest.raises(SystemExit) as end:

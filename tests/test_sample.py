@@ -277,3 +277,25 @@ def test_the_samples_of_a_run_are_drawn_with_its_seed(run, tmp_path, capsys, mon
     object.__setattr__(model, "mesh", make_mesh(train.launch.World(rank=1, size=2), groups=False))
     train.log.print_sample(model, words, "bead", 7)
     assert capsys.readouterr().out == ""
+
+
+def test_a_run_without_text_has_no_vocabulary(tmp_path, capsys):
+    go(1, tmp_path / "run", "--data=synthetic", "--steps=1", "--save-every=1", base=TINY)
+    with pytest.raises(SystemExit) as end:
+        sample.main([str(tmp_path / "run"), "--prompt", "a"])
+    said = capsys.readouterr().err
+    assert end.value.code == 2 and said.count("\n") == 1
+    assert "no tokenizer.json" in said and "train with --data data/stdlib" in said
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_several_ranks_are_for_a_chat(run, rank, capsys, monkeypatch):
+    """One of them says so."""
+    for name, value in {"PMI_RANK": rank, "PMI_SIZE": 2, "MPI_LOCALRANKID": rank}.items():
+        monkeypatch.setenv(name, str(value))
+    for argv in ([str(run), "--prompt", "a"], [str(run), "--top-k", "-1"]):
+        with pytest.raises(SystemExit) as end:
+            sample.main(argv)
+        out, said = capsys.readouterr()
+        assert end.value.code == 2 and out == "" and said.count("\n") == 1 - rank
+        assert rank or argv[1] == "--top-k" or "only --chat takes several ranks; leave out mpiexec" in said

@@ -11,7 +11,7 @@ import pytest
 import torch
 from plain_model import val_loss
 from pool import run_ranks
-from runs import SHAPE, final, go, rows, same
+from runs import SHAPE, final, go, rows, same, session
 
 import prepare
 import train
@@ -20,6 +20,8 @@ from corpus.batches import open_data
 from corpus.synthetic import Synthetic
 from interface.command_line import parse
 from parallel import make_mesh
+from runtime.launch import World
+from runtime.progress import Progress
 
 T = 16  # of SHAPE
 GPT2 = ["--n-kv-head=2", "--norm=layer", "--mlp=gelu", "--pos=learned", "--bias", "--tied"]
@@ -96,6 +98,20 @@ def test_validation_loss_is_that_of_the_val_split_without_dropout(name, folders,
         assert seen[step]["val_loss"] == pytest.approx(losses[-1], rel=1e-12, abs=0)
         assert f"val_loss={losses[-1]:.4f}" in printed
     assert max(losses) - min(losses) > 1e-3 * losses[0], "weights that hardly change show no wrong step"
+
+
+@pytest.mark.parametrize("samples, batch, iters, n", [(11, 8, 1000, 1), (11, 4, 1000, 2), (11, 4, 1, 1),
+                                                      (11, 12, 5, 1), (11, 4, 0, 1)])
+def test_a_run_says_how_many_batches_an_evaluation_has(samples, batch, iters, n, tmp_path, monkeypatch):
+    source = Synthetic(100, 16, 0)
+    source.n_samples = samples
+    assert train.evaluation_batches(Config(eval_iters=iters), source, batch) == n
+    announced = []
+    monkeypatch.setattr(Progress, "evaluation_begins", lambda self, number, n, ms: announced.append(n))
+    monkeypatch.setattr(train, "evaluation_batches", lambda *_: n)
+    done = session(World(), [*SHAPE, f"--out={tmp_path}", "--data=synthetic", "--steps=1", "--micro-batch=1",
+                             "--no-plot", "--save-every=0", "--eval-every=1"])
+    assert done["code"] == 0 and announced == [n], done["err"]
 
 
 def test_no_evaluation_without_eval_every_and_one_at_the_end_with_a_large_one(tmp_path):
