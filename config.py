@@ -489,16 +489,15 @@ def check_run(cfg):
     if cfg.dump_grads and (not dump.name or dump.is_dir() or any(p.is_file() for p in dump.parents)):
         raise ValueError(f"--dump-grads {cfg.dump_grads} is a folder or lies in a file; give the path of a "
                          "new file, such as out/grads.safetensors")
-    names_checkpoint = cfg.resume not in ("none", "auto")
-    if cfg.init_from and names_checkpoint and not cfg.lora:  # with --lora it says where the base is
-        raise ValueError(f"--init-from starts a run and --resume {cfg.resume} goes on with one; give one of "
-                         "them, or --resume auto, which starts a run only where --out has no checkpoint")
     if len(cfg.rampup_batch_size) not in (0, 3) or min(cfg.rampup_batch_size, default=1) < 1:
         raise ValueError(f"--rampup-batch-size takes START INCREMENT SAMPLES, all at least 1, got "
                          f"{' '.join(map(str, cfg.rampup_batch_size))}; for example 16 16 100000")
     if len(cfg.train_range_to_skip) % 2:
         raise ValueError(f"--train-range-to-skip takes pairs A B, got {len(cfg.train_range_to_skip)} "
                          "numbers; give the last step of every range")
+    if cfg.dump_grads and 1 in cfg.train_range_to_skip[::2]:
+        raise ValueError("--dump-grads writes the gradients of step 1, which --train-range-to-skip "
+                         "leaves out; leave out one of the two flags")
 
 
 def largest_divisor(most, *numbers):

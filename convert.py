@@ -37,7 +37,14 @@ from corpus.chat import END, MARKERS
 from corpus.masked import MASK
 from corpus.safetensors_files import open_safetensors, same_matrix
 from interface import paths
-from interface.command_line import as_program, command_line, printable, read_run_config, wrong_input
+from interface.command_line import (
+    as_program,
+    command_line,
+    given_flags,
+    printable,
+    read_run_config,
+    wrong_input,
+)
 from interface.files import must_write
 from interface.half import unfinished
 from interface.schema import load_json, load_json_of_others
@@ -65,6 +72,9 @@ class Flags:
     # which peft finds the model that they belong to
     base: str = ""
     RANGES = {"shard_gb": (1e-6, 10**6), "seq_len": (0, 2**24)}
+    # Of the flags that not every command reads
+    READ = {"export": {"dtype", "shard_gb"}, "gguf": {"dtype"}, "peft": {"dtype", "base"},
+            "import": {"seq_len"}, "import of adapters": {"base"}}
     MISSING = ("import, export, gguf or peft and a directory are needed, for example python convert.py "
                "export out/tiny --out hf/tiny, or python convert.py import MODEL_DIR --out out/NAME")
 
@@ -290,12 +300,13 @@ def import_adapter(flags):
     step = Path(flags.base)
     if not step.name.startswith("step_"):
         step, _ = choose_step(step)
-    index = checkpoint.check(step)
+    index = adapters.check_import(flags.base, step)
     cfg, vocab_size = read_run_config(step.parent / "config.json")
     pieces = from_peft(folder, dataclasses.replace(cfg, lora=0), rank, vocab_size)
     cfg = dataclasses.replace(cfg, lora=rank, lora_alpha=alpha, vocab_size=vocab_size)
     check(cfg)
-    vocabulary = load_tokenizer(folder, vocab_size) or load_tokenizer(step.parent, vocab_size)
+    vocabulary = (tokenizer.load_if_there(folder, vocab_size)
+                  or tokenizer.load_if_there(step.parent, vocab_size))
     out = Path(flags.out)
     meta = {**meta_of_no_step(cfg), "base": adapters.reference(step, index)}
     with must_write(out, reads=True), unfinished(out, IMPORTED) as half:
@@ -308,20 +319,6 @@ def import_adapter(flags):
             f"train on:     python train.py --data data/NAME --init-from {saved}")
 
 
-def load_tokenizer(folder, vocab_size):
-    """Return the tokenizer of a directory, ours or theirs, or None if there is none.
-
-    ValueError: it has more ids than the model.
-    """
-    if not (folder / "tokenizer.json").exists():
-        return None
-    vocabulary = tokenizer.load(folder)
-    if vocabulary.n_vocab > vocab_size:
-        raise ValueError(f"{folder}/config.json has a vocabulary of {vocab_size}, tokenizer.json "
-                         f"{vocabulary.n_vocab} symbols: they are of two models")
-    return vocabulary
-
-
 # What an import writes. If it is stopped, the next one replaces these files.
 IMPORTED = (r"(tokenizer|config)\.json|step_000000(\.0\.tmp)?/"
             r"(rank_00000\.safetensors|node_[\w.-]*\.jsonl|(rank_00000|index)\.json|"
@@ -331,7 +328,7 @@ IMPORTED = (r"(tokenizer|config)\.json|step_000000(\.0\.tmp)?/"
 def import_model(flags):
     """Write a Hugging Face model as one of our runs that has made no step; return lines that say so."""
     weights = HuggingFace(flags.model, flags.seq_len)
-    vocabulary = load_tokenizer(weights.path, weights.vocab_size)
+    vocabulary = tokenizer.load_if_there(weights.path, weights.vocab_size)
     out = Path(flags.out)
     cfg = dataclasses.replace(weights.cfg, vocab_size=weights.vocab_size)
     saved = dataclasses.asdict(cfg)
@@ -396,7 +393,7 @@ def export_model(flags):
         raise ValueError(f"{run} is a model of Hugging Face already; export takes a run of train.py")
     kind = hf.family_of(cfg)
     full = full_config(cfg, kind)
-    vocabulary = load_tokenizer(run, vocab_size)
+    vocabulary = tokenizer.load_if_there(run, vocab_size)
     if vocabulary and cfg.objective == "mlm":
         vocabulary = with_mask(vocabulary, run)
     layout = tensors(full, kind, vocab_size)
@@ -446,7 +443,7 @@ def export_adapter(flags):
         raise ValueError(f"{run} has no adapters; convert.py export writes the whole model")
     lazy, adapter_config = to_peft(weights, cfg, vocab_size, DTYPES[flags.dtype], flags.base)
     files = {peft_files.CONFIG: adapter_config}
-    if vocabulary := load_tokenizer(run, vocab_size):
+    if vocabulary := tokenizer.load_if_there(run, vocab_size):
         files |= tokenizer_json.export_tokenizer(vocabulary, cfg.seq_len)
     out = Path(flags.out)
     with must_write(out), unfinished(out, ADAPTERS) as half:
@@ -464,7 +461,7 @@ def write_gguf(flags):
         raise ValueError(f"--dtype {flags.dtype}: llama.cpp has none; give one of "
                          f"{', '.join(gguf_file.FILE_TYPES)}")
     kind = hf.family_of(cfg)
-    vocabulary = load_tokenizer(run, vocab_size)
+    vocabulary = tokenizer.load_if_there(run, vocab_size)
     if vocabulary is None:
         raise ValueError(f"{run} holds no tokenizer.json, and llama.cpp reads no model without one; train on "
                          "data of prepare.py")
@@ -557,10 +554,21 @@ def write_json(path, content):
     path.write_bytes(json.dumps(content, indent=1, ensure_ascii=False).encode())
 
 
+def refuse_unread(flags):
+    """ValueError: a flag is given that this command does not read."""
+    what = flags.command
+    if what == "import" and (Path(flags.model) / peft_files.CONFIG).exists():
+        what = "import of adapters"
+    unread = given_flags(flags, set().union(*Flags.READ.values()) - Flags.READ[what])
+    if unread:
+        raise ValueError(f"{what} does not read {', '.join(unread)}; leave it out")
+
+
 @wrong_input(prints=False)
 def main(argv=None):
     """Import or export. SystemExit(2) after one line on stderr: wrong input."""
     flags = command_line(Flags, sys.argv[1:] if argv is None else argv, "convert.py", __doc__)
+    refuse_unread(flags)
     out = Path(flags.out)
     if flags.command == "gguf":
         if not flags.out or out.exists():

@@ -142,6 +142,9 @@ def what_is_wrong(flags):
         return "stdlib and other sources do not mix"
     if flags.chat and missing_for_chat(flags):
         return missing_for_chat(flags)
+    if flags.chat and (flags.shuffle or flags.no_shuffle or flags.text_key != Flags.text_key):
+        return ("--shuffle, --no-shuffle and --text-key are for text; conversations always come in an order "
+                "of --seed, and their key is messages")
     if not flags.stdlib and not flags.name:
         for source in flags.sources:  # another misspelt word is told now, not after the name was given
             text.check_source(source)

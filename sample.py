@@ -39,7 +39,7 @@ from convert import read_run
 from corpus import text, tokenizer
 from corpus.chat import MARKERS, Template
 from corpus.masked import MASK
-from interface.command_line import as_program, command_line, wrong_input
+from interface.command_line import as_program, command_line, given_flags, wrong_input
 from interface.console import Console, converse
 from interface.schema import Range, check_schema, load_json
 from interface.serve import Server
@@ -84,6 +84,9 @@ class Flags:
             raise ValueError(f"--temperature {self.temperature} is too small; try 0, the likeliest token")
         if not self.chat and self.tp * self.ep > 1:
             raise ValueError("--tp and --ep are for --chat; samples and --serve come from one process")
+        ignored = given_flags(self, ("n", "max_new_tokens", "temperature", "top_k", "seed"))
+        if self.score is not None and ignored:
+            raise ValueError(f"--score draws no text; leave out {', '.join(ignored)}")
         if self.system and not (self.chat or self.serve):
             raise ValueError("--system is for --chat and --serve; put its words into --prompt")
         if not self.serve and (self.host, self.port) != (Flags.host, Flags.port):

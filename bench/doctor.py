@@ -46,6 +46,7 @@ from runtime.launcher import bare_environment, env_rank, scheduler
 TORCH_SECONDS = time.perf_counter() - BEGAN  # most of it: runtime.launch imports torch
 from config import Outcome
 from corpus import shards
+from corpus.blend import parse_blend
 from interface.command_line import print_quietly
 from interface.terminal import folded
 from ops.accelerator import ask, device_name
@@ -270,15 +271,21 @@ def disk(folder, fix, local):
     return ok(text)
 
 
-def tokens(folder):
-    """Are the token files whole?"""
+def tokens(data):
+    """Are the token files of --data whole?"""
+    said = []
+    folder = data
     try:
-        meta = shards.load_meta(folder)
-        files = shards.verify(folder)
+        for folder, _ in parse_blend(str(data)):
+            meta = shards.load_meta(folder)
+            files = shards.verify(folder)
+            n_tokens = meta["tokens"]["train"]
+            said.append(f"{folder}: {n_tokens:,} training tokens, {files} files have their sha256")
     except (OSError, ValueError) as e:
-        text = " ".join(str(e).split())
-        return "FAIL" if Path(folder).exists() else "WARN", text, "python prepare.py stdlib, in one process"
-    return ok(f"{folder}: {meta['tokens']['train']:,} training tokens, {files} files have their sha256")
+        text, _, fix = " ".join(str(e).split()).partition("; make it with: ")
+        fix = fix or "python prepare.py stdlib"
+        return "FAIL" if Path(folder).exists() else "WARN", text, f"{fix}, in one process"
+    return ok("; ".join(said))
 
 
 def examine(world, flags):

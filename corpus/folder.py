@@ -103,16 +103,16 @@ def locked(folder):
     """
     made = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
-    try:
-        with held(folder):
+    with held(folder):
+        try:
             yield
-    except (ValueError, FileNotFoundError) as e:
-        if made and not isinstance(e, KeptWork):
-            shutil.rmtree(folder)
-            with suppress(OSError):  # something else came into one of them
-                for path in made[1:]:
-                    path.rmdir()
-        raise
+        except (ValueError, FileNotFoundError) as e:
+            if made and not isinstance(e, KeptWork):
+                shutil.rmtree(folder)
+                with suppress(OSError):  # something else came into one of them
+                    for path in made[1:]:
+                        path.rmdir()
+            raise
 
 
 class KeptWork(ValueError):
@@ -121,14 +121,22 @@ class KeptWork(ValueError):
 
 @contextmanager
 def held(folder):
-    """Hold the lock of a folder. ValueError: another prepare.py does."""
-    with open(folder / "lock", "w") as f:
+    """Hold the lock of a folder. ValueError: another prepare.py does, or has just removed the folder."""
+    taken = f"another prepare.py is at work on {folder.parent}; wait for it"
+    lock = folder / "lock"
+    try:
+        file = open(lock, "w")
+    except FileNotFoundError:
+        raise ValueError(taken) from None
+    with file:
         try:
-            fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as e:
-            raise ValueError(f"another prepare.py is at work on {folder.parent}; wait for it") from e
+            raise ValueError(taken) from e
         except OSError:  # a file system without locks
             pass
+        if not lock.exists() or not os.path.samestat(os.fstat(file.fileno()), lock.stat()):
+            raise ValueError(taken)
         yield
 
 

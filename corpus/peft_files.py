@@ -20,6 +20,12 @@ KNOWN = {"peft_type": str, "r": int, "lora_alpha": float}
 PLAIN = {"use_dora": False, "use_rslora": False, "bias": "none", "fan_in_fan_out": False, "lora_bias": False,
          "rank_pattern": {}, "alpha_pattern": {}, "modules_to_save": None, "layer_replication": None,
          "trainable_token_indices": None, "target_parameters": None, "use_qalora": False}
+# Ways to start that leave the base's weights as they are; others, such as pissa, change them too.
+STARTS = (True, False, "gaussian")
+# Fields that change nothing in what a model with its adapters computes, whatever their value is.
+OTHERS = {"auto_mapping", "base_model_name_or_path", "exclude_modules", "inference_mode", "layers_pattern",
+          "layers_to_transform", "lora_dropout", "megatron_core", "peft_version", "qalora_group_size",
+          "revision", "target_modules", "task_type", "init_lora_weights", "use_rslora", *KNOWN}
 
 
 def layer_names(cfg, kind, layout):
@@ -48,9 +54,12 @@ def tensor_names(module):
 def adapter_config(cfg, modules, base):
     """Return adapter_config.json. modules: the names of all modules with an adapter. base: a model's name."""
     alpha = cfg.lora_alpha
+    is_causal = cfg.objective == "causal"
+    # By the last part of their names peft would also find modules of the head of a masked model.
+    names = {module.split(".")[-1] for module in modules} if is_causal else set(modules)
     return {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
+        "task_type": "CAUSAL_LM" if is_causal else None,
         "base_model_name_or_path": base,
         "r": cfg.lora,
         "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
@@ -59,7 +68,7 @@ def adapter_config(cfg, modules, base):
         "fan_in_fan_out": False,
         "init_lora_weights": True,
         "inference_mode": True,
-        "target_modules": sorted({module.split(".")[-1] for module in modules}),
+        "target_modules": sorted(names),
     }
 
 
@@ -79,4 +88,10 @@ def read_adapter(folder):
         if found.get(field, value) not in (value, None):
             raise ValueError(f"{path}: {field} is {found[field]!r}; ours are plain LoRA adapters, with "
                              f"{value!r}")
+    if found.get("init_lora_weights", True) not in STARTS:
+        raise ValueError(f"{path}: init_lora_weights is {found['init_lora_weights']!r}, with which peft "
+                         "changes the base's weights, too; convert the adapters to plain LoRA with peft")
+    for field, value in found.items():
+        if value and field not in PLAIN and field not in OTHERS:
+            raise ValueError(f"{path}: {field} is {value!r}; ours are plain LoRA adapters, without it")
     return found["r"], alpha

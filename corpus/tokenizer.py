@@ -377,6 +377,20 @@ def load(path):
         raise ValueError(f"{path} is not a tokenizer file ({e}); make it again: python prepare.py") from e
 
 
+def load_if_there(folder, vocab_size):
+    """Return the tokenizer of a directory, ours or theirs, or None if there is none.
+
+    ValueError: it has more ids than the model.
+    """
+    if not (folder / "tokenizer.json").exists():
+        return None
+    vocabulary = load(folder)
+    if vocabulary.n_vocab > vocab_size:
+        raise ValueError(f"{folder}/config.json has a vocabulary of {vocab_size}, tokenizer.json "
+                         f"{vocabulary.n_vocab} symbols: they are of two models")
+    return vocabulary
+
+
 def spec_of_theirs(content, path):
     """Return the spec of an HfTokenizer from the content of Hugging Face's tokenizer.json at `path`."""
     found = {}

@@ -425,6 +425,12 @@ def print_quietly(text):
 INTERRUPTED = 130
 
 
+def given_flags(flags, names):
+    """Return those of the flags with these names, as they are typed, whose value is not the default."""
+    return [f"--{name.replace('_', '-')}" for name in sorted(names)
+            if getattr(flags, name) != getattr(type(flags), name)]
+
+
 @contextlib.contextmanager
 def wrong_input(quiet=False, prints=True):
     """Turn a ValueError or OSError of a program's body, its wrong input, into one line and exit code 2.

@@ -241,11 +241,17 @@ def cheapest(flags, ranks, best_cost, best):
 
 def as_flags(changes):
     """Return {flag: value} as it is typed. A flag whose value is None is to be left out."""
-    typed = [f"--{name.replace('_', '-')} {value}" for name, value in changes.items() if value is not None]
+    typed = [" ".join([f"--{name.replace('_', '-')}", *words_of(value)])
+             for name, value in changes.items() if value is not None]
     without = [f"--{name.replace('_', '-')}" for name, value in changes.items() if value is None]
     if without:
         typed.append(f"without {', '.join(without)}")
     return " ".join(typed)
+
+
+def words_of(value):
+    """Return the words in which the value of a flag is typed."""
+    return [str(part) for part in value] if isinstance(value, tuple | list) else [str(value)]
 
 
 def command(ranks, argv, starter="mpiexec", program="train.py"):
@@ -284,16 +290,28 @@ def change_words(argv, changes):
     for name, value in changes.items():
         flag = f"--{name.replace('_', '-')}"
         kept = []
-        words = iter(argv)
-        for word in words:
-            if word.replace("_", "-") == flag:
-                next(words, None)
+        dropped = 0  # of the words that follow
+        for i, word in enumerate(argv):
+            if dropped:
+                dropped -= 1
+            elif word.replace("_", "-") == flag:
+                dropped = count_values(name, argv[i + 1:])
             elif word.partition("=")[0].replace("_", "-") != flag:
                 kept.append(word)
         argv = kept
         if value is not None:
-            argv += [flag, str(value)]
+            argv += [flag, *words_of(value)]
     return argv
+
+
+def count_values(name, words):
+    """Return how many of the words behind a flag are its values: those of train.py's, and one of others."""
+    default = getattr(Config, name, None)
+    if isinstance(default, bool):
+        return int(words[:1] != [] and words[0].lower() in ("true", "false"))
+    if isinstance(default, tuple):
+        return len(list(itertools.takewhile(lambda word: not word.startswith("--"), words)))
+    return min(1, len(words))
 
 
 def fix(flags, ranks=None):

@@ -33,12 +33,46 @@ def check_base(path, index, base):
                          f"{base['path']}; give the same weights, or start anew with --resume none")
 
 
-def base_path(base):
-    """Return where the base is. FileNotFoundError, with the fix: it is not there."""
+def is_base(path, base):
+    """Whether there is a checkpoint at path whose content is that of the base. base: its reference()."""
+    try:
+        return content_hash(checkpoint.read_index(path)) == base["hash"]
+    except (OSError, ValueError):
+        return False
+
+
+def check_import(given, step):
+    """Return the index of the checkpoint `step`, to which adapters from elsewhere shall belong.
+
+    given: that checkpoint, or the run of which it has the lowest validation loss. ValueError: it holds
+    adapters itself, or training would have started from another checkpoint of the run, its newest.
+    """
+    newest = step if Path(given) == step else checkpoint.newest(Path(given))
+    if step != newest:
+        raise ValueError(f"--base {given} has {step.name}, of the lowest validation loss, and {newest.name}, "
+                         f"the newest; say to which of them the adapters belong, such as --base {newest}")
+    index = checkpoint.check(step)
+    if index["meta"]["shape"].get("lora"):
+        raise ValueError(f"--base {step} holds adapters itself, on top of {index['meta']['base']['path']}; "
+                         "give that, or another whole model")
+    return index
+
+
+def base_path(base, moved_to=""):
+    """Return where the base is. FileNotFoundError, with the fix: it is not there.
+
+    moved_to: a checkpoint, or a run, in which it may be, too. Of its checkpoints it is the one with the same
+    content, or else the newest, which check_base() will refuse.
+    """
     if not base:
         raise ValueError("these adapters do not say on which weights they were trained; start anew with "
                          "--resume none")
     path = Path(base["path"])
+    if moved_to:
+        inside = checkpoint.steps(moved_to)
+        found = [path, Path(moved_to), *inside]
+        same = [path for path in found if is_base(path, base)]
+        return [*same, *inside, Path(moved_to)][0]
     if not (path / "index.json").is_file():
         raise FileNotFoundError(f"the base of these adapters, {path}, is not there; put it back, or a link "
                                 "to where it is now, or tell train.py that with --init-from")

@@ -2,11 +2,13 @@
 
 runtime/adapters.py says how a checkpoint of adapters names its base.
 """
+from functools import partial
+
 from ddp import frozen_parameters
 from ops.flat import bucket_pieces, own_pieces
 from runtime.adapters import base_path, check_base, reference
 from runtime.agree import read_by_first
-from runtime.read_checkpoint import check_together, load_tensors, newest_under, sent_index
+from runtime.read_checkpoint import check_together, load_tensors, sent_index
 
 
 def start(model, opt, path, index):
@@ -28,13 +30,10 @@ def start(model, opt, path, index):
 def load_base(model, base, moved_to=""):
     """Fill the weights that --lora freezes. Collective; ValueError: the base is not there, or is another.
 
-    base: its reference(). moved_to: where it is now, if that is another place.
+    base: its reference(). moved_to: --init-from, where the base is now if that is another place.
     """
     world = model.mesh.world
-    if moved_to:
-        path = newest_under(world, moved_to)
-    else:
-        path = read_by_first(world.tree, base_path, base)
+    path = read_by_first(world.tree, partial(base_path, base, moved_to))
     check_together(world.tree, path)
     index = sent_index(world.tree, path)
     check_base(path, index, base)

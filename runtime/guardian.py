@@ -44,7 +44,7 @@ def main(pid, step, stacks, rank):
             ended = not data
             for line in data.decode().splitlines():
                 if line.startswith("> "):
-                    collector.path = line[2:]
+                    collector.path = json.loads(line[2:])
                 elif line.startswith("! "):
                     commands = json.loads(line[2:])
                 elif line == "bye":
@@ -82,7 +82,7 @@ def say_how_to_go_on(cause, folder, out, again, anew):
     else:
         what = f"{out} has no checkpoint yet; to start again at step 1, type: {anew}"
     with contextlib.suppress(OSError):
-        os.write(2, f"nanoshard: {cause}{what}\n".encode())
+        os.write(2, os.fsencode(f"nanoshard: {cause}{what}\n"))
 
 
 class Collector:

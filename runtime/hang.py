@@ -112,7 +112,7 @@ class Guardian:
 
     def collect_into(self, path):
         """Append what comes into the file of stacks to this one."""
-        self._tell(f"> {path.absolute()}")
+        self._tell(f"> {json.dumps(str(path.absolute()))}")
 
     def if_killed(self, out, again, anew):
         """Tell which command goes on if this process ends without close(): `again` from a checkpoint in OUT,

@@ -309,12 +309,13 @@ def prepare_out_dir(cfg, world, out):
             if is_here and holds_other_run(cfg, out):
                 raise ValueError(f"--out {out} holds another run and is the working directory, which cannot "
                                  "be renamed; give another --out, or --resume auto to go on")
+            starts_from = Path(cfg.init_from).resolve()
+            if cfg.init_from and starts_from.is_relative_to(out.resolve()) and holds_other_run(cfg, out):
+                raise ValueError(f"--init-from {cfg.init_from} is in --out {out}, which this run would "
+                                 f"rename; give another --out, such as --out {out}-tuned")
     found = find_checkpoint(cfg, world, out)
     with exit_together(world), files.must_write(cfg.dump_grads, "--dump-grads"):
         if world.rank == 0 and cfg.dump_grads and found is None:  # a resumed run does not write it again
-            if 1 in Ranges(cfg.train_range_to_skip):
-                raise ValueError("--dump-grads writes the gradients of step 1, which --train-range-to-skip "
-                                 "leaves out; leave out one of the two flags")
             path = Path(cfg.dump_grads)
             if os.path.lexists(path):
                 raise ValueError(f"--dump-grads {path} is there already and stays; give a new file")

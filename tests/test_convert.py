@@ -526,6 +526,16 @@ CONFIG = [  # (fields changed in config.json, a word of the line)
     ({"tie_word_embeddings": "no"}, "tie_word_embeddings"), ({"intermediate_size": 1.5}, "intermediate_size")]
 
 
+@pytest.mark.parametrize("argv, words", [
+    (["export", "run", "--base", "x", "--seq-len", "8"], "export does not read --base, --seq-len"),
+    (["import", "hf", "--base", "x", "--dtype", "bf16"], "import does not read --base, --dtype"),
+    (["gguf", "run", "--shard-gb", "1"], "gguf does not read --shard-gb"),
+    (["peft", "run", "--seq-len", "8"], "peft does not read --seq-len")])
+def test_a_flag_that_a_command_does_not_read_is_refused(argv, words, made, tmp_path):
+    command, model, *flags = argv
+    refused(convert.main, [command, made / model, "--out", tmp_path / "out", *flags], words, "leave it out")
+
+
 @pytest.mark.parametrize("fields,word", CONFIG, ids=lambda v: str(v)[:40])
 def test_a_field_that_does_not_fit_is_named(fields, word, made, tmp_path):
     shutil.copytree(made / "hf", tmp_path / "hf")

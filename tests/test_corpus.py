@@ -4,6 +4,7 @@ import gzip
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -374,12 +375,34 @@ def test_preparing_needs_no_torch():
     (["a.jsonl", "--name", "x", "--shard-tokens", "0"], "--shard-tokens 0"),
     (["a.jsonl", "--name", "x", "--tokenizer", "char", "--shuffle"], "--shuffle needs documents"),
     (["fineweb_edu"], "--name"),
+    (["chat", "a.jsonl", "--name", "x", "--tokenizer", "data/x", "--no-shuffle"], "are for text"),
+    (["chat", "a.jsonl", "--name", "x", "--tokenizer", "data/x", "--text-key", "y"], "are for text"),
     (["fineweb", "--name", "x"], "fineweb_edu_10bt"),
 ])
 def test_wrong_flags(argv, say):
     def call():
         prepare.list_sources(prepare.parse(argv))
     refused((ValueError, OSError), call, say)
+
+
+def test_who_comes_second_removes_nothing(tmp_path, monkeypatch):
+    """Both came while there was no folder. The first may also have removed it again."""
+    work = tmp_path / "x/.parts"
+    with folder.locked(work):
+        (work / "part.bin").touch()
+        with monkeypatch.context() as late:
+            late.setattr(Path, "exists", lambda path: False)
+            with pytest.raises(ValueError, match="another prepare.py is at work"), folder.locked(work):
+                pass
+        assert (work / "part.bin").exists()
+    real = folder.fcntl.flock
+
+    def removed(file, how):
+        shutil.rmtree(work)
+        real(file, how)
+    monkeypatch.setattr(folder.fcntl, "flock", removed)
+    with pytest.raises(ValueError, match="another prepare.py is at work"), folder.locked(work):
+        pass
 
 
 def test_folders_that_wrong_input_made_are_removed_and_others_stay(tmp_path):

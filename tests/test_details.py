@@ -730,11 +730,13 @@ def test_what_lies_in_a_folder_is_offered_before_its_neighbours(tmp_path):
     assert paths.close_paths(tmp_path / "runn", tmp_path, Path.is_dir) == [tmp_path / "run"]
 
 
-def test_after_an_error_the_default_dtype_is_fp32(monkeypatch):
-    def refuse(*_, **__):
-        assert torch.get_default_dtype() == torch.float64
-        raise ValueError
-    monkeypatch.setattr(train, "GPT", refuse)
-    with pytest.raises(ValueError):
-        train.build(Config(dtype="fp64"), make_mesh(ONE), 100, torch.device("cpu"))
-    assert torch.get_default_dtype() == torch.float32
+@pytest.mark.parametrize("argv, changes, changed", [
+    ("--bias --qkv-bias --tp 2", {"qkv_bias": False, "bias": 2}, "--tp 2 --qkv-bias False --bias 2"),
+    ("--bias true --tp 2", {"bias": None}, "--tp 2"),
+    ("--rope-scaling 8 4 1 0 --tp 2", {"rope_scaling": None}, "--tp 2"),
+    ("--rope-scaling 8 -1 --tp 2", {"rope_scaling": (1.0, 2.0)}, "--tp 2 --rope-scaling 1.0 2.0"),
+    ("a --tp=2 --lr 1 b", {"tp": 4, "lr": None}, "a b --tp 4"), ("--tp", {"tp": 1}, "--tp 1")])
+def test_a_fix_changes_all_words_of_a_flag_and_no_others(argv, changes, changed):
+    assert " ".join(nearest.change_words(argv.split(), changes)) == changed
+    typed = nearest.as_flags({"rope_scaling": (8.0, 1.0), "tp": 2, "lr": None})
+    assert typed == "--rope-scaling 8.0 1.0 --tp 2 without --lr"

@@ -286,6 +286,10 @@ def test_disks_devices_and_data(tmp_path, monkeypatch):
     assert doctor.disk(tmp_path / "file", "fix", True)[::2] == ("FAIL", "fix")
     (tmp_path / "meta.json").write_text("{")
     assert doctor.tokens(tmp_path)[0] == "FAIL" and "prepare.py" in doctor.tokens(tmp_path)[2]
+    status, said, fix = doctor.tokens(f"{tmp_path}:0.5,data/none:0.5")
+    assert status == "FAIL" and str(tmp_path) in said and "make it with" not in said
+    status, said, fix = doctor.tokens("data/none")
+    assert status == "WARN" and fix == "python prepare.py FILE... --name none, in one process"
     monkeypatch.setattr(doctor.shutil, "which", lambda name: f"/usr/bin/{name}")  # a node with rocm-smi
     assert doctor.device(World())[0] == "FAIL" and "torch does not see them" in doctor.device(World())[1]
 

@@ -10,6 +10,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import zlib
 from pathlib import Path
@@ -30,7 +31,7 @@ import train
 from corpus import shards
 from interface import files, report
 from interface.schema import ChangedFile, load_json
-from runtime import launcher, log, resume
+from runtime import hang, launcher, log, resume
 from runtime.launch import World
 
 # -----------------------------------------------------------------------------
@@ -248,6 +249,41 @@ def test_a_working_directory_with_a_run_is_not_renamed(tmp_path, monkeypatch):
     (tmp_path / "metrics.jsonl").touch()
     assert_refused(session(World(), [*TINY, "--out=.", "--steps=1"]), "working directory", "--resume auto")
     assert session(World(), [*TINY, "--out=.", "--steps=1", "--resume=auto"])["code"] == 0
+
+
+def test_a_run_that_another_starts_from_is_not_renamed(tmp_path):
+    out = tmp_path / "run"
+    go(1, out, "--steps=1", "--save-every=1")
+    for source in (out, out / "step_000001"):
+        refused = session(World(), [*TINY, f"--out={out}", f"--init-from={source}", "--steps=1"])
+        assert_refused(refused, f"--init-from {source} is in --out {out}", f"--out {out}-tuned")
+    assert (out / "step_000001").is_dir() and len(list(tmp_path.iterdir())) == 1
+    done = session(World(), [*TINY, f"--out={out}-tuned", f"--init-from={out}", "--steps=1"])
+    assert done["code"] == 0, done["err"]
+
+
+@pytest.mark.parametrize("name", ["a\nb", "f\udcff"], ids=["line break", "no UTF-8"])
+def test_a_run_with_a_strange_name_has_a_guardian(name, tmp_path):
+    """The guardian that reads the path of the run collects what comes into the file of stacks."""
+    out = tmp_path / name
+    with tempfile.TemporaryFile() as stacks:
+        guardian = hang.Guardian(0.05, stacks, 0)
+        guardian.allow(60)
+        guardian.collect_into(out / "stacks.txt")
+        stacks.write(b"a stack")
+        stacks.flush()
+        guardian.close()
+        assert guardian.process.returncode == 0
+    assert (out / "stacks.txt").read_bytes().endswith(b"a stack")
+
+
+def test_weights_and_a_checkpoint_to_go_on_from(tmp_path):
+    """--resume wins, as with --resume auto: the last words of a run name the same command with --resume."""
+    go(1, tmp_path / "base", "--steps=1", "--save-every=1")
+    flags = [*TINY, f"--init-from={tmp_path / 'base'}", "--save-every=1", f"--out={tmp_path / 'run'}"]
+    assert session(World(), [*flags, "--steps=1"])["code"] == 0
+    said = session(World(), [*flags, "--steps=2", f"--resume={tmp_path / 'run/step_000001'}"])
+    assert said["code"] == 0 and f"--init-from {tmp_path / 'base'} is for a start" in said["out"], said["err"]
 
 
 # -----------------------------------------------------------------------------

@@ -349,6 +349,21 @@ def test_the_base_is_looked_for_and_known_again(base, tuned, tmp_path):
     assert_refused(results[0], "has other weights than the base of these adapters")
 
 
+def test_a_run_goes_on_when_the_run_of_its_base_has_gone_on(base, tuned, tmp_path):
+    """The base is where it was, or among the checkpoints of --init-from."""
+    first = tmp_path / "first"
+    shutil.copytree(base, first)
+    flags = [f"--init-from={first}", *LORA, "--resume=auto", "--save-every=2"]
+    go(1, tmp_path / "run", *flags, "--steps=2")
+    go(1, tmp_path / "other", "--steps=3", "--save-every=3", "--dtype=fp64", "--seed=5")
+    shutil.copytree(tmp_path / "other/step_000003", first / "step_000003")  # newer, with other weights
+    go(1, tmp_path / "run", *flags, "--steps=4")
+    assert final(tmp_path / "run", 4)[1]["base"]["path"] == str(first / "step_000002")
+    (first / "step_000002").rename(first / "step_000001")
+    go(1, tmp_path / "run", *flags, "--steps=6")
+    assert final(tmp_path / "run", 6)[1]["base"]["path"] == str(first / "step_000001")
+
+
 def point_to(index, path):
     """Let a checkpoint of adapters name another base."""
     found = json.loads(index.read_text())
@@ -411,12 +426,20 @@ def test_what_peft_computes_in_another_way_is_refused(qwen, tmp_path):
     for change, words in [({"use_dora": True}, "use_dora is True"), ({"bias": "all"}, "bias is 'all'"),
                           ({"peft_type": "LOHA"}, "peft_type is 'LOHA'"),
                           ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+                          ({"init_lora_weights": "pissa"}, "peft changes the base's weights"),
+                          ({"alora_invocation_tokens": [5, 6]}, "alora_invocation_tokens is [5, 6]"),
                           ({"r": 3}, "for this base it should be")]:
         path.write_text(json.dumps({**plain, **change}))
         refused(convert.main, ["import", folder, "--base", qwen / "base", "--out", tmp_path / "out"], words)
     path.write_text(json.dumps({**plain, "use_rslora": True}))
     come_in(qwen, folder, tmp_path / "rs")
     assert json.loads((tmp_path / "rs/config.json").read_text())["lora_alpha"] == 3 * 2 ** 0.5
+    path.write_text(json.dumps({**plain, "init_lora_weights": "gaussian", "alora_invocation_tokens": None}))
+    come_in(qwen, folder, tmp_path / "gaussian")
+    refused(convert.main, ["import", folder, "--base", qwen / "tuned", "--out", tmp_path / "out"],
+            "holds adapters itself, on top of", f"{qwen / 'base' / 'step_000000'}; give that")
+    refused(convert.main, ["import", folder, "--base", qwen / "base", "--seq-len=8", "--dtype=bf16",
+                           "--out", tmp_path / "out"], "import of adapters does not read --dtype, --seq-len")
     refused(convert.main, ["import", folder, "--out", tmp_path / "out"], "give --base RUN")
     refused(convert.main, ["peft", qwen / "base", "--out", tmp_path / "out"], "has no adapters")
 

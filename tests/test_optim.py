@@ -329,3 +329,13 @@ def test_a_cpus_sum_of_squares_is_exact(monkeypatch):
     x = torch.randn(1_000_000, generator=torch.Generator().manual_seed(0))
     want = x.double().square().sum()
     torch.testing.assert_close(flat.sums_of_squares([x], torch.float32)[0], want, rtol=1e-6, atol=0)
+
+
+def test_after_an_error_the_default_dtype_is_fp32(monkeypatch):
+    def refuse(*_, **__):
+        assert torch.get_default_dtype() == torch.float64
+        raise ValueError
+    monkeypatch.setattr(train, "GPT", refuse)
+    with pytest.raises(ValueError):
+        train.build(Config(dtype="fp64"), make_mesh(World()), 100, torch.device("cpu"))
+    assert torch.get_default_dtype() == torch.float32

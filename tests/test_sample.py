@@ -265,6 +265,13 @@ def test_score_refuses_a_wrong_file_in_one_line(name, content, words, run, tmp_p
     assert said.err.startswith("nanoshard: ") and all(word in said.err for word in words), said.err
 
 
+def test_score_refuses_the_flags_of_a_draw(run, tmp_path, capsys):
+    (tmp_path / "s.txt").write_text("abc")
+    with pytest.raises(SystemExit) as end:
+        sample.main([str(run), "--score", str(tmp_path / "s.txt"), "--n", "5", "--top-k", "2"])
+    assert end.value.code == 2 and "--score draws no text; leave out --n, --top-k" in capsys.readouterr().err
+
+
 def test_the_samples_of_a_run_are_drawn_with_its_seed(run, tmp_path, capsys, monkeypatch):
     """--prompt: 100 tokens at temperature 0.8 among the 50 likeliest, printed by rank 0 alone."""
     model, words = object.__new__(train.GPT), tokenizer.load(run)
