@@ -578,3 +578,13 @@ def test_each_field_of_peft_that_changes_the_function_is_read(tmp_path):
         path.write_text(json.dumps({**told, field: others[type(value)]}))
         with pytest.raises(ValueError, match=f"{field} is .*; ours are plain LoRA adapters"):
             peft_files.read_adapter(tmp_path)
+
+
+@pytest.mark.parametrize("objective, task, names", [
+    ("causal", "CAUSAL_LM", ["dense", "query"]),
+    ("mlm", None, ["encoder.0.attention.query", "encoder.0.dense"])])
+def test_peft_finds_the_modules_that_have_adapters(objective, task, names):
+    """In a masked model the last part of a name would also be that of a module of the head."""
+    cfg = Config(objective=objective, lora=2)
+    told = peft_files.adapter_config(cfg, ["encoder.0.dense", "encoder.0.attention.query"], "base")
+    assert told["task_type"] == task and told["target_modules"] == names
