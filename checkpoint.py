@@ -125,7 +125,7 @@ def commit(tmp, step, meta, writers, stopped=None):
     files = {part["file"]: {"bytes": part["bytes"], "crc32": part["crc32"]} for part in parts if part["file"]}
     index = {"format": FORMAT, "step": step, "meta": meta, "files": files, "tensors": tensors}
     body = json.dumps(index, sort_keys=True)
-    write_whole(tmp / "index.json", json.dumps({"crc32": zlib.crc32(body.encode()), **index}))
+    write_whole(tmp / "index.json", json.dumps({"crc32": zlib.crc32(body.encode()), **index}, sort_keys=True))
     host_lines.remove(tmp)
     sync(tmp)
     rename_to_final(tmp, tmp.with_name(f"step_{step:06d}"))

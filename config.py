@@ -489,6 +489,10 @@ def check_run(cfg):
     if cfg.dump_grads and (not dump.name or dump.is_dir() or any(p.is_file() for p in dump.parents)):
         raise ValueError(f"--dump-grads {cfg.dump_grads} is a folder or lies in a file; give the path of a "
                          "new file, such as out/grads.safetensors")
+    names_checkpoint = cfg.resume not in ("none", "auto")
+    if cfg.init_from and names_checkpoint and not cfg.lora:  # with --lora it says where the base is
+        raise ValueError(f"--init-from starts a run and --resume {cfg.resume} goes on with one; give one of "
+                         "them, or --resume auto, which starts a run only where --out has no checkpoint")
     if len(cfg.rampup_batch_size) not in (0, 3) or min(cfg.rampup_batch_size, default=1) < 1:
         raise ValueError(f"--rampup-batch-size takes START INCREMENT SAMPLES, all at least 1, got "
                          f"{' '.join(map(str, cfg.rampup_batch_size))}; for example 16 16 100000")

@@ -179,24 +179,27 @@ def not_finite_reason(loss, norm):
     return f"not finite: loss {loss:.4g}, gradient norm {norm:.4g}"
 
 
-def give_up_message(checkpoints, first, last, reason, steps):
+def give_up_message(checkpoints, first, last, reason, steps, starts_from=""):
     """Return the last words of a run that gave up, with a command that avoids these steps.
 
     checkpoints: paths, newest first. first, last: the steps that were refused. reason: why the last of them
-    was refused, or None if this is not known. steps: those of the whole run.
+    was refused, or None if this is not known. steps: those of the whole run. starts_from: --init-from, which
+    does not go with --resume PATH.
     """
     good = [path for path in checkpoints if _step(path) < first]
     newest = "no checkpoint was saved before"
     resume = ""
+    without = ""
     begin = max(1, first - 50)
     if good:
         newest = f"the last good checkpoint is {good[0]}"
         early = next((path for path in good if _step(path) <= first - 100), good[0])
         resume = f"--resume {early} "
+        without = "without --init-from and " if starts_from else ""
         begin = max(_step(early) + 1, first - 50)
     is_short = first + 150 >= steps  # A wide range would leave no step to train.
     end = last if is_short else first + 150
-    advice = f"to go round them, the same command with {resume}--train-range-to-skip {begin} {end}"
+    advice = f"to go round them, the same command {without}with {resume}--train-range-to-skip {begin} {end}"
     if is_short or not good:
         advice += "; if that does not help, a lower --lr"
     return (f"nanoshard: gave up: steps {first} to {last} were not taken ({reason or 'not finite'}); "

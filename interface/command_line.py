@@ -62,6 +62,8 @@ def parse(argv, cls=Config, prog="train.py", about="Train a GPT; --list [DIR]: s
     values = {**PRESETS[preset or "tiny"], "preset": preset or "tiny"}
     if file:
         values = read_flags(file)
+        if given(argv, "resume") not in ("", "auto", "none") and not values.get("lora"):
+            values["init_from"] = ""  # where that run started, which is behind it
     if source := given(argv, "init_from"):
         values.update(model_of(source, values))
     about = (f"{about.strip()}\n\nPresets: {', '.join(PRESETS)}. Defaults below are those of "

@@ -33,7 +33,7 @@ def report_ending(cfg, ending, guard, state, log_file, saved):
     out = log_file.out
     if cfg.report:
         leave_report(out, how_it_ended(ending.outcome, ending.stop_reason, state))
-    print_failure(out, ending, guard, state, cfg.steps)
+    print_failure(cfg, out, ending, guard, state)
     farewell(ending.outcome, ending.stop_reason, state, out, saved)
     if ending.outcome is Outcome.STOPPED:
         log_file.print_how_to_go_on()
@@ -54,13 +54,14 @@ def leave_report(out, how):
         report.write_report(out / "report.html", [report.read_run(out, how)])
 
 
-def print_failure(out, ending, guard, state, steps):
-    """Say on stderr why the run gave up, or how its replicas differ. steps: those of the whole run."""
+def print_failure(cfg, out, ending, guard, state):
+    """Say on stderr why the run gave up, or how its replicas differ."""
     saved = checkpoint.steps(out)
     message = ""
     if ending.outcome is Outcome.GAVE_UP:
         why = guard.reason or ending.skip_reason
-        message = give_up_message(saved, *guard.refused_range, why, steps)
+        starts_from = "" if cfg.lora else cfg.init_from  # with --lora both may be given
+        message = give_up_message(saved, *guard.refused_range, why, cfg.steps, starts_from)
     if ending.outcome is Outcome.REPLICAS_DIFFER:
         message = differences_message(ending.differences, state.step, saved)
     for line in message.splitlines():

@@ -309,10 +309,6 @@ def prepare_out_dir(cfg, world, out):
             if is_here and holds_other_run(cfg, out):
                 raise ValueError(f"--out {out} holds another run and is the working directory, which cannot "
                                  "be renamed; give another --out, or --resume auto to go on")
-            starts_from = Path(cfg.init_from).resolve()
-            if cfg.init_from and starts_from.is_relative_to(out.resolve()) and holds_other_run(cfg, out):
-                raise ValueError(f"--init-from {cfg.init_from} is in --out {out}, which this run would "
-                                 f"rename; give another --out, such as --out {out}-tuned")
     found = find_checkpoint(cfg, world, out)
     with exit_together(world), files.must_write(cfg.dump_grads, "--dump-grads"):
         if world.rank == 0 and cfg.dump_grads and found is None:  # a resumed run does not write it again
@@ -369,6 +365,9 @@ def settle(cfg, world, out, state, found):
 def set_aside(cfg, out, state, found):
     """Rename the run in --out if this one does not continue it, or else its checkpoints of later steps."""
     if holds_other_run(cfg, out):
+        if cfg.init_from and Path(cfg.init_from).resolve().is_relative_to(out.resolve()):
+            raise ValueError(f"--init-from {cfg.init_from} is in --out {out}, which this run would rename; "
+                             f"give another --out, such as --out {out}-tuned")
         say(f"{out} held another run: it is now {files.move_aside(out)}")
         say("(train.py --list shows all runs; --resume auto would have gone on with it)")
     elif found is not None:

@@ -60,6 +60,9 @@ def test_a_run_that_gave_up_names_a_checkpoint_from_a_hundred_steps_before(tmp_p
     assert f"--resume {paths[1]} " in skip.give_up_message(paths, 300, 310, "spike", 1000)
     assert f"--resume {paths[2]} " in skip.give_up_message(paths, 299, 310, "spike", 1000)
     assert f"--resume {paths[0]} " in skip.give_up_message(paths[:1], 299, 310, "spike", 1000)
+    assert "without --init-from" not in skip.give_up_message(paths, 300, 310, "spike", 1000)
+    assert (f"command without --init-from and with --resume {paths[1]} "
+            in skip.give_up_message(paths, 300, 310, "spike", 1000, "out/base"))
 
 
 def test_ranges_that_overlap_are_one():

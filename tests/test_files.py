@@ -277,13 +277,15 @@ def test_a_run_with_a_strange_name_has_a_guardian(name, tmp_path):
     assert (out / "stacks.txt").read_bytes().endswith(b"a stack")
 
 
-def test_weights_and_a_checkpoint_to_go_on_from(tmp_path):
-    """--resume wins, as with --resume auto: the last words of a run name the same command with --resume."""
+def test_a_fine_tuned_run_goes_on_from_its_config(tmp_path):
+    """Its --init-from is behind it. Typed beside --resume PATH it is refused."""
     go(1, tmp_path / "base", "--steps=1", "--save-every=1")
-    flags = [*TINY, f"--init-from={tmp_path / 'base'}", "--save-every=1", f"--out={tmp_path / 'run'}"]
-    assert session(World(), [*flags, "--steps=1"])["code"] == 0
-    said = session(World(), [*flags, "--steps=2", f"--resume={tmp_path / 'run/step_000001'}"])
-    assert said["code"] == 0 and f"--init-from {tmp_path / 'base'} is for a start" in said["out"], said["err"]
+    run = tmp_path / "run"
+    flags = [f"--init-from={tmp_path / 'base'}", f"--out={run}", "--save-every=1"]
+    assert session(World(), [*TINY, *flags, "--steps=1"])["code"] == 0
+    again = [f"--config={run / 'config.json'}", f"--resume={run / 'step_000001'}", "--steps=2"]
+    assert session(World(), again)["code"] == 0
+    assert_refused(session(World(), [*again, *flags]), "--init-from starts a run", "give one of them")
 
 
 # -----------------------------------------------------------------------------
