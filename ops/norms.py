@@ -5,7 +5,7 @@ all rows in another pass, and adds the gradient of x itself in a third. On a GPU
 reads x and both gradients once, and writes one. It computes a row's mean and scale again, so only x is kept.
 With --lora, whose norms are frozen, it sums the weight's gradient for nobody.
 
-Forward has a kernel, too: torch's takes four times as long as a copy of rows of 384 numbers. torch's compiler
+Forward has a kernel, too: in rows of 384 numbers torch's takes four times as long as a copy. torch's compiler
 joins the norm with what is around it, so compiled blocks leave it to the compiler.
 """
 import torch

@@ -46,7 +46,7 @@ def weight_gradient(E):
 
 
 def norm_forward(width):
-    """Return the options of kernels.norm_forward for rows of this width. No others were measured."""
+    """Return the options of kernels.norm_forward for rows of this width. They were not measured."""
     columns = next_power_of_2(width)
     return {"ROWS": max(1, 4096 // columns), "BLOCK": columns, "num_warps": max(4, columns // 1024)}
 

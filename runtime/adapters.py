@@ -61,18 +61,17 @@ def check_import(given, step):
 def base_path(base, moved_to=""):
     """Return where the base is. FileNotFoundError, with the fix: it is not there.
 
-    moved_to: a checkpoint, or a run, in which it may be, too. Of its checkpoints it is the one with the same
-    content, or else the newest, which check_base() will refuse.
+    moved_to: a checkpoint, or a run, in which it is looked for first. Of its checkpoints it is the one with
+    the same content. If there is none, there and in the old place, check_base() will refuse the newest.
     """
     if not base:
         raise ValueError("these adapters do not say on which weights they were trained; start anew with "
                          "--resume none")
     path = Path(base["path"])
     if moved_to:
-        inside = checkpoint.steps(moved_to)
-        found = [path, Path(moved_to), *inside]
-        same = [path for path in found if is_base(path, base)]
-        return [*same, *inside, Path(moved_to)][0]
+        inside = checkpoint.steps(moved_to) or [Path(moved_to)]
+        same = [found for found in (*inside, path) if is_base(found, base)]
+        return same[0] if same else inside[0]
     if not (path / "index.json").is_file():
         raise FileNotFoundError(f"the base of these adapters, {path}, is not there; put it back, or a link "
                                 "to where it is now, or tell train.py that with --init-from")

@@ -3,8 +3,10 @@
 runtime/adapters.py says how a checkpoint of adapters names its base.
 """
 from functools import partial
+from pathlib import Path
 
 from ddp import frozen_parameters
+from interface.terminal import say
 from ops.flat import bucket_pieces, own_pieces
 from runtime.adapters import base_path, check_base, reference
 from runtime.agree import read_by_first
@@ -34,6 +36,8 @@ def load_base(model, base, moved_to=""):
     """
     world = model.mesh.world
     path = read_by_first(world.tree, partial(base_path, base, moved_to))
+    if moved_to and world.rank == 0 and not path.resolve().is_relative_to(Path(moved_to).resolve()):
+        say(f"the base of these adapters is {path}: --init-from {moved_to} is for a start")
     check_together(world.tree, path)
     index = sent_index(world.tree, path)
     check_base(path, index, base)

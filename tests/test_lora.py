@@ -359,8 +359,13 @@ def test_a_run_goes_on_when_the_run_of_its_base_has_gone_on(base, tuned, tmp_pat
     shutil.copytree(tmp_path / "other/step_000003", first / "step_000003")  # newer, with other weights
     go(1, tmp_path / "run", *flags, "--steps=4")
     assert final(tmp_path / "run", 4)[1]["base"]["path"] == str(first / "step_000002")
+    elsewhere = [f"--init-from={tmp_path / 'other'}", *flags[1:]]
+    said = go(1, tmp_path / "run", *elsewhere, "--steps=5")["out"]
+    assert f"the base of these adapters is {first / 'step_000002'}: --init-from" in said
+    assert final(tmp_path / "run", 5)[1]["base"]["path"] == str(first / "step_000002")
     (first / "step_000002").rename(first / "step_000001")
-    go(1, tmp_path / "run", *flags, "--steps=6")
+    said = go(1, tmp_path / "run", *flags, "--steps=6")["out"]
+    assert "is for a start" not in said
     assert final(tmp_path / "run", 6)[1]["base"]["path"] == str(first / "step_000001")
 
 
