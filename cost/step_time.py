@@ -80,7 +80,8 @@ TOUCHES = 3  # times a saved tensor passes through memory outside products: writ
 # writes them once. From the ladders of W1 (49 on one H200, 45 on two), G2 (17, 14) and W2b (65, 66). W1 also
 # rotates queries and keys, and G2 does not, so what of it belongs to the norm is not known. Since a13b207
 # kernels.norm_backward replaces some of torch's. G2 and SC took 120.2 and 4.9 ms then on one H200, which are
-# 15 passes and 6, by what the rest is predicted to take. The number lies between them.
+# 15 passes and 6, by what the rest is predicted to take. The number lies between them. With norm_forward, SC
+# took 4.73 ms, which are 3 passes. G2 was not measured with it.
 UNCOMPILED = {"rms": 47, "rms1p": 47, "layer": 12}
 UNCOMPILED_EXPERTS = 18  # what W2b has more than W1: the router
 STREAM = 0.95  # of hbm, kernels over flat buffers: AdamW 4.17, gradients to fp32 4.0 of 4.28 TB/s

@@ -572,7 +572,8 @@ CUDA_ONLY = {  # place: why it names CUDA. Everything else asks the device's mod
     "runtime/watch.py Stragglers": "whether a CUDA graph is being recorded",
     "cost/step_time.py expected_choice": "its table of GPUs is NVIDIA's",
     "bench/doctor.py SHOWS": "nvidia-smi", "bench/doctor.py backend": "NCCL's version",
-    "bench/floor.py best_alone": "it compares cuBLAS and cuBLASLt",
+    "bench/floor.py by_library": "it compares cuBLAS and cuBLASLt",
+    "bench/floor.py ways": "it compares cuBLAS and cuBLASLt",
     "bench/gpu_matrix.py run_layer": "torch finds hidden synchronisations on CUDA only",
     "bench/moe_layer.py main": "it times CUDA graphs", "bench/timing.py graphed": "the CUDA graph"}
 
