@@ -249,13 +249,15 @@ def read_index(path, patience=0.0):
     path = Path(path)
     wait_for_folder(path, patience)
     if not path.is_dir():
-        raise FileNotFoundError(f"no checkpoint {path}, a run or a step_N in it; {meant_run(path)}")
+        raise FileNotFoundError(f"no checkpoint {path}, a step_N in a run; {meant_run(path)}")
     try:
         index = load_json(path / "index.json")
         check_index(index)
     except (OSError, ValueError, RecursionError) as e:
-        hint = meant_checkpoint(path) or HINT
-        raise ValueError(f"checkpoint {path} has no readable index.json: {e}; {hint}") from None
+        if not path.name.startswith("step_") and not (path / "index.json").exists():
+            meant = meant_checkpoint(path) or meant_run(path)
+            raise ValueError(f"{path} holds no checkpoint, a step_N; {meant}") from None
+        raise ValueError(f"checkpoint {path} has no readable index.json: {e}; {HINT}") from None
     return index
 
 

@@ -108,7 +108,7 @@ class Config:
     # C * tanh(logits / C) takes the place of the logits; 0 is off
     logit_softcap: float = flag(0.0, "meaning", FACTOR)
     norm_eps: float = flag(1e-5, "shape", SHARE)  # added to the variance (mean square) under the norm's root
-    bias: bool = flag(False, "shape")  # biases in linear layers and LayerNorm
+    bias: bool = flag(False, "shape")  # biases in linear layers and LayerNorm; experts and routers have none
     qkv_bias: bool = flag(False, "shape")  # biases of queries, keys and values alone (Qwen 2)
     tied: bool = flag(False, "shape")  # the output head is the token embedding's matrix
     # causal predicts the next token; mlm is BERT's masked language model: 15 % of the tokens, from both sides
@@ -327,6 +327,24 @@ def has_effect(name, cfg):
     return bool(getattr(cfg, needed))
 
 
+def draws_random_numbers(cfg):
+    """Whether a step draws random numbers. If you add a draw to the model, name its flag here.
+
+    pipeline.py then seeds each micro-batch, so a resumed run and another forward (--recompute) draw the same.
+    """
+    return cfg.dropout > 0
+
+
+def unknown_flags(saved, beside=()):
+    """Return {name: value} of flags in a run's files that this code does not have, and that are on there.
+
+    Another version of the code wrote them: the model may be another one. beside: names of no flags.
+    """
+    names = saved.keys() - FLAGS.keys() - set(beside)
+    off = (None, False, 0, "", [], "none")
+    return {name: saved[name] for name in sorted(names) if saved[name] not in off}
+
+
 def flags_beyond(known, cfg):
     """Return {name: value} of the flags that change the model and are not among the names `known`.
 
@@ -380,6 +398,9 @@ def check(cfg):
             raise ValueError(f"--{name} {getattr(cfg, name)} must be in [0, 1)")
     if cfg.min_lr is not None and cfg.min_lr > cfg.lr:
         raise ValueError(f"--min-lr {cfg.min_lr} is above --lr {cfg.lr}; try --min-lr {cfg.lr / 10:g}")
+    if 0 < cfg.decay_steps <= cfg.warmup:
+        raise ValueError(f"--decay-steps {cfg.decay_steps} ends the schedule within --warmup {cfg.warmup}; "
+                         f"try --warmup {cfg.decay_steps // 10}")
     check_heads(cfg)
     if cfg.objective == "mlm":
         check_masked_model(cfg)
@@ -489,6 +510,9 @@ def check_run(cfg):
     if cfg.dump_grads and (not dump.name or dump.is_dir() or any(p.is_file() for p in dump.parents)):
         raise ValueError(f"--dump-grads {cfg.dump_grads} is a folder or lies in a file; give the path of a "
                          "new file, such as out/grads.safetensors")
+    if cfg.resume_changed and cfg.resume == "none":
+        raise ValueError(f"--resume-changed {cfg.resume_changed} is for a run that goes on; "
+                         "add --resume auto")
     names_checkpoint = cfg.resume not in ("none", "auto")
     if cfg.init_from and names_checkpoint and not cfg.lora:  # with --lora it says where the base is
         raise ValueError(f"--init-from starts a run and --resume {cfg.resume} goes on with one; give one of "

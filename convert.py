@@ -327,6 +327,9 @@ IMPORTED = (r"(tokenizer|config)\.json|step_000000(\.0\.tmp)?/"
 
 def import_model(flags):
     """Write a Hugging Face model as one of our runs that has made no step; return lines that say so."""
+    if paths.steps_of(flags.model):
+        raise ValueError(f"{flags.model} is a run of train.py, which sample.py and --init-from read as it "
+                         f"is; python convert.py export {flags.model} --out DIR writes it for transformers")
     weights = HuggingFace(flags.model, flags.seq_len)
     vocabulary = tokenizer.load_if_there(weights.path, weights.vocab_size)
     out = Path(flags.out)

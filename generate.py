@@ -43,9 +43,10 @@ class Cache:
 def next_logits(model, tokens, cache):
     """Return the logits (vocab,) of the first copy's last position, fp32, on every rank's host.
 
-    tokens (copies, T) int64 go through all stages. The last stage sends the logits to all ranks.
+    tokens (copies, T) int64 go through all stages. The last stage sends the logits to all ranks,
+    from device to device: NCCL sends nothing that is in the host's memory.
     """
-    logits = torch.empty(model.vocab_size)
+    logits = torch.empty(model.vocab_size, device=tokens.device)
 
     def forward(i, chunk, hidden):
         out, _ = model(tokens, hidden=hidden, cache=cache, chunk=chunk)
@@ -58,7 +59,7 @@ def next_logits(model, tokens, cache):
     Ring(model, tokens.numel()).walk(1, forward)
     cache.length += tokens.size(1)
     # vocab fp32 from the last stage to all, over pp
-    return model.mesh.pp.broadcast(logits, model.mesh.pp.size - 1)
+    return model.mesh.pp.broadcast(logits, model.mesh.pp.size - 1).cpu()
 
 
 @torch.no_grad()

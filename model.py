@@ -33,7 +33,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from attention import Attention, rope_cache
-from config import head_width, n_masked, pad_vocab
+from config import draws_random_numbers, head_width, n_masked, pad_vocab
 from layers import ColumnLinear, Norm, RowLinear, fused_linear
 from lora import add_adapters, initial_std
 from moe import MoE, plain_dispatcher
@@ -92,6 +92,7 @@ class Block(nn.Module):
                  flash=None):
         super().__init__()
         self.dropout = cfg.dropout
+        self.draws = draws_random_numbers(cfg)
         self.recompute_mode = cfg.recompute  # none, selective or full
         self.norm_place = cfg.norm_place  # before, after or both
         self.norm1 = Norm(cfg, mesh)
@@ -162,7 +163,7 @@ class Block(nn.Module):
         also the results of the functions in KEPT), and backward runs f again."""
         if self.recompute_mode == "none" or not self.training:
             return f(*args)
-        options = {"use_reentrant": False, "preserve_rng_state": self.dropout > 0}
+        options = {"use_reentrant": False, "preserve_rng_state": self.draws}
         if self.recompute_mode == "selective":
             flash = self.attn.flash
             kept = KEPT if flash is None else [*KEPT, flash.operation]
@@ -390,7 +391,8 @@ def initial_weights(p, name, model, seed):
     padding are zero. lora.py says how adapters start. ValueError: no start is known for a parameter
     of one dimension.
     """
-    module, role = f".{name}".split(".")[-2:]  # of the model's own parameters module is ""
+    path, _, role = name.rpartition(".")
+    module = path.rpartition(".")[2]  # "" for a parameter of the model itself
     if p.ndim == 1:
         if role not in VECTOR_STARTS:
             raise ValueError(f"nothing says where {name} starts; give {role!r} a number in "

@@ -376,12 +376,12 @@ class WholeMatrices:
             return vector
         parts = [vector[part] for part in self.outgoing]
         outgoing = torch.cat([vector[:0], *parts])  # A slice that is all padding has no parts.
-        # Each rank sends the others their matrices' elements in its slices, over the shard.
+        # Each rank sends the others their matrices' elements in its slices, fp32, over the shard.
         return self.axis.all_to_all(outgoing, self.sent, self.received)
 
     def hand_back(self, found, vector):
         """Send the updates to where their elements came from, into the ranks' vectors."""
-        # The updates go back to the slices, over the shard.
+        # As many elements go back to the slices, over the shard.
         updates = self.axis.all_to_all(found, self.received, self.sent)
         copy_into([vector[part] for part in self.outgoing], updates)
 

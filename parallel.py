@@ -15,9 +15,9 @@ it is a mean over each micro-batch, so it is divided by the number of micro-batc
 batch.
 
 Collectives are methods of Axis; pipeline.py sends to neighbours, and fast/ copies between GPUs. A
-comment at each call says what moves, over which axis, and how much. To list the calls, with some
-false hits:
-    grep -nE "\b(axis|[cetp]p|world|stage|shard|replicas)\.\w+\(" *.py
+comment at each call says what moves and over which axis, and mostly how much. To list the calls,
+with some false hits:
+    grep -nE "\b(axis|[cetp]p|world|stage|shard|replicas)\.\w+\(" *.py runtime/*.py
     grep -nE "_(rows|all|segments|ranks)\(|i(send|recv)\b" *.py
 """
 import contextlib
@@ -419,11 +419,11 @@ class _SumOverRanks(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, axis):
         ctx.axis = axis
-        return axis.all_reduce(x.clone())  # SUM, the same on every rank, over tp
+        return axis.all_reduce(x.clone())  # SUM of x's elements, the same on every rank, over tp
 
     @staticmethod
     def backward(ctx, grad):
-        # Each rank uses the sum for its own heads, so its gradient is a part: SUM over tp.
+        # Each rank uses the sum for its own heads, so its gradient is a part: SUM of as many.
         return ctx.axis.all_reduce(grad.clone()), None
 
 

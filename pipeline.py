@@ -34,6 +34,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from config import draws_random_numbers
 from ddp import untimed
 from interface.layout import stage_layers
 
@@ -153,12 +154,12 @@ def is_last_stage(model, chunk):
 
 
 def dropout_seeds(cfg, mesh, step, n_micro_batches, chunk=0):
-    """Return the seeds of this rank's micro-batches in a step; none without dropout.
+    """Return the seeds of this rank's micro-batches in a step; none where nothing is drawn.
 
     Each seed is a function of (seed, step, micro-batch, stage, cp and tp rank), so no state of a
     generator has to be saved.
     """
-    if cfg.dropout == 0:
+    if not draws_random_numbers(cfg):
         return []
     first = mesh.dp.rank * n_micro_batches
     stage = chunk * mesh.pp.size + mesh.pp.rank
@@ -172,7 +173,7 @@ def dropout_seeds(cfg, mesh, step, n_micro_batches, chunk=0):
 
 def dropout_seeder(cfg, mesh, step, n_micro_batches, set_seed):
     """Return the function that seeds dropout before the forward of micro-batch i of a chunk."""
-    if cfg.dropout == 0:
+    if not draws_random_numbers(cfg):
         return nothing
     seeds = []  # for each chunk, one seed per micro-batch
     for chunk in range(cfg.pp_chunks):

@@ -434,8 +434,9 @@ def nothing_to_draw(flags):
         if rows and flags.metric == "val_loss" and not any("val_loss" in row for row in rows):
             return "no evaluation yet: train.py --eval-every says after which steps one comes\n"
         if rows:
-            return ("no row can be drawn: a value has to be a number below 1e290 (with --log above 0) of a "
-                    "step in --steps\n")
+            steps = f"{rows[0]['step']} to {rows[-1]['step']}"
+            return (f"no row can be drawn: the run has steps {steps}, of which --steps must name some; a "
+                    "value has to be a number below 1e290, with --log above 0\n")
     return "no rows yet\n"
 
 

@@ -127,14 +127,14 @@ class Flags:
 def parse(argv):
     """Return the Flags of argv (list of str). ValueError: one line that says what is wrong."""
     flags = command_line(Flags, argv, "prepare.py", __doc__)
-    wrong = what_is_wrong(flags)
+    wrong = what_is_wrong(flags, argv)
     if wrong:
         raise ValueError(f"{wrong}; prepare.py --help lists all flags")
     return flags
 
 
-def what_is_wrong(flags):
-    """Return what is wrong with the flags, or None."""
+def what_is_wrong(flags, argv):
+    """Return what is wrong with the flags of the command line argv, or None."""
     reads_only = flags.verify and flags.name
     if not flags.sources and not reads_only:
         return "no SOURCE is given: stdlib, files, or names on the hub"
@@ -148,7 +148,7 @@ def what_is_wrong(flags):
     if not flags.stdlib and not flags.name:
         for source in flags.sources:  # another misspelt word is told now, not after the name was given
             text.check_source(source)
-        return f"--name NAME is missing, the folder under data/: {command_with_name(flags)}"
+        return f"--name NAME is missing, the folder under {flags.out}/: {command_with_name(flags, argv)}"
     if flags.name and not is_plain(flags.name):
         return f"--name {flags.name!r} is no plain name, as my-text is; --out says where that folder goes"
     if flags.with_tests and not flags.stdlib:
@@ -185,11 +185,11 @@ def missing_for_chat(flags):
     return f"chat needs {'; '.join(missing)}: {shlex.join(typed)}"
 
 
-def command_with_name(flags):
-    """Return the command of the sources with a --name that they propose."""
+def command_with_name(flags, argv):
+    """Return the command line argv with a --name that the sources propose."""
     stem = Path(flags.sources[0]).name.split(".")[0].split("::")[0]
     name = stem if stem and is_plain(stem) else "my-text"
-    return shlex.join(["python", "prepare.py", *flags.sources, "--name", name])
+    return shlex.join(["python", "prepare.py", *argv, "--name", name])
 
 
 def is_plain(name):

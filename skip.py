@@ -18,7 +18,9 @@ import statistics
 import torch
 
 WINDOW = 128  # accepted steps that a step is compared with; no step is a spike before half of them exist
-MAX_REFUSED = 8  # refused steps in a row that end the run with code 42: no spike lasts so long
+# So many refused steps in a row end the run with code 42: no spike lasts so long. They are counted at each
+# row of the log and each checkpoint, with --skip-spikes after each step.
+MAX_REFUSED = 8
 
 
 class Ranges:
@@ -35,8 +37,9 @@ class Ranges:
         self.pairs = []  # [(first step, last step)], sorted and merged
         for first, last in sorted(zip(ends[::2], ends[1::2], strict=True)):
             if not 1 <= first <= last:
+                meant = " ".join(str(max(1, step)) for step in sorted((first, last)))
                 raise ValueError(f"--train-range-to-skip {first} {last}: steps count from 1 and a range runs "
-                                 "from low to high")
+                                 f"from low to high; try {meant}")
             self._append(first, last)
 
     def _append(self, first, last):
@@ -199,9 +202,13 @@ def give_up_message(checkpoints, first, last, reason, steps, starts_from=""):
         begin = max(_step(early) + 1, first - 50)
     is_short = first + 150 >= steps  # A wide range would leave no step to train.
     end = last if is_short else first + 150
-    advice = f"to go round them, the same command {without}with {resume}--train-range-to-skip {begin} {end}"
-    if is_short or not good:
-        advice += "; if that does not help, a lower --lr"
+    go_round = f"the same command {without}with {resume}--train-range-to-skip {begin} {end}"
+    if good and not is_short:
+        advice = f"to go round them, {go_round}"
+    elif good:
+        advice = f"to go round them, {go_round}; if that does not help, a lower --lr"
+    else:  # The data is seldom the cause at the start of a run.
+        advice = f"try a lower --lr; or, to go round them, {go_round}"
     return (f"nanoshard: gave up: steps {first} to {last} were not taken ({reason or 'not finite'}); "
             f"{newest}\nnanoshard: {advice}")
 

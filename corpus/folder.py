@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 
 from corpus import shards
 from corpus.shards import SPLITS
+from interface.files import must_write
 from interface.schema import check_schema, load_json
 
 FILES = dict.fromkeys(SPLITS, [{"file": shards.shard_name}])
@@ -102,7 +103,8 @@ def locked(folder):
     the folders that were made here are removed, unless the error is a KeptWork.
     """
     made = [path for path in (folder, *folder.parents) if not path.exists()]
-    folder.mkdir(parents=True, exist_ok=True)
+    with must_write(folder):
+        folder.mkdir(parents=True, exist_ok=True)
     with held(folder):
         try:
             yield

@@ -346,6 +346,10 @@ def nearest_family(cfg):
     """Return the key of the family whose router or MLP is that of a model with these flags."""
     if cfg.objective == "mlm":
         return "megatron-bert"
+    if cfg.n_experts and cfg.router not in FAMILY_OF_ROUTER:
+        raise ValueError(f"--router {cfg.router}: no family of transformers has it, so only a model with "
+                         f"{', '.join(FAMILY_OF_ROUTER)} is exported; declare it in FAMILY_OF_ROUTER of "
+                         "corpus/hugging_face.py")
     if cfg.n_experts and cfg.qk_norm == "head" and cfg.router != "sigmoid":
         return "qwen3_moe"
     if cfg.n_experts:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 import moe
-from config import head_width
+from config import draws_random_numbers, head_width
 from ddp import Comm
 from fast import products, symm_mem
 from fast.experts import QUACK, by_quack
@@ -129,8 +129,8 @@ def static_shapes(cfg, mesh, device):
         return False
     if mesh.pp.size > 1 or cfg.zero > 1 or cfg.recompute == "selective":
         return False  # these were never captured
-    if cfg.recompute == "full" and cfg.dropout > 0:
-        return False  # masks that are drawn again would differ from the first ones
+    if cfg.recompute == "full" and draws_random_numbers(cfg):
+        return False  # what is drawn again would differ from the first time
     if cfg.n_experts and not grouped_mm_possible(cfg, device):
         return False  # the loop over experts and torch's sort read row counts on the host
     return cfg.ep_slack > 0 or not needs_row_limit(cfg, mesh)

@@ -27,9 +27,11 @@ from config import (
     SHAPE,
     Config,
     Outcome,
+    as_typed,
     check,
     check_numbers,
     flags_of_kind,
+    unknown_flags,
 )
 from interface import nearest, paths, words
 from interface.presets import PRESETS
@@ -166,7 +168,7 @@ def read_flags(path):
         if key not in types and key not in OF_THE_RUN:
             close = difflib.get_close_matches(key, types, 1, ALIKE)
             hint = f"; perhaps {close[0]} is meant" if close else ""
-            raise ValueError(f"{path}: {key} is no flag{hint}")
+            raise ValueError(f"{path}: {key} is no flag{hint or of_other_code(saved)}")
     if saved.get("preset", "tiny") not in PRESETS:
         raise ValueError(f"{path}: no preset {saved['preset']!r}; the presets are {', '.join(PRESETS)}")
     left_out = ("config", "resume", "resume_changed")
@@ -189,7 +191,7 @@ def read_run_config(path):
     ValueError: it is none that train.py writes.
     """
     # Flags that say nothing about the model are left out: they may have been changed, or their files moved.
-    left_out = ("min_lr", "init_from", "resume", "dump_grads")
+    left_out = ("min_lr", "init_from", "resume", "resume_changed", "dump_grads")
     types = {field.name: field.type for field in dataclasses.fields(Config) if field.name not in left_out}
     schema = {f"{name}?": TUPLES.get(name, kind) for name, kind in types.items()}
     schema["vocab_size_used"] = Range(1, 2**24)
@@ -202,8 +204,20 @@ def read_run_config(path):
         cfg = Config(**values)
         check(cfg)
     except ValueError as e:
-        raise ValueError(f"{path} is no run's ({e}); give train.py's --out") from None
+        code = of_other_code(saved) if isinstance(saved, dict) else ""
+        raise ValueError(f"{path} is no run's ({e}); give train.py's --out{code}") from None
+    unknown = unknown_flags(saved, OF_THE_RUN)
+    if unknown:
+        raise ValueError(f"{path} has {as_typed(unknown)}, which this code does not know, so its model may "
+                         f"be another one{of_other_code(saved)}; or take it out of that file, if it changes "
+                         "nothing")
     return cfg, saved["vocab_size_used"]
+
+
+def of_other_code(saved):
+    """Return what to do about a run that another version of the code may have written; or ""."""
+    code = saved.get("git")
+    return f"; use the code that wrote it, git {code}" if isinstance(code, str) and code else ""
 
 
 # -----------------------------------------------------------------------------
@@ -289,7 +303,7 @@ def format_tyro_error(box, cls, prog):
     lines = ["" if set(line) == {"-"} else line for line in lines]  # rules, where the terminal has only ASCII
     body = itertools.dropwhile(lambda line: not line, lines[1:])  # below the title
     what = " ".join(itertools.takewhile(bool, body)).rstrip(".") or "wrong flags"
-    if what.startswith("Missing ") and hasattr(cls, "MISSING"):
+    if what.startswith("Missing ") and hasattr(cls, "MISSING") and "'--" not in what:
         return f"{cls.MISSING}; {prog} --help lists all flags"
     number = re.match(r"Error parsing (--\S+): (invalid literal for int|could not convert).*'(.*)'$", what)
     if number:

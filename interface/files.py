@@ -443,7 +443,14 @@ class Rows:
             self.open()
 
     def add(self, row):
-        """Append a row, and those that wait. If it cannot be written now, it waits in memory."""
+        """Append a row, and those that wait. If it cannot be written now, it waits in memory.
+
+        TypeError: a value is no number, text, list or dict, for example a tensor.
+        """
+        for key, value in row.items():
+            if not isinstance(value, (bool, int, float, str, list, dict, type(None))):
+                raise TypeError(f"{self.path.name}: {key} is a {type(value).__name__}; give a number, as "
+                                "tensor.item() is")
         self.waiting += (json.dumps(row) + "\n").encode()
         try:
             lost = self.is_lost()

@@ -55,7 +55,7 @@ def check_shard(shard, replicas, tp, ep):
 def check_layout(cfg, mesh, batch):
     """Raise ValueError, with the fix, for values that are wrong on this mesh. batch: sequences per step."""
     if cfg.pdb >= mesh.world.size:
-        raise ValueError(f"--pdb {cfg.pdb}: the ranks are 0 to {mesh.world.size - 1}")
+        raise ValueError(f"--pdb {cfg.pdb}: the ranks are 0 to {mesh.world.size - 1}; try --pdb 0")
     if cfg.n_experts % mesh.ep.size:
         fit = largest_divisor(mesh.ep.size, cfg.n_experts, mesh.stage.size)
         raise ValueError(f"n-experts {cfg.n_experts} do not divide by ep {mesh.ep.size}; try --ep {fit}")
@@ -179,8 +179,9 @@ def stage_layers(cfg, stages):
         for text in cfg.pp_layers.split(","):
             counts.append(int(text) if text.strip().isdecimal() else -1)
         if len(counts) != stages or sum(counts) != cfg.n_layer or min(counts) < 1:
-            raise ValueError(f"--pp-layers {cfg.pp_layers} must be {stages} counts of at least 1 "
-                             f"that sum to n-layer {cfg.n_layer}; try --pp-layers {proposal}")
+            wanted = "1 count" if stages == 1 else f"{stages} counts of at least 1 that sum"
+            raise ValueError(f"--pp-layers {cfg.pp_layers} is not {wanted} to n-layer {cfg.n_layer}; "
+                             f"try --pp-layers {proposal}")
     ends = list(itertools.accumulate(counts))
     return [(end - count, end) for end, count in zip(ends, counts, strict=True)]
 

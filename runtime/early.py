@@ -26,7 +26,7 @@ import sys
 import threading
 from pathlib import Path
 
-from config import pad_vocab
+from config import draws_random_numbers, pad_vocab
 from fast import ahead
 from interface.packages import version_of
 from ops import tiles
@@ -111,10 +111,10 @@ def start_driver():
 def wake(cfg, device):
     """In a program, let a GPU load what products and attention need, beside the host's work.
 
-    cuDNN's attention takes numbers from the GPU's generator, so nothing begins where dropout draws from it.
+    cuDNN's attention takes numbers from the GPU's generator, so nothing begins where a step draws from it.
     """
     is_program = start.thresholds is not None
-    draws = cfg is None or cfg.dropout > 0
+    draws = cfg is None or draws_random_numbers(cfg)
     if is_program and not draws and device.type != "cpu" and NVIDIA.exists():
         run_beside(first_product_and_attention, device)
 

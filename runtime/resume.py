@@ -20,16 +20,23 @@ from pathlib import Path
 import torch
 
 import checkpoint
-from config import MEANING, SHAPE, SILENT, Config, Outcome, flags_of_kind, has_effect, pad_vocab
-from corpus.shards import settled_doc_mask
+from config import SHAPE, SILENT, Config, Outcome, flags_of_kind, has_effect, pad_vocab, unknown_flags
 from interface import files
 from interface.command_line import one_line
+from interface.schema import load_json
 from interface.tensor_file import write_safetensors
 from interface.terminal import complain, say
 from ops.checksum import checksum
 from ops.flat import own_pieces
 from ops.split_master import on_host
-from runtime import base_weights, other_data
+from runtime import base_weights
+from runtime.changed_flags import (
+    allowed_changes,
+    changed_flags,
+    check_shape,
+    flexible_shapes,
+    refuse_unknown,
+)
 from runtime.launch import exit_together
 from runtime.launcher import job_start
 from runtime.read_checkpoint import check_together, load_tensors, newest_under, sent_index
@@ -110,7 +117,7 @@ def load(cfg, data_parallel, opt, path, data_id, vocab_size=0):
     if not any(name.startswith("exp_avg/") for name in index["tensors"]):
         raise ValueError(f"checkpoint {path} holds weights alone, no moments, as an imported model does; "
                          f"give --init-from {path} to start from it")
-    check_shape(cfg, path, meta["shape"], ["norm", *flexible_shapes(cfg)])
+    check_shape(cfg, path, meta["shape"], ["norm", *flexible_shapes(meta["shape"])])
     check_optimizer(cfg, path, meta)
     changed = changed_flags(cfg, path, meta, data_parallel.mesh.world.size, data_id, vocab_size)
     # A change that --resume-changed allows may leave tensors unused, such as the bias of a router or a norm.
@@ -178,114 +185,6 @@ def check_optimizer(cfg, path, meta):
                          "--resume to start from its weights alone")
 
 
-def allowed_changes(cfg):
-    """Return the flags that --resume-changed names. ValueError: it cannot allow one of them."""
-    names = [name.strip().lstrip("-").replace("-", "_") for name in cfg.resume_changed.split(",")]
-    for name in names:
-        if name and name not in MEANING:
-            raise ValueError(f"--resume-changed {name.replace('_', '-')}: give flags among "
-                             f"{', '.join(MEANING).replace('_', '-')}; no other one needs it or could change")
-    return names
-
-
-def flexible_shapes(cfg):
-    """Return the flags of kind "shape or meaning" whose tensors fit all values: with RoPE, none depends on
-    seq_len."""
-    return ["seq_len"] if cfg.pos == "rope" else []
-
-
-def check_shape(cfg, path, shape, may_differ=()):
-    """Raise ValueError, with all flags to give, if the shape of the checkpoint's model differs from cfg's."""
-    # An older checkpoint does not name flags that were added later. It has their defaults.
-    later = {name: getattr(Config, name) for name in SHAPE if name not in shape}
-    apart = {}
-    for name, there in {**shape, **later}.items():
-        here = getattr(cfg, name, None)
-        if here != there and name not in may_differ:
-            apart[name.replace("_", "-")] = there, here
-    if apart:
-        theirs = ", ".join(f"{flag} {there}" for flag, (there, _) in apart.items())
-        ours = ", ".join(f"{flag} {here}" for flag, (_, here) in apart.items())
-        fix = " ".join(f"--{flag} {there}" for flag, (there, _) in apart.items())
-        raise ValueError(f"checkpoint {path} has {theirs}, the flags say {ours}; give {fix}")
-
-
-def changed_flags(cfg, path, meta, world_size, data_id, vocab_size):
-    """Return {flag: [the checkpoint's value, cfg's]} where they differ, if it matters to the training.
-
-    meta: from the checkpoint; an older checkpoint lacks some flags.
-    ValueError: --resume-changed has to allow it.
-    """
-    before, now = compared_flags(cfg, path, meta, world_size, data_id, vocab_size)
-    changed = {}
-    for name, value in now.items():
-        there = before.get(name, value)
-        if there == value or name in SILENT:
-            continue
-        if name == "ranks" or has_effect(name, cfg):
-            changed[name] = [there, value]
-    allowed = [name for name in allowed_changes(cfg) if name]
-    asked = [name for name in MEANING if name in changed and name not in allowed]
-    if "data" in asked:
-        other_data.refuse_vocabulary(cfg, path, meta, changed)
-    if asked:
-        names = ",".join([*allowed, *asked]).replace("_", "-")
-        theirs = []
-        ours = []
-        fixes = []
-        for name in asked:
-            there, here = changed[name]
-            flag = name.replace("_", "-")
-            is_data = name == "data"
-            theirs.append(f"other data, {there}" if is_data else f"{flag} {there}")
-            ours.append(f"{flag} {here}" if len(asked) > 1 else str(here))
-            fixes.append(other_data.fix(cfg, meta) if is_data else f"--{flag} {there}")
-        back = f"{' '.join(fixes)}, or " if all(fixes) else ""  # what was replaced may be gone
-        raise ValueError(f"checkpoint {path} was trained with {', '.join(theirs)}, this run has "
-                         f"{', '.join(ours)}; give {back}--resume-changed {names} to go on with "
-                         f"{', '.join(ours)}")
-    return changed
-
-
-def compared_flags(cfg, path, meta, world_size, data_id, vocab_size):
-    """Return ({flag: the checkpoint's value}, {flag: cfg's}), and in both the number of `ranks`.
-
-    ValueError: the meta does not come from a run.
-    """
-    now = json.loads(json.dumps(dataclasses.asdict(cfg)))
-    now["ranks"] = world_size
-    now["data"] = data_id
-    try:
-        before = {**meta["shape"], **meta.get("flags", {})}
-        if "flags" in meta:
-            # A flag that was added later had its default when the weights were trained.
-            later = [name for name in flags_of_kind("meaning") if name not in before]
-            before.update({name: getattr(Config, name) for name in later})
-        before.setdefault("doc_mask", "off")  # This flag's default is not what older checkpoints had.
-        if before["doc_mask"] != now["doc_mask"]:
-            for flags in (before, now):
-                if flags["doc_mask"] == "auto":
-                    flags["doc_mask"] = settled_doc_mask(cfg.data, "auto")
-        before["seed"] = meta["seed"]
-        before["ranks"] = meta["world"]
-        before["data"] = meta["data"]
-        before["vocab_size"] = meta.get("vocab_size") or vocab_size
-        now["vocab_size"] = vocab_size or before["vocab_size"]
-        for flags in (before, now):
-            if not flags.get("global_batch", 1):  # one micro-batch per replica: it follows from the layout
-                replica = flags["tp"] * flags["pp"] * flags.get("cp", 1)
-                flags["global_batch"] = flags["micro_batch"] * (flags["ranks"] // replica)
-    except (KeyError, TypeError, ZeroDivisionError) as e:
-        raise ValueError(f"checkpoint {path}: its meta is no run's ({e!r}); {checkpoint.HINT}") from None
-    for name, value in before.items():
-        if isinstance(value, str):  # values of a file are printed: no escape codes for the terminal
-            before[name] = value.encode("unicode_escape").decode()
-    return before, now
-
-
-# -----------------------------------------------------------------------------
-# The directory of the run, and the checkpoint to start from
-
 def run_id(tree):
     """Return a short random word, the same on all ranks of the tree and on no other run's. Collective."""
     # It comes from the system's randomness, because the run's own generators must not advance.
@@ -298,6 +197,8 @@ def prepare_out_dir(cfg, world, out):
     Return find_checkpoint(). Paths that cannot be written are refused. Collective over the world.
     """
     with exit_together(world), files.must_write(out):
+        if not out.resolve().name:
+            raise ValueError(f"--out {out} is no folder for a run; give a new one, such as --out out/mine")
         allowed_changes(cfg)
         if world.rank == 0:
             # A requeued job may start before the last processes of the stopped one have ended.
@@ -341,8 +242,25 @@ def is_run(out):
 
 
 def holds_other_run(cfg, out):
-    """Whether --out has the files of a run that this one does not continue."""
-    return cfg.resume == "none" and is_run(out)
+    """Whether --out has the files of a run that this one does not continue.
+
+    With --resume auto a command that was stopped before its first checkpoint begins again, and writes its
+    rows again. Another command would lose them.
+    """
+    if cfg.resume != "auto":
+        return cfg.resume == "none" and is_run(out)
+    has_rows = (out / "metrics.jsonl").exists() and (out / "metrics.jsonl").stat().st_size > 0
+    return has_rows and not checkpoint.steps(out) and has_other_flags(cfg, out)
+
+
+def has_other_flags(cfg, out):
+    """Whether the run in --out has other flags than cfg, of those that change what it computes."""
+    try:
+        saved = load_json(out / "config.json")
+    except (OSError, ValueError):
+        return True
+    now = json.loads(json.dumps(dataclasses.asdict(cfg)))
+    return any(saved.get(name, value) != value for name, value in now.items() if name not in SILENT)
 
 
 def settle(cfg, world, out, state, found):
@@ -369,7 +287,8 @@ def set_aside(cfg, out, state, found):
             raise ValueError(f"--init-from {cfg.init_from} is in --out {out}, which this run would rename; "
                              f"give another --out, such as --out {out}-tuned")
         say(f"{out} held another run: it is now {files.move_aside(out)}")
-        say("(train.py --list shows all runs; --resume auto would have gone on with it)")
+        if cfg.resume == "none":
+            say("(train.py --list shows all runs; --resume auto would have gone on with it)")
     elif found is not None:
         moved = checkpoint.archive_later(out, state.step)
         if moved:
@@ -536,7 +455,8 @@ def check_source(cfg, path, shape, upcycles):
     if upcycles and shape["bias"]:
         raise ValueError(f"--init-from {path} is a dense model with biases, and experts have none to take "
                          "them; give a model without bias, or train without --n-experts")
-    may_differ = flexible_shapes(cfg)
+    refuse_unknown(path, unknown_flags(shape))
+    may_differ = flexible_shapes(shape)
     if cfg.lora and not shape.get("lora"):
         may_differ.append("lora")
     if upcycles:

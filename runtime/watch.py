@@ -292,8 +292,8 @@ def verdict(reports, size, timeout, hosts=()):
     for text, ranks in ranks_at.items():
         lines.append(f"  {format_ranks(ranks)}: {text}")
     if missing:
-        lines.append(f"  {format_ranks(missing)}: no report: a C call holds the interpreter, or the process "
-                     "is gone")
+        lines.append(f"  {format_ranks(missing)}: no report: a C call holds the interpreter, the process is "
+                     "gone, or it is in its first step or saves, which may take twice as long")
     late = blamed(reports, missing)
     for host in dict.fromkeys(hosts):  # scripts/restart.sh reads these lines
         ranks = [rank for rank in late if hosts[rank] == host]

@@ -175,6 +175,7 @@ TESTS = {  # file or room: the test files that must notice a mutant, the quickes
     "runtime/progress.py": "printed screen details metrics cli",
     "runtime/read_checkpoint.py": "details checkpoint lora resume malformed",
     "runtime/resume.py": "details resume ddp moe_run checkpoint",
+    "runtime/changed_flags.py": "resume doc_mask convert new_flag",
     "runtime/saver.py": "checkpoint resume metrics",
     "runtime/session.py": "files metrics guard launch sample",
     "runtime/timing.py": "printed details fp16 metrics watch",

@@ -321,7 +321,7 @@ def test_refused_starts(data, pretrained, tmp_path):
 
     def refused(*more, words):
         assert_refused(session(World(), [*flags, *more]), words)
-    refused(f"--init-from={tmp_path}", words="no readable index.json")
+    refused(f"--init-from={tmp_path}", words="holds no checkpoint, a step_N; give the --out")
     refused(f"--init-from={pretrained}", "--n-layer=3", words="--n-layer 2")
     refused(f"--init-from={pretrained}", "--seq-len=64", words="give --seq-len 48")
     go(1, tmp_path / "large", "--steps=1", "--save-every=1")

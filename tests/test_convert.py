@@ -24,7 +24,7 @@ import sample
 from config import Config
 from corpus import chat, hugging_face, tokenizer, tokenizer_json
 from interface.command_line import parse
-from runtime import resume
+from runtime import changed_flags
 
 VOCAB, T = 100, 16
 
@@ -587,7 +587,7 @@ def test_wrong_flags_of_convert_py(made, tmp_path):
             (["export", run], "--out is missing"), (["export", run, f"--out={made}"], "a new directory"),
             (["turn", run, out], "turn"), (["export", run, out, "--dtype=int8"], "int8"),
             (["export", run, out, "--shard-gb=nan"], "--shard-gb nan"),
-            (["export", made / "toy", out], "config.json"), (["import", run, out], "model.safetensors"),
+            (["export", made / "toy", out], "config.json"), (["import", run, out], "is a run of train.py"),
             (["import", hf_dir, out, "--seq-len=99"], "--seq-len 99")]:
         refused(convert.main, argv, word)
     (made / "hf" / "tokenizer.json").rename(made / "hf" / "none.json")  # its library is not everywhere
@@ -616,6 +616,13 @@ def test_a_flag_that_a_family_does_not_declare_is_refused(flags, monkeypatch):
     monkeypatch.setitem(hugging_face.FAMILIES, kind, without)
     with pytest.raises(ValueError, match=f"--norm-eps 0.001.*--tied True.*: {kind}'s config.json has no"):
         hugging_face.family_of(parse(argv))
+
+
+@pytest.mark.parametrize("qk_norm", ["none", "head"])
+def test_a_router_of_the_readers_own_is_refused(qk_norm):
+    cfg = dataclasses.replace(parse(["tiny", "--n-experts=4"]), router="softplus", qk_norm=qk_norm)
+    with pytest.raises(ValueError, match="--router softplus: no family"):
+        hugging_face.family_of(cfg)
 
 
 def test_import_says_how_to_prepare_data(made, tmp_path, capsys):
@@ -669,5 +676,5 @@ def test_a_resume_with_another_eps_is_refused(tmp_path):
     result = go(1, tmp_path / "new", *flags, "--norm-eps=1e-6", code=2)
     assert_refused(result, "norm-eps 1e-05", "--norm-eps 1e-05")
     with pytest.raises(ValueError, match="give --norm-eps 1e-05"):
-        resume.check_shape(Config(norm_eps=1e-6), "x", {"n_layer": 4})
-    resume.check_shape(Config(), "x", {"n_layer": 4})
+        changed_flags.check_shape(Config(norm_eps=1e-6), "x", {"n_layer": 4})
+    changed_flags.check_shape(Config(), "x", {"n_layer": 4})

@@ -26,7 +26,7 @@ from corpus.synthetic import Synthetic
 from model import GPT
 from ops.cross_entropy import IGNORE
 from parallel import make_mesh
-from runtime import resume
+from runtime import changed_flags
 from runtime.launch import World
 
 EOD = 0
@@ -343,9 +343,9 @@ def test_a_resume_goes_on_with_the_same_attention(name, there, here, refused, da
     meta = {"shape": {}, "flags": before, "seed": cfg.seed, "world": 1, "data": "hash"}
     compared = (cfg, "step_1", json.loads(json.dumps(meta)), 1, "hash", 300)
     if not refused:
-        assert resume.changed_flags(*compared) == {}
+        assert changed_flags.changed_flags(*compared) == {}
         return
     with pytest.raises(ValueError, match="--resume-changed doc-mask"):
-        resume.changed_flags(*compared)
+        changed_flags.changed_flags(*compared)
     compared = (dataclasses.replace(cfg, resume_changed="doc-mask"), *compared[1:])
-    assert list(resume.changed_flags(*compared)) == ["doc_mask"]
+    assert list(changed_flags.changed_flags(*compared)) == ["doc_mask"]

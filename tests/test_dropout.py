@@ -208,7 +208,7 @@ def test_recompute_repeats_the_dropout(n, layout):
     if n == 2:
         without = run_ranks(n, run, dict(flags, dropout=0.0), batch)
         assert without[0]["stats"][0][0] != stored[0]["stats"][0][0]
-    fault = ("model.Block.maybe_recompute", "self.dropout > 0", "False")
+    fault = ("model.Block.maybe_recompute", "self.draws", "False")
     other = run_ranks(n, with_faults, [fault], run, dict(flags, recompute="full"), batch)
     with pytest.raises(AssertionError):
         assert_same_bits(other, stored)

@@ -404,6 +404,28 @@ def test_links_are_neither_followed_nor_changed(tmp_path):
     assert before == {p: p.read_bytes() for p in backup.rglob("*") if p.is_file()}
 
 
+def test_a_row_with_a_tensor_names_its_key(tmp_path):
+    written = files.Rows(tmp_path / "metrics.jsonl", -1)
+    with pytest.raises(TypeError, match="metrics.jsonl: ratio is a Tensor; give a number, as tensor.item"):
+        written.add({"step": 1, "ratio": torch.tensor(0.5)})
+    written.add({"step": 1, "ratio": None, "a": [1], "b": {"c": 1.5}, "d": "x", "e": True})
+    assert len(files.sound_rows(tmp_path / "metrics.jsonl")[0]) == 1
+
+
+def test_a_run_without_checkpoints_is_renamed_if_the_next_one_has_other_flags(tmp_path):
+    """--resume auto: the same command begins again in its folder; another one would lose the rows."""
+    out = tmp_path / "run"
+    go(1, out, "--steps=2", "--save-every=0", "--lr=0.01")
+    before = (out / "metrics.jsonl").read_bytes()
+    again = go(1, out, "--steps=2", "--save-every=0", "--lr=0.01", "--resume=auto")
+    assert "held another run" not in again["out"] and [p.name for p in tmp_path.glob("run*")] == ["run"]
+    other = go(1, out, "--steps=2", "--save-every=0", "--lr=0.02", "--resume=auto")
+    assert f"{out} held another run: it is now" in other["out"] and "--resume auto would" not in other["out"]
+    [moved] = [p for p in tmp_path.glob("run.*") if p.is_dir()]
+    kept = [json.loads(line)["step"] for line in (moved / "metrics.jsonl").read_text().splitlines()]
+    assert kept == [json.loads(line)["step"] for line in before.splitlines()]
+
+
 def test_a_backup_by_hard_links_of_a_running_run_stays_as_it_is(tmp_path):
     written = files.Rows(tmp_path / "a.jsonl", -1, create=True)
     written.add({"step": 1})

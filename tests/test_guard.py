@@ -68,6 +68,12 @@ def refused_steps(values, sigma=6.0):
     return out, state
 
 
+def test_a_run_that_gave_up_at_its_start_is_told_of_the_rate_first():
+    words = give_up_message([], 2, 50, "not finite", 1000)
+    assert "saved before\nnanoshard: try a lower --lr; or, to go round them, the same command" in words
+    assert words.endswith("--train-range-to-skip 1 152")
+
+
 def stream(n):
     """Return [(loss, gradient norm)] of n steps of a healthy run."""
     rng = random.Random(0)
@@ -108,7 +114,8 @@ def test_the_message_names_a_checkpoint_and_a_range_to_skip():
     assert text.endswith("--resume out/x/step_000900 --train-range-to-skip 951 1151")
     assert "--lr" not in text
     without = give_up_message([], 1001, 1008, "spike", 5000)
-    assert "no checkpoint" in without and without.endswith("951 1151; if that does not help, a lower --lr")
+    assert "no checkpoint" in without and "a lower --lr; or" in without
+    assert without.endswith("--train-range-to-skip 951 1151")
     short = give_up_message(paths, 1001, 1008, "spike", 1151)  # 1,001 + 150: no step would be left
     assert short.endswith("--train-range-to-skip 951 1008; if that does not help, a lower --lr")
 

@@ -602,6 +602,30 @@ def test_cuda_is_named_only_where_nothing_else_will_do():
             for place in sorted(CUDA_ONLY.keys() - found.keys())])
 
 
+# The model is built within the context of its device, so what __init__ makes is on it.
+FACTORIES = {"empty", "zeros", "ones", "full", "tensor", "arange", "rand", "randn", "randint", "randperm"}
+WITHOUT_DEVICE = {  # place: why a tensor is made on no named device. NCCL sends none in the host's memory
+    "moe.py Router": "in __init__", "moe.py MoE": "in __init__", "moe.py Dispatcher": "in __init__",
+    "parallel.py parameter": "in __init__ of its module", "parallel.py ranks_of_axes": "for the host"}
+
+
+def test_a_tensor_of_the_model_is_made_on_a_device():
+    found = {}
+    for path in MAIN:
+        for part in tree(path).body:
+            for node in ast.walk(part):
+                if is_factory(node) and not {key.arg for key in node.keywords} & {"device", "out"}:
+                    found[f"{name(path)} {getattr(part, 'name', '')}"] = node.lineno
+    none([f"{place}, line {line}, makes a tensor on no named device: give device=, or say in WITHOUT_DEVICE "
+          "why not" for place, line in found.items() if place not in WITHOUT_DEVICE]
+         + [f"{place} makes none any more" for place in sorted(WITHOUT_DEVICE.keys() - found.keys())])
+
+
+def is_factory(node):
+    """Whether this calls a function of torch that makes a tensor of numbers."""
+    return isinstance(node, ast.Call) and ast.unparse(node.func) in {f"torch.{name}" for name in FACTORIES}
+
+
 @pytest.mark.parametrize("code,is_one", [
     ("torch.cuda.synchronize()", True), ("x.is_cuda", True), ("d.type == 'cuda'", True), ("x.cuda()", True),
     ("torch.device('cuda:0')", True), ("from torch import cuda", True), ("import torch.cuda as c", True),

@@ -23,12 +23,15 @@ from corpus.masked import Masked
 from corpus.synthetic import Synthetic
 from cost.meshes import stage_mesh
 from cost.parameters import COSTS_NOTHING, COUNTED, count_parameters, local_parameters
+from interface.command_line import read_flags, read_run_config
 from interface.presets import GPT2
 from model import GPT
 from parallel import make_mesh
-from pipeline import rank_layers
+from pipeline import dropout_seeder, dropout_seeds, rank_layers
 from plan import estimate
+from runtime.changed_flags import changed_flags, check_shape
 from runtime.launch import World
+from runtime.resume import check_source
 
 ONE = make_mesh(World(), groups=False)
 
@@ -54,6 +57,61 @@ def test_a_flag_that_does_not_say_what_it_is_is_named(field, words):
     exec(f"import dataclasses\n@dataclasses.dataclass\nclass Config:\n    {field}", scope)
     with pytest.raises(TypeError, match=words):
         config.declaration(dataclasses.fields(scope["Config"])[0])
+
+
+# -----------------------------------------------------------------------------
+# Runs of another version
+
+@pytest.mark.parametrize("kind", ["shape", "flags"])
+def test_a_checkpoint_with_a_flag_that_is_not_known_is_refused(kind):
+    """Unless it is off there, or --resume-changed names it."""
+    cfg = Config(preset="tiny")
+    meta = {"shape": {}, "flags": dataclasses.asdict(cfg), "seed": cfg.seed, "world": 1, "data": "hash"}
+    meta = json.loads(json.dumps(meta))
+
+    def changed(value, **flags):
+        meta[kind]["parallel_block"] = value
+        now = dataclasses.replace(cfg, resume="auto", **flags)
+        return changed_flags(now, "step_1", meta, 1, "hash", 300)
+
+    words = "trained with --parallel-block True, which this code.*--resume-changed seed,parallel-block$"
+    with pytest.raises(ValueError, match=words):
+        changed(True, resume_changed="seed")
+    with pytest.raises(ValueError, match="--resume-changed parallel-blok: give flags among"):
+        changed(True, resume_changed="parallel-blok")
+    assert changed(True, resume_changed="parallel-block") == {}
+    assert changed(False) == {}
+    check_shape(cfg, "step_1", {"parallel_block": True})  # which leaves it to the others
+    with pytest.raises(ValueError, match="--parallel-block True, which this code does not know; use"):
+        check_source(cfg, "step_1", {"bias": False, "parallel_block": True}, False)
+
+
+def test_a_config_json_with_a_flag_that_is_not_known_is_refused(tmp_path):
+    path = tmp_path / "config.json"
+
+    def read(value):
+        beside = {"vocab_size_used": 65, "git": "abc", "argv": ["x"], "parallel_block": value}
+        path.write_text(json.dumps({**dataclasses.asdict(Config(preset="tiny")), **beside}))
+        return read_run_config(path)
+
+    words = "has --parallel-block True, which.*; use the code that wrote it, git abc; or take it out"
+    with pytest.raises(ValueError, match=words):
+        read(True)
+    assert read(False) == (Config(preset="tiny"), 65)
+    with pytest.raises(ValueError, match="parallel_block is no flag; use the code that wrote it, git abc"):
+        read_flags(path)
+
+
+def test_what_a_model_draws_beside_dropout_is_seeded_for_each_micro_batch(monkeypatch):
+    """A reader's router draws numbers, and names its flag in draws_random_numbers()."""
+    cfg = Config(preset="tiny")
+    assert dropout_seeds(cfg, ONE, 1, 2) == []
+    monkeypatch.setattr("pipeline.draws_random_numbers", lambda cfg: True)
+    seeds = [*dropout_seeds(cfg, ONE, 1, 2), *dropout_seeds(cfg, ONE, 2, 2)]
+    assert len(set(seeds)) == 4
+    set_to = []
+    dropout_seeder(cfg, ONE, 1, 2, set_to.append)(1, 0)
+    assert set_to == [seeds[1]]
 
 
 # -----------------------------------------------------------------------------

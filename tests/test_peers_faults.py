@@ -223,7 +223,7 @@ FAULTS = {  # thread: what went wrong there: (model, (ranks, layout), faults)
         LLAMA, CP, group("stage", "dp"), group("dpcp", "dp")),
     "OLMo-core #828: recomputed dropout draws other masks": (
         dict(LLAMA, dropout=0.2), RECOMPUTED,
-        ("model.Block.maybe_recompute", "self.dropout > 0", "False")),
+        ("model.Block.maybe_recompute", "self.draws", "False")),
     "pytorch #149768: the epsilon of clipping added by every rank": (
         LLAMA, DP, ("optim.Optimizer.divisor", epsilon_of_every_rank)),
     "pytorch #160285: experts' gradients ep times too large": (

@@ -62,13 +62,31 @@ def conversations(root):
                 yield conversation(f"Where is {name}?", f"It is a {kind} of the module {module}.")
 
 
+def write(path, text):
+    """Write a file whole or not at all."""
+    part = path.with_name(f"{path.name}.part")
+    try:
+        part.write_text(text)
+        part.replace(path)
+    except OSError:
+        part.unlink(missing_ok=True)
+        raise
+
+
 def main(argv):
-    if len(argv) != 1:
+    if {"-h", "--help"} & set(argv):
+        print(__doc__)
+        return
+    if len(argv) != 1 or argv[0].startswith("-"):
         print("nanoshard: give the file to write: python tutorial/questions.py FILE.jsonl", file=sys.stderr)
         raise SystemExit(2)
     stdlib = Path(sysconfig.get_path("stdlib"))
     lines = [json.dumps({"messages": messages}) for messages in conversations(stdlib)]
-    Path(argv[0]).write_text("\n".join(lines) + "\n")
+    try:
+        write(Path(argv[0]), "\n".join(lines) + "\n")
+    except OSError as e:
+        print(f"nanoshard: {argv[0]} cannot be written: {e.strerror}; give another file", file=sys.stderr)
+        raise SystemExit(2) from None
     print(f"{argv[0]}: {len(lines):,} questions and answers")
 
 
