@@ -282,9 +282,14 @@ def tokens(data):
             n_tokens = meta["tokens"]["train"]
             said.append(f"{folder}: {n_tokens:,} training tokens, {files} files have their sha256")
     except (OSError, ValueError) as e:
-        text, _, fix = " ".join(str(e).split()).partition("; make it with: ")
+        status = "FAIL" if Path(folder).exists() else "WARN"
+        text = " ".join(str(e).split())
+        before, is_elsewhere, place = text.partition("; it is in the programs' folder: ")
+        if is_elsewhere:
+            return status, before, place
+        text, _, fix = text.partition("; make it with: ")
         fix = fix or "python prepare.py stdlib"
-        return "FAIL" if Path(folder).exists() else "WARN", text, f"{fix}, in one process"
+        return status, text, f"{fix}, in one process"
     return ok("; ".join(said))
 
 

@@ -17,6 +17,7 @@ from tyro.conf import Positional
 
 from config import Outcome
 from interface.command_line import command_line, one_line, print_quietly, wrong_input
+from interface.paths import meant_run
 
 MODEL = ("preset", "n_layer", "n_embd", "seq_len", "ffn_hidden", "n_experts", "top_k", "vocab_size_used",
          "dtype")  # runs that agree in these are one curve
@@ -156,6 +157,8 @@ def main(argv=None):
     found = []
     for path in flags.runs:
         try:
+            if not (Path(path) / "metrics.jsonl").is_file():
+                raise ValueError(f"holds no metrics.jsonl; {meant_run(path)}")
             found.append(read(path, flags.last))
         # A run that ended early does not hide the other runs.
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:

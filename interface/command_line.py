@@ -308,6 +308,10 @@ def format_tyro_error(box, cls, prog):
     number = re.match(r"Error parsing (--\S+): (invalid literal for int|could not convert).*'(.*)'$", what)
     if number:
         return words.answer_number(number[1], number[3], is_whole="int" in number[2])
+    choice = re.search(r"invalid choice '(.*?)'.*one of \((.*)\)", what)
+    if choice:
+        close = difflib.get_close_matches(choice[1], re.findall("'(.*?)'", choice[2]), 1)
+        what += f"; perhaps {close[0]} is meant" if close else ""
     unknown = re.search(r"nrecognized[^:]*: ([^,\s]+)", what)
     hint = hint_of(unknown[1], cls) if unknown else ""
     return f"{what}{hint}; {prog} --help lists all flags"

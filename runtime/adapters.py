@@ -4,6 +4,7 @@
     open_merged             such a checkpoint, read as if it held a whole model
 """
 import dataclasses
+import glob
 import hashlib
 import json
 from pathlib import Path
@@ -29,8 +30,9 @@ def check_base(path, index, base):
     base: the reference() of that one.
     """
     if content_hash(index) != base["hash"]:
-        raise ValueError(f"{path} has other weights than the base of these adapters, which was "
-                         f"{base['path']}; give the same weights, or start anew with --resume none")
+        was = "had there" if str(path) == base["path"] else f"had in {base['path']}"
+        raise ValueError(f"{path} has other weights than the base of these adapters {was}; give the same "
+                         "weights: train.py with --init-from, or put the base, or a link to it, back there")
 
 
 def is_base(path, base):
@@ -63,6 +65,7 @@ def base_path(base, moved_to=""):
 
     moved_to: a checkpoint, or a run, in which it is looked for first. Of its checkpoints it is the one with
     the same content. If there is none, there and in the old place, check_base() will refuse the newest.
+    Without moved_to it may be in a run that train.py has renamed, RUN.DATE_stepN, because another one began.
     """
     if not base:
         raise ValueError("these adapters do not say on which weights they were trained; start anew with "
@@ -72,6 +75,11 @@ def base_path(base, moved_to=""):
         inside = checkpoint.steps(moved_to) or [Path(moved_to)]
         same = [found for found in (*inside, path) if is_base(found, base)]
         return same[0] if same else inside[0]
+    if not is_base(path, base):
+        run = path.parent
+        for renamed in sorted(run.parent.glob(f"{glob.escape(run.name)}.*")):
+            if is_base(renamed / path.name, base):
+                return renamed / path.name
     if not (path / "index.json").is_file():
         raise FileNotFoundError(f"the base of these adapters, {path}, is not there; put it back, or a link "
                                 "to where it is now, or tell train.py that with --init-from")

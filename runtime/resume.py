@@ -9,6 +9,7 @@
 runtime/saver.py writes checkpoints in the background.
 """
 import dataclasses
+import difflib
 import json
 import math
 import os
@@ -308,6 +309,10 @@ def find_checkpoint(cfg, world, out):
         if world.rank == 0 and cfg.resume == "auto":
             paths = checkpoint.steps(out)
         elif world.rank == 0:
+            meant = difflib.get_close_matches(cfg.resume, ("auto", "none"), 1)
+            if meant and not Path(cfg.resume).exists():
+                raise ValueError(f"--resume {cfg.resume} is no checkpoint; perhaps --resume {meant[0]} is "
+                                 "meant")
             paths = [Path(cfg.resume)]
             checkpoint.read_index(cfg.resume)  # a path that does not exist: say so before all wait for it
         if world.rank == 0 and not paths:

@@ -24,6 +24,7 @@ from safetensors.torch import load_file, save_file
 from test_convert import Wide
 from test_layouts import BERT, GPT2, LLAMA, STEPS, compare, equality, run
 
+import checkpoint
 import convert
 import sample
 import train
@@ -36,7 +37,7 @@ from cost.step_time import expected_choice
 from model import GPT, init_weights
 from ops.flat import own_pieces
 from parallel import make_mesh
-from runtime import resume
+from runtime import adapters, resume
 from runtime.adapters import adapter_names
 from runtime.launch import World
 from runtime.peft_adapters import modules_of
@@ -325,6 +326,22 @@ def test_errors_of_one_line(base, tuned, tmp_path):
     assert_refused(tell(f"--init-from={base}", "--optimizer=muon"), "leave out --optimizer muon")
     assert_refused(tell(f"--init-from={base}", "--vocab-size=101"), "--lora trains no embedding", "--lr 0")
     assert_refused(tell(f"--init-from={tuned}", "--lora=0"), "lora 2", "give --lora 2")
+
+
+def test_the_base_is_found_in_a_run_that_train_py_has_renamed(base, tuned, tmp_path):
+    """Another run has taken its place, and would be refused."""
+    run = tmp_path / "run"
+    shutil.copytree(base, run)
+    step = run / "step_000002"
+    told = adapters.reference(step, checkpoint.read_index(step))
+    renamed = run.rename(tmp_path / "run.2026-11-28_1006_step2")
+    assert adapters.base_path(told) == renamed / "step_000002"
+    shutil.copytree(tuned, run)
+    assert adapters.base_path(told) == renamed / "step_000002"
+    shutil.rmtree(renamed)
+    assert adapters.base_path(told) == step
+    with pytest.raises(ValueError, match="other weights than the base of these adapters had there; give"):
+        adapters.check_base(step, checkpoint.read_index(step), told)
 
 
 @pytest.mark.long
