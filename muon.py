@@ -376,7 +376,7 @@ class WholeMatrices:
             return vector
         parts = [vector[part] for part in self.outgoing]
         outgoing = torch.cat([vector[:0], *parts])  # A slice that is all padding has no parts.
-        # Each rank sends the others their matrices' elements in its slices, fp32, over the shard.
+        # Each rank sends the others their matrices' elements in its slices, over the shard.
         return self.axis.all_to_all(outgoing, self.sent, self.received)
 
     def hand_back(self, found, vector):
