@@ -191,7 +191,8 @@ class Config:
     # learning rate at the end of the schedule; default lr / 10
     min_lr: float | None = flag(None, "free", FACTOR)
     warmup: int = flag(40, "free", COUNT)  # steps in which the learning rate rises from 0 to lr
-    decay_steps: int = flag(0, "free", COUNT)  # step at which the schedule reaches min-lr; 0 is steps
+    # step at which the schedule reaches min-lr; 0 is steps. Within the warm-up, the rate falls right after it
+    decay_steps: int = flag(0, "free", COUNT)
     # wsd: the decay takes this share of the steps up to decay-steps (or steps); 0 keeps lr up to there, and
     # 1 is a line from the warm-up on
     decay_ratio: float = flag(0.2, "free", SHARE, needs="lr_schedule=wsd")
@@ -398,9 +399,6 @@ def check(cfg):
             raise ValueError(f"--{name} {getattr(cfg, name)} must be in [0, 1)")
     if cfg.min_lr is not None and cfg.min_lr > cfg.lr:
         raise ValueError(f"--min-lr {cfg.min_lr} is above --lr {cfg.lr}; try --min-lr {cfg.lr / 10:g}")
-    if 0 < cfg.decay_steps <= cfg.warmup:
-        raise ValueError(f"--decay-steps {cfg.decay_steps} ends the schedule within --warmup {cfg.warmup}; "
-                         f"try --warmup {cfg.decay_steps // 10}")
     check_heads(cfg)
     if cfg.objective == "mlm":
         check_masked_model(cfg)

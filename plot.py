@@ -434,9 +434,13 @@ def nothing_to_draw(flags):
         if rows and flags.metric == "val_loss" and not any("val_loss" in row for row in rows):
             return "no evaluation yet: train.py --eval-every says after which steps one comes\n"
         if rows:
-            steps = f"{rows[0]['step']} to {rows[-1]['step']}"
-            return (f"no row can be drawn: the run has steps {steps}, of which --steps must name some; a "
-                    "value has to be a number below 1e290, with --log above 0\n")
+            first, last = flags.steps or (0, 10**15)
+            steps = [row["step"] for row in rows if isinstance(row.get("step"), int)]
+            if steps and not any(first <= step <= last for step in steps):
+                return (f"no row can be drawn: {run} has rows of steps {steps[0]} to {steps[-1]}, and none "
+                        f"in --steps {first} {last}\n")
+            return ("no row can be drawn: a value has to be a number below 1e290 (with --log above 0) of a "
+                    "step in --steps\n")
     return "no rows yet\n"
 
 

@@ -191,10 +191,11 @@ def read_run_config(path):
     ValueError: it is none that train.py writes.
     """
     # Flags that say nothing about the model are left out: they may have been changed, or their files moved.
-    left_out = ("min_lr", "decay_steps", "init_from", "resume", "resume_changed", "dump_grads")
+    left_out = ("min_lr", "init_from", "resume", "resume_changed", "dump_grads")
     types = {field.name: field.type for field in dataclasses.fields(Config) if field.name not in left_out}
     schema = {f"{name}?": TUPLES.get(name, kind) for name, kind in types.items()}
     schema["vocab_size_used"] = Range(1, 2**24)
+    saved = {}
     try:
         saved = with_values_of_today(load_json(path))
         check_schema(saved, schema, "flags")

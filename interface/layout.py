@@ -55,7 +55,7 @@ def check_shard(shard, replicas, tp, ep):
 def check_layout(cfg, mesh, batch):
     """Raise ValueError, with the fix, for values that are wrong on this mesh. batch: sequences per step."""
     if cfg.pdb >= mesh.world.size:
-        raise ValueError(f"--pdb {cfg.pdb}: the ranks are 0 to {mesh.world.size - 1}; try --pdb 0")
+        raise ValueError(f"--pdb {cfg.pdb}: the ranks are 0 to {mesh.world.size - 1}")
     if cfg.n_experts % mesh.ep.size:
         fit = largest_divisor(mesh.ep.size, cfg.n_experts, mesh.stage.size)
         raise ValueError(f"n-experts {cfg.n_experts} do not divide by ep {mesh.ep.size}; try --ep {fit}")

@@ -86,7 +86,6 @@ FLAGS = [  # wrong flags, and words that the line must contain: both numbers, an
     (["--train-range-to-skip", "3", "5", "9"], ["--train-range-to-skip", "3 numbers"]),
     (["--train-range-to-skip", "5", "3"], ["5 3", "low to high", "try 3 5"]),
     (["--train-range-to-skip", "0", "3"], ["0 3", "from 1", "try 1 3"]),
-    (["--decay-steps=20", "--warmup=20"], ["--decay-steps 20", "within --warmup 20", "--warmup 2"]),
     (["--resume=auot"], ["--resume auot is no checkpoint; perhaps --resume auto is meant"]),
     (["--out=/"], ["--out / is no folder for a run"]),
     (["--resume-changed=seed"], ["--resume-changed seed", "add --resume auto"]),

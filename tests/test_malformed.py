@@ -305,7 +305,8 @@ def test_sample_refuses_a_config_that_is_not_the_checkpoints(change, word, copy)
 
 
 def test_sample_reads_a_run_whose_flags_no_longer_matter(copy):
-    change_json(copy / "run/config.json", min_lr=9.0, resume="auto", init_from="x", dump_grads=".", x=1)
+    change_json(copy / "run/config.json", min_lr=9.0, resume="auto", init_from="x", dump_grads=".", x=0,
+                resume_changed="x")
     result = run_program(sample.main, [str(copy / STEP), "--max-new-tokens=2"])
     assert result == {"code": None, "err": ""}
 
