@@ -157,8 +157,8 @@ def main(argv=None):
     found = []
     for path in flags.runs:
         try:
-            if not (Path(path) / "metrics.jsonl").is_file():
-                raise ValueError(f"holds no metrics.jsonl; {meant_run(path)}")
+            if not Path(path).exists():
+                raise ValueError(f"it is not there; {meant_run(path)}")
             found.append(read(path, flags.last))
         # A run that ended early does not hide the other runs.
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
