@@ -70,9 +70,7 @@ def norm_of_all_heads(q, k, q_gain, k_gain, eps, axis):
     # This rank's mean over all its columns, (B, t) of queries and of keys
     means = torch.stack([wide_q.square().mean((2, 3)), wide_k.square().mean((2, 3))])
     means = sum_over_ranks(means, axis) / axis.size  # SUM of 2*B*t numbers, over tp
-    scales = torch.rsqrt(means + eps)[..., None, None]  # (2, B, t, 1, 1)
-    q_scale = scales[0]
-    k_scale = scales[1]
+    q_scale, k_scale = torch.rsqrt(means + eps)[..., None, None].unbind()  # (B, t, 1, 1) each
     return (wide_q * q_scale * q_gain).type_as(q), (wide_k * k_scale * k_gain).type_as(k)
 
 
