@@ -362,7 +362,8 @@ def all_alone(world, found, repeat):
             row["tflops"] = flops(entry) / row["ms"] / 1e9
         rows.append(row)
         forget_memory(world.device)
-    return sorted(rows, key=lambda row: -row["count"] * (row["ms"] or 0)), calls
+    rows.sort(key=lambda row: -row["count"] * (row["ms"] or 0))
+    return rows, calls
 
 
 # -----------------------------------------------------------------------------

@@ -260,6 +260,8 @@ def has_other_flags(cfg, out):
         saved = load_json(out / "config.json")
     except (OSError, ValueError):
         return True
+    if not isinstance(saved, dict):
+        return True
     now = json.loads(json.dumps(dataclasses.asdict(cfg)))
     return any(saved.get(name, value) != value for name, value in now.items() if name not in SILENT)
 

@@ -28,6 +28,7 @@ import checkpoint
 import convert
 import plot
 import train
+from config import Config
 from corpus import shards
 from interface import files, report
 from interface.schema import ChangedFile, load_json
@@ -422,6 +423,9 @@ def test_a_run_without_checkpoints_is_renamed_if_the_next_one_has_other_flags(tm
     other = go(1, out, "--steps=2", "--save-every=0", "--lr=0.02", "--resume=auto")
     assert f"{out} held another run: it is now" in other["out"] and "--resume auto would" not in other["out"]
     [moved] = [p for p in tmp_path.glob("run.*") if p.is_dir()]
+    for damaged in ("[]", "{"):
+        (moved / "config.json").write_text(damaged)
+        assert resume.has_other_flags(Config(), moved)
     kept = [json.loads(line)["step"] for line in (moved / "metrics.jsonl").read_text().splitlines()]
     assert kept == [json.loads(line)["step"] for line in before.splitlines()]
 
