@@ -56,17 +56,6 @@ def cross_entropy(z_ptr, target_ptr, loss_ptr, scale_ptr, used, width, ROWS: tl.
 
 
 @triton.jit
-def scale_rows(x_ptr, scale_ptr, out_ptr, width, BLOCK: tl.constexpr):
-    """out (R, width) = scale (R,) times x (R, width)."""
-    row = tl.program_id(0).to(tl.int64)
-    scale = tl.load(scale_ptr + row)
-    for start in range(0, width, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        x = tl.load(x_ptr + row * width + at, mask=at < width).to(tl.float32)
-        tl.store(out_ptr + row * width + at, (scale * x).to(out_ptr.dtype.element_ty), mask=at < width)
-
-
-@triton.jit
 def swiglu(gate_ptr, up_ptr, h_ptr, valid_ptr, width, PACKED: tl.constexpr, LIMITED: tl.constexpr,
            BLOCK: tl.constexpr):
     """h (R, width) = silu(gate) * up. gate, up (R, width), or if PACKED side by side in gate (R, 2 width).

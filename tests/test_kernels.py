@@ -103,7 +103,7 @@ def test_a_target_that_takes_no_part():
     target = torch.tensor([5, cross_entropy.IGNORE, 299, cross_entropy.IGNORE], device=DEVICE)
     loss = cross_entropy.LinearCrossEntropy.apply(x, w, target, 300)
     dx, dw = torch.autograd.grad(loss, (x, w))
-    part = x.detach()[::2].contiguous().requires_grad_()
+    part = x.detach()[::2].requires_grad_()
     want = cross_entropy.LinearCrossEntropy.apply(part, w, target[::2].contiguous(), 300)
     assert loss.item() == want.item() and not dx[1::2].any()
     for got, expected in zip((dx[::2], dw), torch.autograd.grad(want, (part, w)), strict=True):
@@ -112,18 +112,6 @@ def test_a_target_that_takes_no_part():
     loss, scale = cross_entropy.cross_entropy_rows((x @ w.T).detach(), target, 300)
     assert not any(t[1::2].any() for t in (loss, scale, *twin))
     assert_near(loss, twin[0], 1e-2)
-
-
-@pytest.mark.parametrize("width", [384, 768, 2052])
-def test_scale_rows(width):
-    """In place and into another tensor. On a GPU not a bit differs; Triton's interpreter cuts bits off."""
-    tolerance = 0 if DEVICE == "cuda" else 2**-7
-    x, scale = randn(5, width), torch.rand(5, device=DEVICE)
-    want = torch.mul(x, scale.unsqueeze(1), out=torch.empty_like(x))
-    out = cross_entropy.scale_rows(x, scale, torch.empty_like(x))
-    assert cross_entropy.scale_rows(x, scale, x) is x
-    for got in (out, x):
-        torch.testing.assert_close(got, want, rtol=tolerance, atol=0)
 
 
 def test_cross_entropy_of_certain_predictions():
