@@ -315,8 +315,7 @@ def import_adapter(flags):
             vocabulary.save(half / "tokenizer.json")
         write_json(half / "config.json", {**dataclasses.asdict(cfg), "vocab_size_used": vocab_size})
     return (f"{saved}: adapters of rank {rank}, alpha {alpha:g}, on top of {step}\n"
-            f"write text:   python sample.py {out} --prompt ...\n"
-            f"train on:     python train.py --data data/NAME --init-from {saved}")
+            f"{paths.after_import(out, saved)}")
 
 
 # What an import writes. If it is stopped, the next one replaces these files.
@@ -341,15 +340,15 @@ def import_model(flags):
             vocabulary.save(half / "tokenizer.json")
         write_json(half / "config.json", {**saved, "vocab_size_used": weights.vocab_size})
     if vocabulary:
-        data = f"python prepare.py FILE... --name NAME --tokenizer {out}"
+        prepare = shlex.quote(paths.program("prepare.py"))
+        data = f"python {prepare} FILE... --name NAME --tokenizer {shlex.quote(str(out))}"
     else:
         data = f"{flags.model} holds no tokenizer.json; make it with the tokenizer of the model's training"
     left_out = ""
     if weights.left_out:
         left_out = (f"left out, as the logits do not depend on them: {len(weights.left_out)} tensors, "
                     f"{printable(weights.left_out[0])} first\n")
-    return (f"{left_out}{step}\nwrite text:   python sample.py {out} --prompt ...\n"
-            f"train on:     python train.py --data data/NAME --init-from {step}\ndata/NAME:    {data}")
+    return f"{left_out}{step}\n{paths.after_import(out, step)}\ndata/NAME:    {data}"
 
 
 def lazy_pieces(weights):

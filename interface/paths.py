@@ -5,9 +5,11 @@
     meant_file     a file
     download       a model of the Hugging Face hub
     elsewhere      a path that is in the programs' folder
+    program        how a program is typed from here
+    after_import   what can be typed with an imported model
 
-Each returns the end of an error message, beginning with what to type. Names of other folders are printed:
-the caller escapes them (command_line.one_line does).
+The last two return what is typed, and the others the end of an error message, beginning with what to type.
+Names of other folders are printed: the caller escapes them (command_line.one_line does).
 """
 import difflib
 import itertools
@@ -82,6 +84,24 @@ def elsewhere(path, test):
         return ""
     up = os.path.relpath(PROGRAMS) if Path.cwd().is_relative_to(PROGRAMS) else str(PROGRAMS)
     return f"it is in the programs' folder: cd {shlex.quote(up)}"
+
+
+def program(name):
+    """Return the path by which a program can be started from here: in the programs' folder its name."""
+    try:
+        here = Path.cwd()
+    except OSError:  # Somebody has deleted this folder.
+        return str(PROGRAMS / name)
+    if here == PROGRAMS or not (PROGRAMS / name).is_file():
+        return name
+    return os.path.relpath(PROGRAMS / name) if here.is_relative_to(PROGRAMS) else str(PROGRAMS / name)
+
+
+def after_import(out, step):
+    """Return lines with what can be typed with an imported model: its folder, and its step in there."""
+    sample = shlex.join(["python", program("sample.py"), str(out)])
+    train = shlex.join(["python", program("train.py"), "--data", "data/NAME", "--init-from", str(step)])
+    return f"write text:   {sample} --prompt ...\ntrain on:     {train}"
 
 
 def programs_first():

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from config import Config
+from interface import paths
 from interface.command_line import OF_THE_RUN
 from interface.files import sound_rows, spaced_rows, write_whole
 from interface.nearest import change_words, command
@@ -228,22 +229,30 @@ def command_of(config, changes=None):
     if "resume" in changes:
         changes["dump_grads"] = None  # the first step is behind a run that goes on
     argv = change_words(argv, changes)
+    program = paths.program(Path(program).name)
     world = config.get("world")
     if not isinstance(world, int) or world == 1:
-        return shlex.join(["python", Path(program).name, *argv])
-    return command(world, argv, config.get("launcher"), Path(program).name)
+        return shlex.join(["python", program, *argv])
+    return command(world, argv, config.get("launcher"), program)
 
 
 def sample_command(out, config):
     """Return the command that lets the model of a run write text, or talk; "" if its data is no text."""
     if config.get("data") == "synthetic":
         return ""
+    words = ["python", paths.program("sample.py"), str(out)]
     if config.get("objective") == "mlm":
-        return f"python sample.py {shlex.quote(str(out))} --fill 'a [MASK] in a text'"
-    if is_of_conversations(out):
-        return f"python sample.py {shlex.quote(str(out))} --chat"
-    prompt = f" --prompt {shlex.quote(str(config['prompt']))}" if config.get("prompt") else ""
-    return f"python sample.py {shlex.quote(str(out))}{prompt}"
+        words += ["--fill", "a [MASK] in a text"]
+    elif is_of_conversations(out):
+        words += ["--chat"]
+    elif config.get("prompt"):
+        words += ["--prompt", str(config["prompt"])]
+    return shlex.join(words)
+
+
+def curves_command(out):
+    """Return the command that draws the curves of a run in the terminal."""
+    return shlex.join(["python", paths.program("plot.py"), str(out)])
 
 
 def is_of_conversations(out):
@@ -271,7 +280,7 @@ def commands(run):
     if any(Path(run.path).glob("step_*")):
         does = "talk" if is_of_conversations(run.path) else "write text"
         said[f"To {does} with it:"] = sample_command(run.path, run.config)
-    said["To draw its curves in the terminal:"] = f"python plot.py {shlex.quote(run.path)}"
+    said["To draw its curves in the terminal:"] = curves_command(run.path)
     found = [f'<p class="soft">{name}</p><pre>{escape(text)}</pre>' for name, text in said.items() if text]
     machine = run.config.get("machine")
     if isinstance(machine, dict):

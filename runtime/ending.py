@@ -6,7 +6,6 @@
       farewell           how it ended, and what its directory holds
       next_commands      what can be typed after a run that is done
 """
-import shlex
 
 import checkpoint
 from config import Outcome
@@ -91,7 +90,6 @@ def next_commands(out, config, saved):
 
     config: that of config.json. saved: step of the last checkpoint, or 0.
     """
-    name = shlex.quote(str(out))
     lines = []
     text = report.sample_command(out, config)
     if saved and text:
@@ -99,7 +97,7 @@ def next_commands(out, config, saved):
         if report.is_of_conversations(out):
             what = "talk to it:"
         lines.append(f"{what}   {text}")
-    lines.append(f"draw curves:  python plot.py {name}")
+    lines.append(f"draw curves:  {report.curves_command(out)}")
     if (out / "report.html").exists():
         lines.append(f"see it all:   {out}/report.html, in a browser")
     if saved:

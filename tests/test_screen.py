@@ -368,6 +368,13 @@ def test_a_run_that_is_done_says_what_can_be_typed_next(tmp_path, monkeypatch, c
     assert talk == f"talk to it:   python sample.py {tmp_path} --chat"
     (tmp_path / "meta.json").write_text("[]")
     assert ending.next_commands(tmp_path, config, 400)[0] == text
+    # From another folder, the programs are named by their paths.
+    for folder, path in ((tmp_path, f"{ROOT}/"), (ROOT / "docs", "../")):
+        monkeypatch.chdir(folder)
+        elsewhere = "\n".join(ending.next_commands(tmp_path, config, 400))
+        for program in ("sample.py", "plot.py", "train.py"):
+            assert f"python {path}{program} " in elsewhere
+    monkeypatch.chdir(ROOT)
     monkeypatch.setattr(sys, "argv", ["train.py", *TINY])
     flags = [*TINY, "--steps=1", "--eval-every=0", f"--out={tmp_path / 'run'}"]
     got = session(World(), flags)
