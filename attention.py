@@ -62,7 +62,7 @@ def norm_of_all_heads(q, k, q_gain, k_gain, eps, axis):
     """Return RMSNorm of q over all heads of a token together, and of k: (B, t, heads, D) -> same.
 
     q_gain (h, D), k_gain (g, D). A rank has some of the heads. Where several ranks have a copy of
-    the same key head, all key heads have equally many copies, so the mean does not change.
+    the same key head, all key heads have the same number of copies, so the mean does not change.
     """
     wide = torch.promote_types(q.dtype, torch.float32)
     wide_q = q.to(wide)

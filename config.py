@@ -80,7 +80,7 @@ class Config:
     seq_len: int = flag(128, "shape or meaning", (1, 2**24), common=True)  # tokens in a sequence
     # probability, in attention, residual branches and embedding; 0 is off
     dropout: float = flag(0.0, "free", SHARE)
-    # RMSNorm or LayerNorm; rms1p is RMSNorm with the factor 1 + weight, also of queries and keys (Gemma 3)
+    # RMSNorm or LayerNorm; rms1p is RMSNorm with the factor 1 + offset, also of queries and keys (Gemma 3)
     norm: Literal["rms", "layer", "rms1p"] = flag("rms", "shape or meaning")
     # where a block's norms are: before attention and MLP, or after them, on their outputs (OLMo 2), or both,
     # four norms (Gemma 3)
@@ -172,7 +172,7 @@ class Config:
 
     # batch
 
-    # sequences per data-parallel replica and micro-step
+    # sequences per data-parallel replica and forward
     micro_batch: int = flag(8, "free", SIZE, common=True)
     # sequences per optimizer step; 0 is micro-batch * dp
     global_batch: int = flag(0, "free", (0, 2**20), common=True)
@@ -446,7 +446,7 @@ def check_masked_model(cfg):
         raise ValueError("--doc-mask on hides what is before a document, --objective mlm looks both ways and "
                          "takes a window as one; leave out --doc-mask")
     if cfg.vocab_size == 1:
-        raise ValueError("--vocab-size 1 is [MASK] alone with --objective mlm; try --vocab-size 65")
+        raise ValueError("--vocab-size 1 is [MASK] alone with --objective mlm; leave out --vocab-size")
     if cfg.prompt:
         raise ValueError("--prompt continues a text, --objective mlm predicts masked tokens from both sides; "
                          "try sample.py RUN --fill 'a [MASK] text'")

@@ -227,7 +227,7 @@ class FlatBuffers:
         self.comm = comm
         self.shard, self.replicas = axis.sharing(zero)
         self.n_slices = self.shard.size
-        n = padded_elements(self.used, self.n_slices)
+        n = padded_elements(self.filled, self.n_slices)
         self.own_slice = self.slice_of_rank(self.shard.rank, n)
         first = self.params[0]
         wide = torch.promote_types(first.dtype, torch.float32)
@@ -258,8 +258,8 @@ class FlatBuffers:
         return self.contents.decayed
 
     @property
-    def used(self):
-        """The number of elements that are not padding."""
+    def filled(self):
+        """The number of elements that parameters fill. The rest of the buffer is padding."""
         return sum(p.numel() for p in self.params)
 
     @property

@@ -368,7 +368,7 @@ class Capacity(Dispatcher):
     """Each expert takes at most `capacity` copies from this rank. Shapes are static, and messages
     are even.
 
-    Each rank chooses among its own rows. So which rows are dropped depends on tp and the
+    Each rank chooses among its own rows. So which rows are dropped depends on tp, cp and the
     micro-batch, as in Megatron-LM.
     """
     padded = True  # what Permute and Unpermute are told: slots can be empty, and copies dropped

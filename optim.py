@@ -53,11 +53,14 @@ def stable_until(cfg):
 # The update
 
 class StepStats(NamedTuple):
-    """The numbers of the whole model that judge a step: () fp64 each, on the device."""
+    """The numbers of the whole model that judge a step: () fp64 each, on the device.
+
+    The last two are 0 unless full statistics are asked for.
+    """
     loss: torch.Tensor        # mean cross-entropy, in nats per trained token of the global batch
     grad_norm: torch.Tensor   # of the whole model's gradient, before clipping
-    num_zeros: torch.Tensor   # gradients that are zero; 0 unless full statistics are asked for
-    param_norm: torch.Tensor  # norm of the weights; 0 unless full statistics are asked for
+    num_zeros: torch.Tensor   # gradients that are zero, those of the vocabulary's padding too
+    param_norm: torch.Tensor  # norm of the weights
 
 
 class AdamW:
@@ -317,8 +320,8 @@ class Optimizer:
         """Return this rank's part of the number of gradients that are zero, () fp64."""
         total = torch.zeros((), dtype=torch.float64, device=self.count_factors.device)
         for grad, bucket in zip(self.grads, self.data_parallel.buckets, strict=True):
-            end_of_used = max(bucket.used, bucket.own_slice.start)
-            padding = max(0, bucket.own_slice.stop - end_of_used)
+            end_of_filled = max(bucket.filled, bucket.own_slice.start)
+            padding = max(0, bucket.own_slice.stop - end_of_filled)
             zeros = grad.numel() - padding - grad.count_nonzero()
             total += zeros * bucket.count_factor
         return total

@@ -423,7 +423,7 @@ class _SumOverRanks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        # Each rank uses the sum for its own heads, so its gradient is a part: SUM of as many.
+        # Each rank uses the sum for its own heads, so its gradient is a part: SUM of the parts.
         return ctx.axis.all_reduce(grad.clone()), None
 
 

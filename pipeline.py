@@ -16,10 +16,11 @@ Stage 0 warms up with three forwards, F0 to F2. Then, in the steady phase, forwa
 turns: F3 B0, F4 B1, F5 B2. B3 to B5 are its cool-down. F and B are drawn equally wide, though B
 takes about twice as long.
 
-Stage s of p keeps the activations of at most p - s micro-batches, however many there are. In
-the interleaved schedule (section 2.2 of that paper, --pp-chunks v), each of p ranks holds v smaller
-stages, its chunks: chunk c of rank r is stage c * p + r. Then a rank idles for (p - 1) / (v m) of
-the time that m micro-batches take to compute, and it sends about v times as many messages.
+Stage s of pp keeps the activations of at most pp - s micro-batches, however many there are. In
+the interleaved schedule (section 2.2 of that paper, --pp-chunks v), each of the pp ranks holds v
+smaller stages, its chunks: chunk c of rank r is stage c * pp + r. Then a rank idles for
+(pp - 1) / (v n) of the time that n micro-batches take to compute, if pp divides n, and for a little
+more if it does not. It sends about v times as many messages.
 
     forward_backward  all micro-batches of a step: one_stage, or several_stages with a Ring
     schedule          the order in which one rank does its forwards and backwards
@@ -188,12 +189,12 @@ def dropout_seeder(cfg, mesh, step, n_micro_batches, set_seed):
 # -----------------------------------------------------------------------------
 # Stages
 
-def rank_layers(cfg, pp):
-    """Return the blocks of this rank's stages, [(first, last + 1)].
+def rank_layers(cfg, axis):
+    """Return the blocks of this rank's stages, [(first, last + 1)]. axis: that of the pipeline, pp.
 
-    A rank holds the stages rank, rank + pp, rank + 2 pp, ...
+    Where pp has p ranks, a rank holds the stages rank, rank + p, rank + 2 p, ...
     """
-    return stage_layers(cfg, pp.size * cfg.pp_chunks)[pp.rank::pp.size]
+    return stage_layers(cfg, axis.size * cfg.pp_chunks)[axis.rank::axis.size]
 
 
 # -----------------------------------------------------------------------------

@@ -55,6 +55,7 @@ from corpus.folder import KeptWork, install, locked, owned_files
 from corpus.shards import SPLITS
 from interface.command_line import as_program, command_line, wrong_input
 from interface.files import must_write
+from interface.nearest import change_words
 from interface.terminal import say
 
 UNIT_BYTES = 16 << 20  # of text per unit of work; the number of workers does not change it
@@ -140,8 +141,8 @@ def what_is_wrong(flags, argv):
         return "no SOURCE is given: stdlib, files, or names on the hub"
     if "stdlib" in flags.sources and not flags.stdlib:
         return "stdlib and other sources do not mix"
-    if flags.chat and missing_for_chat(flags):
-        return missing_for_chat(flags)
+    if flags.chat and missing_for_chat(flags, argv):
+        return missing_for_chat(flags, argv)
     if flags.chat and (flags.shuffle or flags.no_shuffle or flags.text_key != Flags.text_key):
         return ("--shuffle, --no-shuffle and --text-key are for text; conversations always come in an order "
                 "of --seed, and their key is messages")
@@ -164,31 +165,32 @@ def what_is_wrong(flags, argv):
     return None
 
 
-def missing_for_chat(flags):
+def missing_for_chat(flags, argv):
     """Return all that `chat` lacks, with the whole command, or ""."""
-    files = flags.sources[1:] or ("FILE.jsonl",)
-    name = flags.name or "NAME"
-    tokenizer = flags.tokenizer
     missing = []
+    changes = {}
+    words = list(argv)
     if len(flags.sources) < 2:
         missing.append("FILE.jsonl, with a conversation on each line")
+        words.insert(words.index("chat") + 1, "FILE.jsonl")
     if not flags.name:
-        missing.append("--name NAME, the folder under data/")
+        missing.append(f"--name NAME, the folder under {flags.out}/")
+        changes["name"] = "NAME"
     if flags.tokenizer in ("char", "bpe"):
         missing.append("--tokenizer, that of the model (data/stdlib, or a published one)")
-        tokenizer = "data/stdlib"
+        changes["tokenizer"] = "data/stdlib"
     if not missing:
         return ""
     for source in flags.sources[1:]:  # a misspelt file is told first
         text.check_source(source)
-    typed = ["python", "prepare.py", "chat", *files, "--name", name, "--tokenizer", tokenizer]
+    typed = ["python", "prepare.py", *change_words(words, changes)]
     return f"chat needs {'; '.join(missing)}: {shlex.join(typed)}"
 
 
 def command_with_name(flags, argv):
     """Return the command line argv with a --name that the sources propose."""
     stem = Path(flags.sources[0]).name.split(".")[0].split("::")[0]
-    name = stem if stem and is_plain(stem) else "my-text"
+    name = stem if stem and is_plain(stem) and not set(stem) & set("*?[]") else "my-text"
     return shlex.join(["python", "prepare.py", *argv, "--name", name])
 
 

@@ -362,7 +362,7 @@ class Run:
         oversight.clock.count(count)
         if number == self.first_step:
             axes = parts.mesh.axes()
-            self.sent = {name: sum(axis.sent.values()) for name, axis in axes.items()}
+            oversight.sent = {name: sum(axis.sent.values()) for name, axis in axes.items()}
         return stats
 
     def dump_grads(self):
@@ -406,7 +406,7 @@ class Run:
         if self.is_main and number == self.first_step and stats is not None:
             parts = self.parts
             predicted = traffic(cfg, parts.mesh, self.data.vocab_size, batch, parts.choice)
-            sent = log.report_traffic(predicted, self.sent, parts.mesh, self.world.nodes)
+            sent = log.report_traffic(predicted, self.oversight.sent, parts.mesh, self.world.nodes)
             if sent:
                 self.log_file.note(number, traffic=sent)
             if cfg.compile:
@@ -529,8 +529,8 @@ def main(argv=None, parsed=None):
         with watch.Watch(session.signals.rank, timeout) as watchdog:
             # Only the watchdog ends a run that hangs. A timeout of gloo or NCCL would keep counting
             # while the run is suspended.
-            world = launch.launch(launch.NO_TIMEOUT, wrong is not None, watchdog.joining,
-                                  True)
+            world = launch.launch(launch.NO_TIMEOUT, quiet=wrong is not None,
+                                  joining=watchdog.joining, waits=True)
             early.wake(cfg, world.device)
             watchdog.world = world
             try:

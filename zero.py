@@ -118,7 +118,7 @@ class SlotBucket(FlatBuffers):
         """Copy this micro-batch's gradients into the slot, and start to sum them over the ranks."""
         self.comm.slot.give_to(self)
         self.copy_all_gradients()
-        self.grad[self.used:].zero_()  # The padding may hold gradients of another bucket.
+        self.grad[self.filled:].zero_()  # The padding may hold gradients of another bucket.
         self.missing = set(range(len(self.params)))
         self.reduces_last = self.pending_params == 0
         self.reduce_handle = self.comm.start_reduce(self)
@@ -260,7 +260,7 @@ class FrozenBucket(ShardedBucket):
         self.shard, self.replicas = axis.sharing()
         self.n_slices = self.shard.size
         first = self.params[0]
-        n = padded_elements(self.used, self.n_slices)
+        n = padded_elements(self.filled, self.n_slices)
         self.flat = torch.zeros(n, dtype=dtype or first.dtype, device=first.device)
         self.own_slice = self.slice_of_rank(self.shard.rank, n)
         self.own = self.flat[self.own_slice]

@@ -57,7 +57,7 @@ class MuonMarks:
         expected = []
         begin = 0
         for bucket, size in zip(group.buckets, group.sizes, strict=True):
-            used = min(size, max(0, bucket.used - bucket.own_slice.start))  # The rest is padding.
+            used = min(size, max(0, bucket.filled - bucket.own_slice.start))  # The rest is padding.
             expected.append((begin, begin + used))
             begin += size
         first = group.buckets[0].names[0]

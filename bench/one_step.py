@@ -33,7 +33,7 @@ SMALL = 3  # lines: a function without calls that is not longer is not shown
 # Shown only if they call something: without that, they have nothing to do.
 IDLE = {"GPT.provide_weights", "DataParallel.provide_weights", "gather_rows", "scatter_rows", "select_rows",
         "reset_stats", "update_router_bias", "FlatBuffers.after_update", "DataParallel.on_updated",
-        "FlatBuffers.used", "FlatBuffers.count_factor", "Block.norm_after", "dropout_seeder",
+        "FlatBuffers.filled", "FlatBuffers.count_factor", "Block.norm_after", "dropout_seeder",
         "Bucket.complete_grad", "Optimizer.of_adam", "Optimizer.prepare_update",
         "Optimizer.update_loss_scale", "Optimizer.count_votes", "Op.direction", "AdamW.widened",
         "AdamW.keep_rounded"}

@@ -165,6 +165,9 @@ def pack(conversations, template, seq_len, val_fraction, seed):
         pairs[split_of(conversations[i], val_fraction)].append((ids[:width], trained[:width]))
 
     count = {split: len(pairs[split]) for split in SPLITS}
+    if dropped == len(conversations) > 0:
+        raise ValueError(f"none of {dropped} conversations has an answer within --seq-len {seq_len}; "
+                         "give a larger --seq-len")
     if not all(count.values()):
         raise ValueError(f"of {len(conversations)} conversations train would have {count['train']} and val "
                          f"{count['val']} ({dropped} have no answer within --seq-len {seq_len}), none may be "

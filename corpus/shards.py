@@ -437,8 +437,12 @@ def check_same_tokenizer(first, first_meta, folder, meta):
 
     def name(meta):
         return f"{meta['tokenizer']} {meta['tokenizer_sha256'][:9]} of {meta['vocab_size']} symbols"
+
+    # A vocabulary of characters spells only the text that it was made of.
+    base, other = (folder, first) if first_meta["tokenizer"] == "char" else (first, folder)
     raise ValueError(f"{first} and {folder} have different tokenizers ({name(first_meta)},"
-                     f" {name(meta)}); prepare {folder} with --tokenizer {first}")
+                     f" {name(meta)}); prepare the text of {other} again, with --tokenizer {base} and "
+                     "another --name")
 
 
 def settled_doc_mask(spec, doc_mask):

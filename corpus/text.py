@@ -37,6 +37,7 @@ KINDS = {
     ".jsonl.zst": "packed",
     ".parquet": "parquet",
 }
+PACKED = {b"\x1f\x8b": "gunzip -k", b"\x28\xb5": "unzstd"}  # first bytes -> the program that unpacks
 HUB = {  # name -> repository, files in it
     "fineweb_edu": ("HuggingFaceFW/fineweb-edu", "data/*/*.parquet"),
     "fineweb_edu_10bt": ("HuggingFaceFW/fineweb-edu", "sample/10BT/*.parquet"),
@@ -224,13 +225,15 @@ def read_text(span, key, report):
 
 def converted(path, begin):
     """Return the command that converts a file to utf-8. begin: its first two bytes, if they were read."""
+    source = shlex.quote(path)
+    if begin in PACKED:
+        return f"{PACKED[begin]} {source}, and give what that writes"
     if begin in (b"\xff\xfe", b"\xfe\xff"):
         kind = "UTF-16"
         note = ""
     else:  # each text is one in Latin-1, so nothing tells it from its relatives
         kind = "LATIN1"
         note = " (if its encoding is another one, give that for LATIN1: file -i names it)"
-    source = shlex.quote(path)
     return f"iconv -f {kind} -t UTF-8 {source} > {shlex.quote(path + '.utf8')}{note}"
 
 

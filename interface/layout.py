@@ -179,9 +179,11 @@ def stage_layers(cfg, stages):
         for text in cfg.pp_layers.split(","):
             counts.append(int(text) if text.strip().isdecimal() else -1)
         if len(counts) != stages or sum(counts) != cfg.n_layer or min(counts) < 1:
-            wanted = "1 count" if stages == 1 else f"{stages} counts of at least 1 that sum"
-            raise ValueError(f"--pp-layers {cfg.pp_layers} is not {wanted} to n-layer {cfg.n_layer}; "
-                             f"try --pp-layers {proposal}")
+            if stages == 1:
+                raise ValueError(f"--pp-layers {cfg.pp_layers} is for several stages, and one stage has all "
+                                 "blocks; leave out --pp-layers")
+            raise ValueError(f"--pp-layers {cfg.pp_layers} is not {stages} counts of at least 1 that sum to "
+                             f"n-layer {cfg.n_layer}; try --pp-layers {proposal}")
     ends = list(itertools.accumulate(counts))
     return [(end - count, end) for end, count in zip(ends, counts, strict=True)]
 

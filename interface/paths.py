@@ -198,9 +198,18 @@ def meant_run(run):
     if asked:
         return asked
     runs = [entry for entry in entries("out") if safe(is_run, entry)]
-    if runs:
+    runs.sort(key=lambda entry: (bool(steps_of(entry)), when_changed(entry)))
+    if runs:  # those with checkpoints, and of these the newest, are named last
         return f"give the --out directory of a run of train.py: {listed(runs[-MOST_NAMES:])}"
     return "give the --out directory of a run of train.py"
+
+
+def when_changed(folder):
+    """Return when something was last made or removed in a folder, in seconds; 0 if it cannot be read."""
+    try:
+        return folder.stat().st_mtime
+    except OSError:
+        return 0.0
 
 
 def meant_checkpoint(path):

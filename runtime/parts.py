@@ -37,6 +37,7 @@ class Oversight:
     guard: Any = None       # skips spikes and steps that are not finite
     stragglers: Any = None  # slow ranks
     layer_norms: Any = None  # --log-layers
+    sent: Any = None        # the bytes that this rank sent in the first step, by axis
 
 
 @dataclass

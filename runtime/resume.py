@@ -289,8 +289,9 @@ def set_aside(cfg, out, state, found):
         if cfg.init_from and Path(cfg.init_from).resolve().is_relative_to(out.resolve()):
             raise ValueError(f"--init-from {cfg.init_from} is in --out {out}, which this run would rename; "
                              f"give another --out, such as --out {out}-tuned")
+        could_go_on = cfg.resume == "none" and checkpoint.steps(out)
         say(f"{out} held another run: it is now {files.move_aside(out)}")
-        if cfg.resume == "none":
+        if could_go_on:
             say("(train.py --list shows all runs; --resume auto would have gone on with it)")
     elif found is not None:
         moved = checkpoint.archive_later(out, state.step)

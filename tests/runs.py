@@ -62,7 +62,7 @@ def session(world, argv, plan=None):
     steps = []
     out, err = text_file(), text_file()
     started_by = ("single" if world.size == 1 else "torchrun"), world.size
-    with mock.patch.multiple(launch, launch=lambda *args: world, shutdown=lambda world: None), \
+    with mock.patch.multiple(launch, launch=lambda *_, **__: world, shutdown=lambda world: None), \
             mock.patch.object(launcher, "started_by", lambda: started_by), \
             mock.patch.multiple(train, Run=record_steps(steps, plan), Step=plant_nan(plan)), \
             contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):

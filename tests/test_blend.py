@@ -1,5 +1,6 @@
 """Blends: shares, order, errors, and a run on a blend that is stopped and resumed."""
 
+import itertools
 import json
 import shutil
 from collections import Counter
@@ -95,6 +96,14 @@ def test_every_data_set_of_a_blend_is_verified_and_has_the_same_vocabulary(folde
     meta = json.loads((tmp_path / "b/meta.json").read_text())
     (tmp_path / "b/meta.json").write_text(json.dumps({**meta, "vocab_size": meta["vocab_size"] + 1}))
     refused(ValueError, lambda: batches.open_data(cfg, 1), "different tokenizers")
+
+
+def test_the_vocabulary_of_characters_is_given_up_for_the_other():
+    """It spells only the text that it was made of."""
+    metas = [{"tokenizer": kind, "tokenizer_sha256": kind * 9, "vocab_size": 9} for kind in ("char", "bpe")]
+    for (first, meta), (folder, other) in itertools.permutations(zip("ab", metas, strict=True)):
+        with pytest.raises(ValueError, match="the text of a again, with --tokenizer b"):
+            shards.check_same_tokenizer(first, meta, folder, other)
 
 
 @pytest.mark.parametrize("spec, say", [

@@ -185,7 +185,8 @@ def test_a_line_that_is_no_conversation_is_named(line, words, data):
     (["chat"], "chat needs FILE.jsonl"),
     (["chat", "{}/conversations.jsonl"], "--tokenizer data/stdlib"),
     (["chat", "{}/text.txt", "--tokenizer", "{}/base"], "is not .jsonl"),
-    (["chat", "{}/conversations.jsonl", "--tokenizer", "{}/base", "--seq-len", "3"], "150 have no")])
+    (["chat", "{}/conversations.jsonl", "--tokenizer", "{}/base", "--seq-len", "3"],
+     "none of 150 conversations")])
 def test_wrong_input_of_prepare_chat(argv, words, data):
     code, _, err = run_prepare(*(a.format(data) for a in argv), "--name", "bad", "--out", data)
     assert code == 2 and err.count("\n") == 1 and words in err

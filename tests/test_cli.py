@@ -81,7 +81,7 @@ FLAGS = [  # wrong flags, and words that the line must contain: both numbers, an
     (["--cp=2", "--tp=2"], ["--tp 2 --cp 2 needs 4 ranks", "mpiexec -n 4 python train.py"]),
     (["--tp=3"], ["n-head 2 does not divide by tp 3", "mpiexec -n 2 python train.py", "--tp 2"]),
     (["--pp-chunks=2"], ["--pp-chunks 2", "--pp-chunks 1"]),
-    (["--pp-layers=1,1"], ["1,1", "is not 1 count to", "--pp-layers 2"]),
+    (["--pp-layers=1,1"], ["1,1", "one stage has all blocks", "--pp-layers 2"]),
     (["--train-range-to-skip", "3"], ["--train-range-to-skip", "1 numbers"]),
     (["--train-range-to-skip", "3", "5", "9"], ["--train-range-to-skip", "3 numbers"]),
     (["--train-range-to-skip", "5", "3"], ["5 3", "low to high", "try 3 5"]),

@@ -42,7 +42,7 @@ def layouts_of_test_layouts():
 
 def test_the_readme_counts_the_layouts():
     found = layouts_of_test_layouts()
-    assert f"of {sum(found)} layouts" in " ".join((ROOT / "README.md").read_text().split())
+    assert f"in {sum(found)} comparisons" in " ".join((ROOT / "README.md").read_text().split())
     row = "| {} dense, {} expert, {} BERT, {} masked layouts |".format(*found)
     assert row in BENCH, f"say: {row}"
 

@@ -531,8 +531,8 @@ def test_the_debugger_stops_before_the_first_step(rank, stops, monkeypatch):
 
 @pytest.mark.parametrize("wrong", [None, "--lr is wrong"])
 def test_ranks_with_wrong_flags_meet_the_others_to_say_so(wrong, monkeypatch):
-    def launched(timeout, has_wrong_flags, joining, waits):
-        raise KeyError(has_wrong_flags)
+    def launched(timeout, quiet, joining, waits):
+        raise KeyError(quiet)
 
     monkeypatch.setattr(train.session, "surround", contextlib.nullcontext)
     monkeypatch.setattr(train.session, "parse_flags", lambda parse, argv: (None, wrong, 5.0))

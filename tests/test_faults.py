@@ -442,7 +442,7 @@ FAULTS = {  # name: (model, (ranks, layout), a fault as arguments of planted[, m
     "a slot is given on before its sum was taken out": (
         MOE, ZERO2, "zero.Slot.give_to", given_at_once),
     "another bucket's gradients stay in the padding": (
-        MOE, ZERO2, "zero.SlotBucket.start_sum", "self.grad[self.used:].zero_()", "pass"),
+        MOE, ZERO2, "zero.SlotBucket.start_sum", "self.grad[self.filled:].zero_()", "pass"),
     "every rank keeps the first slice's sum": (
         LLAMA, ZERO2, "zero.SlotComm.add_to_total", sum_of_first_slice),
     # ZeRO-3

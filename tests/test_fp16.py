@@ -266,7 +266,7 @@ def test_norms_on_a_cpu_are_summed_in_fp64():
     _, data_parallel, opt = train.build(cfg, make_mesh(World()), cfg.vocab_size, torch.device("cpu"))
     for g, m in zip(opt.grads, opt.masters, strict=True):
         g.fill_(0.1), m.fill_(0.3)
-    n = sum(b.used for b in data_parallel.buckets)
+    n = sum(b.filled for b in data_parallel.buckets)
     assert max(g.numel() for g in opt.grads) > 2**20
     stats = opt.stats(torch.tensor(1.5))
     for norm, value in ((stats.grad_norm, np.float32(0.1)), (stats.param_norm, np.float32(0.3))):

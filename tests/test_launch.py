@@ -457,7 +457,7 @@ def test_an_exception_on_one_rank_ends_all_ranks(crashed):
 def set_before_launch(flags, result):
     """In a new process: write to the file `result` what train.py has set just before it uses the device."""
     os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
-    train.launch.launch = lambda *_: sys.exit(9)
+    train.launch.launch = lambda *_, **__: sys.exit(9)
     try:
         train.main(["tiny", *flags])
     except SystemExit as e:

@@ -278,7 +278,8 @@ def train_main(world, argv):
     """train.main() on the pool's ranks -> its standard output."""
     handlers = {s: signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
     with contextlib.redirect_stdout(io.TextIOWrapper(io.BytesIO(), "utf-8")) as stdout, \
-            mock.patch.object(launch, "launch", lambda *args: world), mock.patch.object(launch, "shutdown"), \
+            mock.patch.object(launch, "launch", lambda *_, **__: world), \
+            mock.patch.object(launch, "shutdown"), \
             mock.patch.object(launcher, "started_by", lambda: ("torchrun", world.size)):
         train.main(argv.split())
         stdout.seek(0)

@@ -451,7 +451,7 @@ def test_buckets_are_those_of_data_parallel():
         real = DataParallel(model, mesh)
         seen = {}
         for bucket in real.buckets:
-            seen.setdefault(bucket.axis.name, []).append(bucket.used)
+            seen.setdefault(bucket.axis.name, []).append(bucket.filled)
         predicted = local_buckets(cfg, mesh, 500)
         assert {k: sorted(v) for k, v in seen.items()} == {k: sorted(v) for k, v in predicted.items()}
 

@@ -51,7 +51,7 @@ def run_rank(rank, folder, fault, argv):
     tree = Tree(rank, 2, calls)
     grow(store, tree, 2, "127.0.0.1")
     launcher.env_rank = lambda: rank
-    train.launch.launch = lambda *args: World(rank=rank, size=2, calls=calls, tree=tree)
+    train.launch.launch = lambda *_, **__: World(rank=rank, size=2, calls=calls, tree=tree)
     misbehave.main(fault, 5, argv, TIMEOUT)
 
 

@@ -238,6 +238,10 @@ WRONG = [
     ("prepare.py chat", "chat needs FILE.jsonl, with a conversation on each line; --name NAME, the folder "
      "under data/; --tokenizer, that of the model (data/stdlib, or a published one): python prepare.py chat "
      "FILE.jsonl --name NAME --tokenizer data/stdlib", ""),
+    ("prepare.py chat --seq-len 64 --out other", "the folder under other/; --tokenizer, that of the model "
+     "(data/stdlib, or a published one): python prepare.py chat FILE.jsonl --seq-len 64 --out other --name "
+     "NAME --tokenizer data/stdlib", ""),
+    ("sample.py out/run --chat --n 3", "leave out --n", ""),
     ("sample.py", "no RUN is given: the --out directory of a run of train.py, for example python", ""),
     ("convert.py", "for example python convert.py export out/tiny --out hf/tiny", ""),
     ("train.py --steps 1e3", "it takes a whole number: --steps 1000", ""),
@@ -292,6 +296,9 @@ ALSO = {
     "prepare.py shakespeare": "prepare.py input.txt --name shakespeare",
     "prepare.py empty.jsonl --name x": "prepare.py input.txt --name x",
     "prepare.py chat": "prepare.py chat chat.jsonl --name talk --tokenizer data/chars --seq-len 64",
+    "prepare.py chat --seq-len 64 --out other":
+        "prepare.py chat chat.jsonl --seq-len 64 --out other --name talk --tokenizer data/chars",
+    "sample.py out/run --chat --n 3": "sample.py out/run",
     "train.py config/train_shakespeare_char.py":
         "prepare.py input.txt --name shakespeare --tokenizer char; train.py shakespeare-char --data "
         "data/shakespeare",
@@ -484,7 +491,7 @@ def test_each_row_has_a_fix_that_is_typed_or_says_why_not():
     rows = {wrong for wrong, _, _ in WRONG}
     assert set().union(*kinds.values()) == rows and len(rows) == len(WRONG)
     assert not kinds["not"] & (kinds["one process"] | kinds["launcher"])
-    assert (len(ONE_PROCESS), len(LAUNCHED) + len(MISFITS), len(NOT_TYPED)) == (146, 23, 11)
+    assert (len(ONE_PROCESS), len(LAUNCHED) + len(MISFITS), len(NOT_TYPED)) == (148, 23, 11)
 
 
 def test_a_fixed_command_trains_and_the_run_goes_on(folder, monkeypatch):
@@ -683,6 +690,32 @@ def test_the_printed_iconv_converts(folder, tmp_path, monkeypatch):
     assert typed("prepare.py latin1.txt.utf8 --name x --tokenizer char")["code"] == 0
     Path("bom.txt").write_bytes("caf\u00e9".encode("utf-16"))
     assert "iconv -f UTF-16 -t UTF-8 bom.txt > bom.txt.utf8" in typed("prepare.py bom.txt --name y")["err"]
+
+
+def test_a_proposed_name_needs_no_quotes_and_fill_takes_no_flags_of_a_draw(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    assert "--name my-text" in typed("prepare.py hf:a/b::data/*.parquet")["err"]
+    fill = typed("sample.py out/run --fill [MASK] --n 3 --temperature 1")
+    assert fill["code"] == 2 and "leave out --n, --temperature" in fill["err"]
+
+
+@pytest.mark.parametrize("begin, program", [(b"\x1f\x8b\x08", "gunzip -k"), (b"\x28\xb5\x2f\xfd", "unzstd")])
+def test_a_packed_text_is_to_be_unpacked_and_not_converted(begin, program, tmp_path, monkeypatch):
+    """As Latin-1 it would be text, too: of compressed bytes."""
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt.packed").write_bytes(begin + b"\xff" * 900)
+    assert f"{program} text.txt.packed, and give" in typed("prepare.py text.txt.packed --name x")["err"]
+
+
+def test_of_many_runs_those_with_checkpoints_are_proposed(tmp_path, monkeypatch):
+    """The newest last. A run without a checkpoint is proposed where there are not enough others."""
+    monkeypatch.chdir(tmp_path)
+    for age, name in enumerate(("first", "second", "third", "a", "fourth", "z")):
+        run = Path("out", name)
+        (run / "step_000002" if len(name) > 1 else run).mkdir(parents=True)
+        (run / "config.json").touch()
+        os.utime(run, (age + 1, age + 1))
+    assert paths.meant_run("nowhere").endswith("out/second, out/third or out/fourth")
 
 
 @pytest.mark.parametrize("word,hint", [
