@@ -369,15 +369,14 @@ def all_alone(world, found, repeat):
 # -----------------------------------------------------------------------------
 # The rest, by its bytes
 
-def passes(cfg, mesh, vocab):
+def passes(cfg, mesh, vocab, device):
     """Return {kind: elements that a step reads or writes}, each tensor once per kernel that it needs.
 
     Of a norm with the sum of the residual stream, forward reads two tensors and writes two, and backward
     reads three and writes one. Rotation reads and writes queries and keys, both ways. A gated activation of f
     columns reads 2f and writes f, and in backward reads 3f and writes 2f. GELU in a product writes its
-    argument, and in backward reads it. The cross-entropy reads and writes
-    the logits once. Experts' rows are gathered and added up, both ways. The embedding is read, and its
-    gradient written.
+    argument, and in backward reads it. The cross-entropy reads and writes the logits once. Experts' rows are
+    gathered and added up, both ways. The embedding is read, and its gradient written.
     """
     n = rank_tokens(cfg, mesh)
     C = cfg.n_embd
@@ -392,7 +391,7 @@ def passes(cfg, mesh, vocab):
     of_activation = 5
     if cfg.mlp in GATED:
         of_activation = 8
-    elif gelu_mlp.fits(cfg):
+    elif gelu_mlp.is_possible(cfg, device):
         of_activation = 2
     experts = (4 * n + 5 * routed) * C if routed else 0
     return {"elementwise": norms + cfg.n_layer * turned,
@@ -408,7 +407,7 @@ def floors(cfg, world, vocab, rows, copy_tb_s):
     for row in rows:
         kinds[row["kind"]] += row["count"] * (row["ms"] or 0)
     width = 2 if cfg.dtype in ("bf16", "fp16") else 4
-    for kind, elements in passes(cfg, mesh, vocab).items():
+    for kind, elements in passes(cfg, mesh, vocab, world.device).items():
         kinds[kind] += elements * width / copy_tb_s / 1e9
     updated = owned_parameters(cfg, mesh, local_parameters(cfg, mesh, vocab))
     kinds["optimizer"] += updated * ADAM / copy_tb_s / 1e9
@@ -515,13 +514,15 @@ def show(result, top):
         if line != "measured":
             bounds[NAMES[line]] = total
     print(f"under load the floor's work takes {result['under_load']:.2f} ms")
-    for row in result["alone"]:
-        if row["ms"] is None:
-            print(f"  {row['count']:4} x {row['what']}")
+    failed = [row for row in result["alone"] if row["ms"] is None]
+    for row in failed:
+        print(f"  {row['count']:4} x {row['what']}")
     for row in [row for row in result["alone"] if row["ms"]][:top]:
         rate = f", {row['tflops']:.0f} TFLOP/s" if "tflops" in row else ""
         print(f"  {row['count']:4} x {row['ms']:.4f} ms alone{rate}: {row['what']:.70}")
-    if result["goal"]:
+    if failed:
+        print("  the floors are too low: they lack what failed")
+    elif result["goal"]:
         print("  " + verdict(result["goal"], bounds))
     sys.stdout.flush()
 

@@ -32,7 +32,7 @@ from runtime.launch import World, launch, shutdown
 
 import torch
 from moe_layer import forward, moe_layer
-from training import Documents, Training
+from training import Documents, Training, portable
 from tyro.conf import Positional
 
 sys.path.insert(0, str(ROOT / "tests"))
@@ -45,7 +45,7 @@ from config import Config
 from fast import symm_mem
 from fast.choose import OURS, Choice, choose, has_cuda_api
 from interface.presets import PRESETS
-from ops import cublas_lt, grouped_mm, tiles
+from ops import cublas_lt, tiles
 from ops.checksum import checksum
 from parallel import make_mesh
 
@@ -474,7 +474,7 @@ def main(argv=None):
     flags = read_flags(Flags, argv, "gpu_matrix.py [PART...]", __doc__)
     world = launch(timeout=40)
     if flags.portable:
-        grouped_mm.use_torch = lambda x, w: False
+        portable()
     for part in PARTS:
         if part in flags.parts:
             line = check(part, world)

@@ -31,7 +31,7 @@ from speed import LLAMA_8B, join_value, measure
 from tyro.conf import Positional
 
 import plan
-from cost.gpus import GPUS
+from cost.gpus import GPUS, kind_of
 from cost.plan_flags import PlanFlags
 from interface.command_line import parse
 from ops.accelerator import device_name, total_memory
@@ -154,12 +154,11 @@ def kind_of_gpu():
     ValueError: the planner does not know them.
     """
     device = torch.accelerator.current_accelerator()
-    name, memory = device_name(device).lower(), total_memory(device)
-    known = [key for key in GPUS if key.partition("-")[0] in name]
-    if not known:
+    kind = kind_of(device_name(device), total_memory(device) / 2**30)
+    if not kind:
         raise ValueError(f"plan.py does not know {device_name(device)}; give the nearest of "
                          f"{', '.join(GPUS)} by --gpu")
-    return min(known, key=lambda key: abs(GPUS[key].memory - memory))
+    return kind
 
 
 def on_gpu(shape, gpu):

@@ -25,7 +25,7 @@ from runtime.launch import exit_together, launch, shutdown
 import torch
 import torch.distributed as dist
 from timing import gpu_milliseconds, synchronize
-from training import Training, gpu_memory
+from training import Training, gpu_memory, portable
 from tyro.conf import Positional
 
 from config import SHAPE, flags_of_kind
@@ -35,7 +35,6 @@ from cost.step_time import peak_flops
 from fast.choose import OURS
 from interface.command_line import parse
 from interface.terminal import say
-from ops import grouped_mm
 from ops.accelerator import device_name, total_memory
 from plan import estimate
 
@@ -274,7 +273,7 @@ def main(argv=None):
         if world.device.type == "cpu":
             raise ValueError("bench/speed.py needs a GPU")
         if flags.portable:
-            grouped_mm.use_torch = lambda x, w: False
+            portable()
         if flags.json and world.rank == 0:
             Path(flags.json).touch()  # a wrong path is reported now, not after the measurement
     machine = ceilings(world)

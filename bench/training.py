@@ -1,6 +1,8 @@
 """What the benchmarks time: train.py's own model, optimizer and step, without its log and checkpoints."""
 import time
 
+from runtime.launch import deterministic
+
 import torch
 
 import train
@@ -10,9 +12,16 @@ from fast.choose import choose
 from fast.graph import make_step
 from fast.symm_mem import bytes_allocated
 from interface.layout import check_layout
+from ops import grouped_mm
 from ops.accelerator import peak_memory
 from parallel import make_mesh
 from runtime.timing import Stopwatch
+
+
+def portable():
+    """Let our Triton kernels multiply the experts' rows, as on GPUs for which torch has no kernel."""
+    grouped_mm.use_torch = lambda x, w: False
+    Training.never = ("quack",)
 
 
 class Documents(Synthetic):
@@ -37,9 +46,11 @@ class Training:
     attention = None  # what attends without a mask, in words; another trainer does not say
     products = None  # what multiplies the experts' rows, likewise
     measured = False  # whether dense products take the algorithms that are fastest here
+    never = ()  # as `without`, of all models of this process: see portable()
 
     def __init__(self, cfg, world, without=()):
         self.cfg, self.world, self.number = cfg, world, 0  # number: steps taken
+        deterministic(cfg.deterministic)
         self.mesh = make_mesh(world, cfg.tp, cfg.pp, cfg.ep, n_experts=cfg.n_experts, cp=cfg.cp,
                               shard=cfg.shard)
         self.batch = cfg.global_batch or cfg.micro_batch * self.mesh.dp.size  # sequences per step
@@ -51,7 +62,9 @@ class Training:
     def build(self, without):
         cfg, mesh = self.cfg, self.mesh
         device = self.world.device
-        choice = choose(cfg, mesh, device)._replace(**dict.fromkeys(without, False))
+        choice = choose(cfg, mesh, device)._replace(**dict.fromkeys((*without, *self.never), False))
+        if not (choice.graph or choice.symm_mem) and mesh.ep.size > 1:
+            choice = choice._replace(quack=False)  # Rows come in messages of their exact size: see choose().
         self.model, self.data_parallel, self.opt = train.build(cfg, mesh, self.vocab, device, choice=choice)
         self.train_step = make_step(train.Step(cfg, self.model, self.data_parallel, self.opt), choice)
         self.graph = choice.graph

@@ -56,7 +56,13 @@ def gpu_for(cfg, gpu):
 def kind_of(name, gib):
     """Return a device's name in GPUS, or "" if it is none of them.
 
-    name: as its driver says it, "NVIDIA H200". gib: its memory.
+    name: as its driver says it, "NVIDIA H200". gib: its memory. H100 and H200 as PCIe and NVL cards, and a
+    part of a GPU (MIG), are slower.
     """
-    found = [kind for kind in GPUS if kind.split("-")[0] in name.lower()]
+    words = name.lower().replace("-", " ").split()
+    is_hopper = "h100" in words or "h200" in words
+    is_card = "pcie" in words or "nvl" in words
+    if "mig" in words or (is_hopper and is_card):
+        return ""
+    found = [kind for kind in GPUS if kind.split("-")[0] in words]
     return min(found, key=lambda kind: abs(GPUS[kind].memory / 2**30 - gib), default="")

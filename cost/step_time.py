@@ -14,7 +14,7 @@ import torch
 
 from config import pad_vocab
 from cost.bubble import bubble
-from cost.gpus import GPUS, NODE
+from cost.gpus import GPUS, NODE, kind_of
 from cost.parameters import (
     adapted_matrices,
     attended_length,
@@ -126,12 +126,8 @@ MOST_UNEVEN = 8  # ranks: the largest ep for which the loads were summed
 
 def peak_flops(device):
     """Return the dense bf16 peak of a torch.device in FLOP/s; None if GPUS does not know it."""
-    name = device_name(device).lower()
-    for key, gpu in GPUS.items():
-        model, _, _ = key.partition("-")
-        if model in name:
-            return gpu.peak
-    return None
+    kind = kind_of(device_name(device), 0)  # the peak does not depend on the memory
+    return GPUS[kind].peak if kind else None
 
 
 def expected_choice(cfg, mesh, node=NODE):

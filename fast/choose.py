@@ -193,7 +193,11 @@ def peer_access(mesh, axis, device):
             if world.rank == 0:
                 say(obstacle.format(f"{axis.name} {axis.size}"))
             return False
-    return not world.tree.any(not can_allocate(axis, device))  # one bool from each rank, over the world
+    # A bool from each rank, over the world, twice: a rank that has no memory to share must not let the others
+    # wait for it where they share theirs.
+    if world.tree.any(not can_allocate(device)):
+        return False
+    return not world.tree.any(not can_share(axis, device))
 
 
 def place_of(axis, device):
@@ -217,8 +221,19 @@ def obstacle_between(group):
     return None
 
 
-def can_allocate(axis, device):
-    """Whether symmetric memory can be allocated over the axis; True on a CPU."""
+def can_allocate(device):
+    """Whether this rank can allocate symmetric memory; True on a CPU."""
+    if device.index is None:
+        return True
+    try:
+        symm_mem.shareable(1, 128, torch.float32, device)
+    except RuntimeError:
+        return False
+    return True
+
+
+def can_share(axis, device):
+    """Whether the ranks of the axis reach each other's symmetric memory; True on a CPU."""
     if device.index is None:
         return True
     try:

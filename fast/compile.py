@@ -121,7 +121,8 @@ def prepare_compiler():
     from torch._inductor import async_compile
     if hasattr(async_compile, "maybe_warm_pool"):
         async_compile.maybe_warm_pool()
-    # An autograd.Function may keep what the cache does not see. Those inside our graphs keep tensors only.
+    # An autograd.Function may keep what the cache does not see. Those inside our graphs keep tensors, and
+    # constants that the traced graph has too.
     if hasattr(config, "autograd_cache_allow_custom_autograd_functions"):
         config.autograd_cache_allow_custom_autograd_functions = True
 

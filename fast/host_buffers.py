@@ -24,11 +24,11 @@ class HostBuffers:
 
     Where a stream copies, the memory is pinned.
     """
-    BLOCK = 1 << 30  # bytes; torch's pinned allocator rounds up to a power of two, so allocate powers of two
-    free_bytes = 0  # unused bytes at the end of the last block
+    BLOCK = 1 << 30  # bytes, at least; torch's pinned allocator rounds up to a power of two, and so does this
 
     def __init__(self):
         self.buffers = {}  # number of a piece: its host tensor
+        self.free = []  # the unused end of each block, (bytes,) uint8
         self.stream = None
 
     def copy(self, pieces):
@@ -74,10 +74,12 @@ class HostBuffers:
         """Return (n,) uint8 of host memory, aligned to 64 bytes. Pinned memory comes in blocks."""
         if self.stream is None:
             return torch.empty(n, dtype=torch.uint8)
-        if n > self.free_bytes:
-            self.block = torch.empty(max(n, self.BLOCK), dtype=torch.uint8, pin_memory=True)
-            self.free_bytes = self.block.numel()
-        start = self.block.numel() - self.free_bytes
         aligned = ceil_div(n, 64) * 64
-        self.free_bytes = max(0, self.free_bytes - aligned)
-        return self.block[start:start + n]
+        for i, free in enumerate(self.free):
+            if len(free) >= aligned:
+                self.free[i] = free[aligned:]
+                return free[:n]
+        size = max(1 << (aligned - 1).bit_length(), self.BLOCK)
+        block = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        self.free.append(block[aligned:])
+        return block[:n]

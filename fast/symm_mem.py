@@ -22,6 +22,12 @@ from moe import AllToAll, Capacity, expert_capacity
 from ops.permute import Unpermute, layout_from_counts, place_within_expert, slots_from_places, unpermute
 
 
+def shareable(rows, width, dtype, device):
+    """Return (rows, width) of memory that other ranks can be shown."""
+    import torch.distributed._symmetric_memory as symmetric
+    return symmetric.empty(rows, width, dtype=dtype, device=device)
+
+
 class SymmetricBuffer:
     """A buffer of this rank that all ranks of an axis address.
 
@@ -37,7 +43,7 @@ class SymmetricBuffer:
         self.axis = axis
         self.rows = rows
         try:
-            self.local = symmetric.empty(rows, width, dtype=dtype, device=device)
+            self.local = shareable(rows, width, dtype, device)
             self.handle = symmetric.rendezvous(self.local, axis.group)
         except RuntimeError as e:
             why = str(e).splitlines()[0]

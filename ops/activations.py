@@ -65,6 +65,7 @@ class _SwiGLU(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, pair):
+        pair = pair.contiguous()  # The kernel goes over rows.
         ctx.save_for_backward(pair)
         return silu_mul(pair)
 

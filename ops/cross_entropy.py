@@ -48,10 +48,9 @@ def cross_entropy_rows_torch(z, target, used):
     trained = target != IGNORE
     index = target.clamp(min=0).unsqueeze(1)  # (R, 1)
     logits = z[:, :used].to(torch.promote_types(z.dtype, torch.float32))
-    log_sum = logits.logsumexp(1)  # (R,)
-    loss = (log_sum - logits.gather(1, index).squeeze(1)).masked_fill(~trained, 0)
+    loss = F.cross_entropy(logits, target, ignore_index=IGNORE, reduction="none")
 
-    grad = (logits - log_sum.unsqueeze(1)).exp_()  # the softmax
+    grad = logits.softmax(1)
     grad.scatter_add_(1, index, -torch.ones_like(grad[:, :1]))
     z[:, :used] = grad.to(z.dtype)
     z[:, used:] = 0

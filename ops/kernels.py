@@ -48,7 +48,7 @@ def cross_entropy(z_ptr, target_ptr, loss_ptr, scale_ptr, used, width, ROWS: tl.
         total += tl.sum(e, axis=0)
         tl.store(z_ptr + at, e.to(z_ptr.dtype.element_ty), mask=at < width)
     whole = tl.sum(total)
-    tl.store(loss_ptr + row, tl.where(trained, top + tl.log(whole) - picked, 0.0))
+    tl.store(loss_ptr + row, tl.where(trained, top - picked + tl.log(whole), 0.0))
     tl.store(scale_ptr + row, tl.where(trained, 1 / whole, 0.0))
     # Another thread may have written the target's column.
     tl.debug_barrier()
@@ -108,13 +108,14 @@ def swiglu_backward(gate_ptr, up_ptr, grad_h_ptr, grad_gate_ptr, grad_up_ptr, va
 def normalized(x, inside, width, EPS: tl.constexpr, CENTRED: tl.constexpr):
     """Return rows x (ROWS, BLOCK) fp32 as a norm makes them before its weight, and their factors (ROWS, 1).
 
-    CENTRED: LayerNorm, else RMSNorm. x is zero where `inside` is false, and stays so.
+    CENTRED: LayerNorm, else RMSNorm. x is zero where `inside` is false, and stays so: with EPS 0 the factor
+    of a row outside is infinite.
     """
     if CENTRED:
         mean = tl.sum(x, axis=1, keep_dims=True) / width
         x = tl.where(inside, x - mean, 0.0)
     scale = 1 / tl.sqrt(tl.sum(x * x, axis=1, keep_dims=True) / width + EPS)
-    return x * scale, scale
+    return tl.where(inside, x * scale, 0.0), scale
 
 
 @triton.jit

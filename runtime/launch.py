@@ -247,7 +247,7 @@ def deterministic(on):
     """
     if on:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it
-        torch.use_deterministic_algorithms(True)
+    torch.use_deterministic_algorithms(on)
 
 
 # -----------------------------------------------------------------------------

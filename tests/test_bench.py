@@ -24,6 +24,7 @@ import moe_layer
 import smoke
 import speed
 import torch_versions
+import training
 import windows
 from training import Training
 
@@ -247,6 +248,27 @@ def test_young_routing_is_told_from_settled_routing():
     windows = [speed.window(World(), first, last, times, paths) for first, last in [(30, 60), (300, 330)]]
     assert windows[0] == {"steps": [30, 60], "ms": 90.0, "paths": {"graph": 0.9, "redone": 0.1}}
     assert speed.times_of(windows) == "90.00 ms in steps 30 to 60, 10% redone; 70.00 ms in steps 300 to 330"
+
+
+def test_a_model_of_a_benchmark_is_made_as_its_flags_say(monkeypatch):
+    """Deterministic or not, whatever the model before it was; without what portable() turns off."""
+    flags = "tiny --n-layer 1 --n-experts 2 --vocab-size 100 --micro-batch 1"
+    for extra, want in ((" --deterministic", True), ("", False)):
+        Training(parse((flags + extra).split(), data="synthetic"), World())
+        assert torch.are_deterministic_algorithms_enabled() is want
+    asked = []
+    monkeypatch.setattr(training.train, "build", lambda *_, choice: asked.append(choice.quack) or (None,) * 3)
+    monkeypatch.setattr(training, "make_step", lambda *_: None)
+    monkeypatch.setattr(training.train, "Step", lambda *_: None)
+    monkeypatch.setattr(training.Training, "never", ())
+    monkeypatch.setattr(training.grouped_mm, "use_torch", None)
+    real = training.choose
+    monkeypatch.setattr(training, "choose", lambda *args: real(*args)._replace(quack=True))
+    cfg = parse(flags.split(), data="synthetic")
+    Training(cfg, World())
+    training.portable()
+    Training(cfg, World())
+    assert asked == [True, False] and training.grouped_mm.use_torch(None, None) is False
 
 
 def test_a_row_of_speed_is_planned_with_what_multiplied(monkeypatch):

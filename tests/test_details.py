@@ -615,12 +615,13 @@ def test_pinned_memory_comes_in_blocks(monkeypatch):
     assert len(buffers.allocate(5)) == 5
     buffers.stream, buffers.BLOCK = object(), 256
     starts = []
-    for n in (1, 65, 64, 1, 300):
+    for n in (1, 65, 64, 1, 300, 60, 128):
         piece = buffers.allocate(n)
         assert len(piece) == n
         starts.append(piece.storage_offset())
-    assert starts == [0, 64, 192, 0, 0]
-    assert made == [(5, False), (256, True), (256, True), (300, True)]
+    # The blocks are 256, 256 and 512 bytes long. The ends of all of them are used.
+    assert starts == [0, 64, 192, 0, 0, 64, 128]
+    assert made == [(5, False), (256, True), (256, True), (512, True)]
 
 def test_the_batch_system_is_told_by_its_variables(monkeypatch):
     for name in ("SLURM_JOB_ID", "PBS_JOBID"):

@@ -25,6 +25,8 @@ from interface.command_line import parse
 from parallel import make_mesh
 from runtime.launch import World
 
+CPU = torch.device("cpu")
+
 
 @pytest.mark.parametrize("name,kind", [
     ("nvjet_tst_192x192_64x4_2x1_v_bz_coopB_TNT", "products"),
@@ -98,13 +100,19 @@ def test_bytes_by_hand():
     """W1 and W2b written out with their numbers."""
     n, C, f, V = 8 * 2048, 512, 1792, 128256
     cfg = parse(["dense-210m"], data="synthetic")
-    elements = floor.passes(cfg, make_mesh(World()), V)
+    elements = floor.passes(cfg, make_mesh(World()), V, CPU)
     assert elements["cross-entropy"] == 2 * n * V and elements["activations"] == 24 * n * (3 * f + 5 * f)
     assert elements["elementwise"] == n * (24 * (16 * C + 4 * 5 * 128) + 5 * C)
     assert elements["rows"] == 3 * n * C + V * C
-    experts = floor.passes(parse(["moe-4b"], data="synthetic"), make_mesh(World()), V)
+    experts = floor.passes(parse(["moe-4b"], data="synthetic"), make_mesh(World()), V, CPU)
     assert experts["activations"] == elements["activations"], "each token meets one expert of the same width"
     assert experts["rows"] - elements["rows"] == 24 * 9 * n * C
+
+    gelu = parse(["gpt2", "--no-bias"], data="synthetic")
+    for inside, times in ((False, 5), (True, 2)):  # Only Hopper computes GELU in a product.
+        with mock.patch.object(floor.gelu_mlp, "is_possible", lambda cfg, device, inside=inside: inside):
+            elements = floor.passes(gelu, make_mesh(World()), 50257, CPU)
+        assert elements["activations"] == 12 * times * 4 * 768 * gelu.micro_batch * 1024
 
     found = [{"kind": "products", "count": 3, "ms": 2.0}, {"kind": "attention", "count": 1, "ms": None}]
     bound = floor.floors(cfg, World(), V, found, 4.0)
@@ -335,3 +343,7 @@ def test_a_whole_run_at_a_tiny_size(capsys, tmp_path):
     assert [result["workload"] for result in results] == ["W1", "W2b"]
     floor.show({**results[0], "goal": 1e6}, 0)
     assert "goal 1000000.0 ms" in capsys.readouterr().out
+    failed = {"what": "mm: failed, no memory", "count": 1, "ms": None}
+    floor.show({**results[0], "goal": 1e6, "alone": [failed]}, 0)
+    said = capsys.readouterr().out
+    assert "no memory" in said and "lack what failed" in said and "goal" not in said

@@ -1,6 +1,7 @@
 """Each Triton kernel beside its torch twin, on the GPU if there is one, else in Triton's interpreter."""
 import importlib.util
 import inspect
+import math
 from types import SimpleNamespace as Some
 from unittest import mock
 
@@ -120,6 +121,12 @@ def test_cross_entropy_of_certain_predictions():
     loss, _ = cross_entropy.cross_entropy_rows(z, torch.tensor([7, 9983], device=DEVICE), 9984)
     assert loss.tolist() == [0, 0] and not z.any()
 
+    # Where all logits are large, none is likelier than another.
+    z, target = torch.full((2, 128), -9984.0, device=DEVICE), torch.tensor([7, 99], device=DEVICE)
+    twin, _ = cross_entropy.cross_entropy_rows_torch(z.clone(), target, 128)
+    loss, _ = cross_entropy.cross_entropy_rows(z, target, 128)
+    assert [*loss.tolist(), *twin.tolist()] == pytest.approx([math.log(128)] * 4, abs=1e-6)
+
 
 def test_fp16_logits_take_the_torch_twin_in_parts():
     """exp(32) overflows fp16."""
@@ -158,6 +165,15 @@ def test_swiglu(packed, n_valid):
     for x, y in zip((got,) if packed else got, (recomputed,) if packed else recomputed, strict=True):
         assert torch.equal(x[:rows], y[:rows])
     assert torch.equal(dh[:rows], silu_mul(*pair, n_valid)[:rows])
+
+
+def test_swiglu_of_columns_that_follow_each_other():
+    """The kernel goes over rows."""
+    pair = randn(12, 5).T.requires_grad_()
+    got, want = activations.swiglu(pair), activations.swiglu_torch(pair.double(), None)
+    assert_near(got, want, 1e-2)
+    found, [wanted] = torch.autograd.grad(got.sum(), pair), torch.autograd.grad(want.sum(), pair)
+    assert_near(found[0], wanted, 2e-2)
 
 
 def test_swiglu_times_a_factor_of_each_row():
@@ -509,7 +525,7 @@ def test_only_contiguous_matrices_have_kernels_for_their_norms(kernels):
 NORMS = [(False, False), (True, False), (True, True)]  # RMSNorm, LayerNorm without and with a bias
 
 
-def check_norm_beside(width, rows, dtype, is_layer_norm, has_bias):
+def check_norm_beside(width, rows, dtype, is_layer_norm, has_bias, eps=1e-3):
     """x itself, its norm and all gradients, beside autograd's in fp64."""
     leaves = [3 * randn(rows, width, dtype=dtype) + 1, randn(width, dtype=dtype)]
     if has_bias:
@@ -519,10 +535,10 @@ def check_norm_beside(width, rows, dtype, is_layer_norm, has_bias):
 
     def both(x, weight, bias=None):
         if x.dtype != torch.float64:
-            return norms.NormBeside.apply(x, weight, bias, 1e-3, is_layer_norm)
+            return norms.NormBeside.apply(x, weight, bias, eps, is_layer_norm)
         if is_layer_norm:
-            return x.clone(), torch.nn.functional.layer_norm(x, weight.shape, weight, bias, 1e-3)
-        return x.clone(), torch.nn.functional.rms_norm(x, weight.shape, weight, 1e-3)
+            return x.clone(), torch.nn.functional.layer_norm(x, weight.shape, weight, bias, eps)
+        return x.clone(), torch.nn.functional.rms_norm(x, weight.shape, weight, eps)
 
     def results(*tensors):
         leaves = [t.clone().requires_grad_() for t in tensors[:-2]]
@@ -552,6 +568,12 @@ def few_programs(monkeypatch):
 def test_norm_beside_its_input(rows, width, is_layer_norm, has_bias, dtype, few_programs):
     """More rows than programs have at once, and fewer; widths that fill a tile, and others."""
     check_norm_beside(width, rows, dtype, is_layer_norm, has_bias)
+
+
+def test_rows_that_a_program_has_too_many_are_zero_also_without_eps(few_programs):
+    """Their mean square is zero, so the factor of such a row is infinite."""
+    for is_layer_norm, has_bias in NORMS:
+        check_norm_beside(128, 36, torch.float32, is_layer_norm, has_bias, eps=0.0)
 
 
 def test_torchs_compiler_makes_its_own_kernel_of_a_norm(monkeypatch):
@@ -584,7 +606,7 @@ FAULTS = {
     "the norm keeps its mean": (
         "norm_forward", "tl.where(inside, x - mean, 0.0)", "tl.where(inside, x, 0.0)"),
     "what stands beside a row is centred": ("norm_forward", "tl.where(inside, x - mean, 0.0)", "x - mean"),
-    "rows stay as long as they were": ("norm_forward", "return x * scale", "return x"),
+    "rows stay as long as they were": ("norm_forward", "tl.where(inside, x * scale, 0.0)", "x"),
     "the norm has no weight": ("norm_forward", "x *= tl.load(weight_ptr", "x *= 1 + 0 * tl.load(weight_ptr"),
     "the norm has no bias": ("norm_forward", "x += tl.load(bias_ptr", "x += 0 * tl.load(bias_ptr"),
     "all programs have the same rows": (

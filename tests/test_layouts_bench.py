@@ -90,8 +90,10 @@ def test_every_layout_becomes_a_row(tmp_path):
 
 def test_the_gpu_found_is_one_that_plan_knows():
     found = [kind_of(*device) for device in (("NVIDIA H200", 139.8), ("NVIDIA A100-SXM4-40GB", 39.4),
-                                             ("NVIDIA A100 80GB PCIe", 79.3), ("AMD Instinct MI250X", 64.0))]
-    assert found == ["h200", "a100-40", "a100-80", ""]
+                                             ("NVIDIA A100 80GB PCIe", 79.3), ("AMD Instinct MI250X", 64.0),
+                                             ("NVIDIA GH200 480GB", 95.0), ("NVIDIA H100 NVL", 93.1),
+                                             ("NVIDIA H200 MIG 1g.18gb", 16.0))]
+    assert found == ["h200", "a100-40", "a100-80", "", "", "", ""]
 
 
 def test_wrong_flags_are_one_line(monkeypatch, capsys):

@@ -418,7 +418,8 @@ def test_a_ring_over_nodes_is_slower_and_longer():
 
 
 @pytest.mark.parametrize("name,peak", [("NVIDIA H200", 989e12), ("NVIDIA A100-SXM4-80GB", 312e12),
-                                       ("NVIDIA H100 PCIe", 989e12), ("NVIDIA L4", None)])
+                                       ("NVIDIA H100 80GB HBM3", 989e12), ("NVIDIA H100 PCIe", None),
+                                       ("NVIDIA L4", None)])
 def test_peak_flops_by_the_device_name(name, peak, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
     assert peak_flops(torch.device("cuda")) == peak and peak_flops(torch.device("cpu")) is None

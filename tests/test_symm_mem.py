@@ -360,10 +360,16 @@ def test_all_ranks_know_whether_any_group_spans_two_hosts(names, answer):
 def reach_on_gpus(world, gpus, access, broken):
     def allocate(*_):
         if world.rank == broken:
+            raise RuntimeError("no memory")
+
+    def share(*_):
+        assert broken is None, "the rank without memory is not there, and the others wait for it"
+        if not access:
             raise ValueError("cannot access")
     mesh, said = make_mesh(world, ep=2), io.StringIO()
     with mock.patch.multiple(torch.cuda, device_count=lambda: 4, can_device_access_peer=lambda *_: access), \
-            mock.patch.object(symm_mem, "SymmetricBuffer", allocate), contextlib.redirect_stdout(said):
+            mock.patch.multiple(symm_mem, SymmetricBuffer=share, shareable=allocate), \
+            contextlib.redirect_stdout(said):
         return choose.peer_access(mesh, mesh.ep, torch.device("cuda", gpus[world.rank])), said.getvalue()
 
 
