@@ -103,7 +103,9 @@ def load_model(cfg, vocab_size, weights, world=None):
     """Return the model with the weights of a checkpoint.Reader, whole, on this process's device.
 
     With world, the model is this rank's share, cut by cfg.tp and cfg.ep over the ranks of world. A model that
-    was trained with --fp8 multiplies in its dtype here: what is rounded anew for each token gains no time.
+    was trained with --fp8 multiplies in its dtype here: what is rounded anew for each token gains no time. A
+    model that was trained with --capacity-factor drops no row here. The limit of an expert follows from the
+    number of tokens that are read at once, so a text would have other logits in one read than token by token.
     ValueError: the weights belong to another model.
     """
     from runtime.launch import World  # isort: skip (before torch: it sets how idle threads wait)
@@ -111,7 +113,7 @@ def load_model(cfg, vocab_size, weights, world=None):
 
     from model import GPT
     from parallel import make_mesh
-    cfg = dataclasses.replace(cfg, fp8=False)
+    cfg = dataclasses.replace(cfg, fp8=False, capacity_factor=0.0)
     if world is None:
         mesh = make_mesh(World())
     else:

@@ -67,7 +67,7 @@ def theirs(hf, folder, out):
 def ours(folder):
     """A run, or a directory of Hugging Face, by our model -> logits (2T, V), gradients by their names."""
     cfg, vocab_size, weights, _, _ = convert.read_run(folder)
-    cfg = dataclasses.replace(cfg, dtype="fp64", dropout=0.0, capacity_factor=0.0)
+    cfg = dataclasses.replace(cfg, dtype="fp64", dropout=0.0)
     torch.set_default_dtype(torch.float64)
     try:
         model = sample.load_model(cfg, vocab_size, weights).eval()

@@ -2,7 +2,6 @@
 
 llama.cpp multiplies by matrices in fp16 with inputs rounded to fp16, and looks GELU up in a table of fp16.
 """
-import dataclasses
 import json
 import random
 from pathlib import Path
@@ -85,7 +84,7 @@ def test_the_logits_are_ours(model):
     """
     name, run, written = model
     cfg, vocab_size, weights, _, _ = convert.read_run(run)
-    ours = sample.load_model(dataclasses.replace(cfg, capacity_factor=0.0), vocab_size, weights).eval()
+    ours = sample.load_model(cfg, vocab_size, weights).eval()
     ids = torch.randint(vocab_size, (64,), generator=torch.Generator().manual_seed(3)).tolist()
     with torch.no_grad():
         want = ours(torch.tensor([ids]))[0][:, :vocab_size].numpy()
