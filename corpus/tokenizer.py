@@ -36,6 +36,12 @@ MIN_VOCAB = 257  # of bpe: the 256 bytes and end-of-document
 MAX_ID = (1 << 32) - 2  # tiktoken's ids have 32 bits, and it keeps the largest for itself
 MOST_BYTES = 2**28  # of a tokenizer.json: one with 256,000 tokens has 34 MB
 FETCH_SECONDS = 30.0  # tiktoken itself waits for ever where a firewall drops packets
+# The classes of transformers that give the pre-tokenizer of tokenizer.json the add_prefix_space of
+# tokenizer_config.json, and the model_types that stand for them where no class is named.
+SET_PREFIX_SPACE = ("GPT2Tokenizer", "Qwen2Tokenizer", "GPTNeoXTokenizer", "CohereTokenizer",
+                    "CodeGenTokenizer")
+CLASS_OF_MODEL = {"gpt2": "GPT2Tokenizer", "qwen2": "Qwen2Tokenizer", "qwen3": "Qwen2Tokenizer",
+                  "qwen3_moe": "Qwen2Tokenizer"}
 UNKNOWN = "\ufffd"  # what decoding gives for an id without a token, such as padding
 
 
@@ -396,10 +402,28 @@ def spec_of_theirs(content, path):
     found = {}
     for name in ("tokenizer_config.json", "config.json"):
         beside = path.with_name(name)
-        found[name] = load_json_of_others(beside, MOST_BYTES) if beside.is_file() else {}
+        read = load_json_of_others(beside, MOST_BYTES) if beside.is_file() else {}
+        check_schema(read, dict, name)
+        found[name] = read
+    config = found["tokenizer_config.json"]
     of_model = found["config.json"]
-    eos_id = of_model.get("eos_token_id") if isinstance(of_model, dict) else None
-    return {"kind": "hf", "json": content, "config": found["tokenizer_config.json"], "eos_id": eos_id}
+    set_prefix_space(content, config, of_model.get("model_type"))
+    return {"kind": "hf", "json": content, "config": config, "eos_id": of_model.get("eos_token_id")}
+
+
+def set_prefix_space(content, config, model_type):
+    """Let the pre-tokenizer of a tokenizer.json put a space before a text, or not, as transformers does.
+
+    content, config: of tokenizer.json and tokenizer_config.json. Some classes ignore the former's value.
+    """
+    name = config.get("tokenizer_class") or CLASS_OF_MODEL.get(str(model_type))
+    if str(name).removesuffix("Fast") not in SET_PREFIX_SPACE:
+        return
+    first = content.get("pre_tokenizer") or {}
+    check_schema(first, {"pretokenizers?": [dict]}, "pre_tokenizer")
+    for step in first.get("pretokenizers", [first]):
+        if step.get("type") == "ByteLevel":
+            step["add_prefix_space"] = bool(config.get("add_prefix_space"))
 
 
 def refuse_other_tokens(run, folder, more=True):
