@@ -27,7 +27,7 @@ between train and val, so duplicates have the same split. `char` has no document
 the last tenth is val. A record that cannot be read is named on stderr and counted, here and in meta.json.
 
 A line of a file of conversations is {"messages": [{"role": "user", "content": "..."}, ...]}, with the roles
-system, user and assistant. Only what the assistant says is trained: docs/chat.md.
+system, user and assistant. Only what the assistant says is trained, except with "weight": 0: docs/chat.md.
 """
 import hashlib
 import os

@@ -7,7 +7,7 @@ With a special token for each of ROLES it becomes
 
 (the first only where the vocabulary has one). Text never gives a special token: a user who types
 "<|assistant|>" gets the ids of these characters. The assistant's words and the <|end|> after them are
-trained, and nothing else.
+trained, except in a message with "weight": 0, and nothing else.
 
     Template             the special tokens of a vocabulary, and a conversation written with them
     read_conversations   a file -> its conversations, checked
@@ -27,7 +27,8 @@ from interface.schema import check_schema
 ROLES = ("system", "user", "assistant")
 END = "<|end|>"
 MARKERS = (*(f"<|{role}|>" for role in ROLES), END)
-RECORD = {"messages": [{"role": Literal[ROLES], "content": str}]}
+RECORD = {"messages": [{"role": Literal[ROLES], "content": str, "weight?": Literal[0, 1]}]}
+MESSAGE_KEYS = ("role", "content", "weight")
 OPEN_WINDOWS = 64  # the most windows in which fill_windows() looks for room
 
 
@@ -60,16 +61,23 @@ class Template:
         return [*self.message("user", content), self.role_ids["assistant"]]
 
     def conversation(self, messages):
-        """Return the ids of messages, [{"role", "content"}], and for each id 1 if it is trained, else 0."""
+        """Return the ids of messages, [{"role", "content"}], and for each id 1 if it is trained, else 0.
+
+        A message of the assistant with "weight": 0 is read and not trained.
+        """
         ids = list(self.begin)
         trained = [0] * len(ids)
         for message in messages:
             new = self.message(message["role"], message["content"])
-            speaks = int(message["role"] == "assistant")
             ids += new
             trained.append(0)  # the role itself
-            trained += [speaks] * (len(new) - 1)  # the words and the end
+            trained += [int(is_trained(message))] * (len(new) - 1)  # the words and the end
         return ids, trained
+
+
+def is_trained(message):
+    """Whether a message is trained: the assistant's, without a weight of 0."""
+    return message["role"] == "assistant" and message.get("weight", 1) == 1
 
 
 # -----------------------------------------------------------------------------
@@ -103,6 +111,7 @@ def read_conversation(line, where):
     try:
         record = json.loads(line)
         check_schema(record, RECORD, "it")
+        check_keys(record["messages"])
         json.dumps(record, ensure_ascii=False).encode()  # half of a surrogate pair cannot be encoded
     except (ValueError, RecursionError) as e:
         why = e.msg if isinstance(e, json.JSONDecodeError) else one_line(e).removeprefix("it: ")
@@ -110,7 +119,17 @@ def read_conversation(line, where):
     messages = record["messages"]
     if not any(message["role"] == "assistant" for message in messages):
         raise ValueError(f"{where}: no assistant speaks, there is nothing to train on; leave it out")
+    if not any(is_trained(message) for message in messages):
+        raise ValueError(f"{where}: each answer has the weight 0, there is nothing to train on; leave it out")
     return messages
+
+
+def check_keys(messages):
+    """Raise ValueError if a message says something besides its role, content and weight, as tool_calls do."""
+    for message in messages:
+        for key, value in message.items():
+            if key not in MESSAGE_KEYS and value is not None:
+                raise ValueError(f"a message has {key[:60]!r}, which has no place among the tokens")
 
 
 def form_of(line):
@@ -182,7 +201,8 @@ def pack(conversations, template, seq_len, val_fraction, seed):
 
 def split_of(messages, val_fraction):
     """Return train or val. The hash of a conversation's text alone decides, so equal ones stay together."""
-    digest = hashlib.sha256(json.dumps(messages).encode()).digest()
+    said = [{key: message[key] for key in message if key != "weight"} for message in messages]
+    digest = hashlib.sha256(json.dumps(said).encode()).digest()
     uniform = int.from_bytes(digest[:8], "little") / 2**64
     return "val" if uniform < val_fraction else "train"
 

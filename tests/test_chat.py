@@ -98,6 +98,20 @@ def test_a_conversation_in_ids_and_which_are_trained(data):
         chat.Template(base)
 
 
+def test_an_answer_of_weight_0_is_read_and_not_trained(data):
+    vocab = tokenizer.load(data / "qa")
+    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "bad", "weight": 0},
+            {"role": "assistant", "content": "good", "weight": 1, "name": None}]
+    record = chat.read_conversation(json.dumps({"messages": talk}).encode(), "here")
+    ids, trained = chat.Template(vocab).conversation(record)
+    plain = [{"role": message["role"], "content": message["content"]} for message in talk]
+    assert ids == chat.Template(vocab).conversation(plain)[0]
+    assert vocab.decode([i for i, t in zip(ids, trained, strict=True) if t]) == "good<|end|>"
+    weighted = [[{**plain[0], "content": f"a {i}"}, {**plain[1], "weight": 1}] for i in range(20)]
+    bare = [[first, plain[1]] for first, _ in weighted]
+    assert [chat.split_of(a, 0.5) for a in weighted] == [chat.split_of(b, 0.5) for b in bare]
+
+
 def test_characters_have_special_tokens_too(tmp_path):
     vocab = tokenizer.train_char(["abc"]).with_special(chat.MARKERS)
     vocab.save(tmp_path / "tokenizer.json")
@@ -170,7 +184,10 @@ def test_fill_windows_opens_no_more_than_it_must():
     ('{"messages": [{"role": "user", "content": "x"}]}', "no assistant speaks"),
     ('{"messages": [{"role": "user"', "Expecting"), ('{"text": "x"}', "lacks messages"),
     ('{"messages": [{"role": "assistant", "content": 3}]}', "content is 3, not text"),
-    ('{"messages": [{"role": "assistant", "content": "\\ud800"}]}', "surrogate")])
+    ('{"messages": [{"role": "assistant", "content": "\\ud800"}]}', "surrogate"),
+    ('{"messages": [{"role": "assistant", "content": "x", "weight": 0}]}', "each answer has the weight 0"),
+    ('{"messages": [{"role": "assistant", "content": "x", "weight": 0.5}]}', "weight is 0.5, not one of 0"),
+    ('{"messages": [{"role": "assistant", "content": "x", "tool_calls": []}]}', "has 'tool_calls', which")])
 def test_a_line_that_is_no_conversation_is_named(line, words, data):
     good = json.dumps({"messages": conversation(1)})
     (data / "bad.jsonl").write_text(f"{good}\n{line}\n")
@@ -392,7 +409,7 @@ BATCH, TARGETS = "corpus.shards.Tokens.batch", "corpus.shards.Tokens.n_targets"
 DATA_FAULTS = {
     "the mask shifted by one": (
         BATCH, "_, trained = ", "trained, _ = "),
-    "the user's words trained": (CONVERSATION, '== "assistant"', '!= "system"'),
+    "the user's words trained": (CONVERSATION, "is_trained(message)", 'message["role"] != "system"'),
     "the role trained": (CONVERSATION, "append(0)", "append(1)"),
     "the end not trained": (CONVERSATION, "* (len(new) - 1)", "* (len(new) - 2) + [0]"),
     "padding trained": (WINDOWS, "np.zeros((len(windows), width), np.uint8)",
