@@ -37,7 +37,15 @@ KINDS = {
     ".jsonl.zst": "packed",
     ".parquet": "parquet",
 }
-PACKED = {b"\x1f\x8b": "gunzip -k", b"\x28\xb5": "unzstd"}  # first bytes -> the program that unpacks
+# The first bytes of a packed file: the program that unpacks it, and how it wants the name to end.
+PACKED = {
+    b"\x1f\x8b": ("gunzip -k", ".gz"),
+    b"\x28\xb5\x2f\xfd": ("unzstd", ".zst"),
+    b"BZh": ("bunzip2 -k", ".bz2"),
+    b"\xfd7zXZ\0": ("unxz -k", ".xz"),
+    b"PK\x03\x04": ("unzip", ""),
+}
+MOST_BEGIN = 8  # bytes of a file that tell what it is
 HUB = {  # name -> repository, files in it
     "fineweb_edu": ("HuggingFaceFW/fineweb-edu", "data/*/*.parquet"),
     "fineweb_edu_10bt": ("HuggingFaceFW/fineweb-edu", "sample/10BT/*.parquet"),
@@ -215,8 +223,9 @@ def read_text(span, key, report):
         if span.kind == "whole":
             report("skipped", f"{span.path} is not utf-8 at byte {e.start}")
             return
-        raise ValueError(f"{span.path} is not utf-8 at byte {start + e.start}; convert it: "
-                         f"{converted(span.path, raw[:2] if start == 0 else b'')}") from e
+        begin = raw[:MOST_BEGIN] if start == 0 else b""
+        raise ValueError(f"{span.path} is not utf-8 at byte {start + e.start}; "
+                         f"{converted(span.path, begin)}") from e
     if span.kind == "text":
         yield from cut_documents(text)
     elif text:
@@ -224,17 +233,33 @@ def read_text(span, key, report):
 
 
 def converted(path, begin):
-    """Return the command that converts a file to utf-8. begin: its first two bytes, if they were read."""
+    """Return what to type for a file that is not utf-8. begin: its first bytes, if they were read."""
     source = shlex.quote(path)
-    if begin in PACKED:
-        return f"{PACKED[begin]} {source}, and give what that writes"
-    if begin in (b"\xff\xfe", b"\xfe\xff"):
+    if begin.startswith(b"PAR1"):
+        return f"it is a parquet file, name it so: mv {source} {shlex.quote(path + '.parquet')}"
+    for start, (program, end) in PACKED.items():
+        if begin.startswith(start):
+            return unpacked(path, program, end)
+    if begin.startswith((b"\xff\xfe", b"\xfe\xff")):
         kind = "UTF-16"
         note = ""
     else:  # each text is one in Latin-1, so nothing tells it from its relatives
         kind = "LATIN1"
         note = " (if its encoding is another one, give that for LATIN1: file -i names it)"
-    return f"iconv -f {kind} -t UTF-8 {source} > {shlex.quote(path + '.utf8')}{note}"
+    return f"convert it: iconv -f {kind} -t UTF-8 {source} > {shlex.quote(path + '.utf8')}{note}"
+
+
+def unpacked(path, program, end):
+    """Return what to type for a packed file. program: what unpacks it if its name ends in `end`."""
+    source = shlex.quote(path)
+    for wrong in (".json.gz", ".json.zst"):
+        if path.lower().endswith(wrong):
+            right = path[:-len(wrong)] + wrong.replace("json", "jsonl")
+            return f"if each of its lines is a record, name it so: mv {source} {shlex.quote(right)}"
+    if path.lower().endswith(end):
+        return f"unpack it: {program} {source}, and give what that writes"
+    named = shlex.quote(path + end)
+    return f"unpack it: mv {source} {named} && {program} {named}, and give what that writes"
 
 
 def cut_documents(text):

@@ -1,7 +1,9 @@
 """prepare.py: formats, damaged input, shuffle, kills. test_data.py has its other tests."""
 
+import bz2
 import gzip
 import json
+import lzma
 import os
 import random
 import shutil
@@ -10,6 +12,7 @@ import subprocess
 import sys
 import time
 import types
+import zipfile
 from collections import Counter
 from pathlib import Path
 
@@ -167,6 +170,47 @@ def test_broken_rows_and_damaged_parquet(tmp_path, capsys):
     (train, val), meta, err = make(capsys, tmp_path, path)
     lost = 100 - (len(train + val) + 2 - 102)
     assert meta["sources"]["damaged"] == 1 and f"{lost} rows are lost" in err and lost > 0
+
+
+PACK = {"gz": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress}
+UNPACKS = {"gz": "gunzip", "bz2": "bunzip2", "xz": "unxz", "zst": "unzstd", "zip": "unzip"}
+
+
+@pytest.mark.parametrize("kind", ["gz", "bz2", "xz", "zst", "zip"])
+def test_a_packed_text_is_unpacked_by_the_command_that_is_named(kind, tmp_path, capsys, monkeypatch):
+    """Whatever the file is called; the command is run where its program is installed."""
+    monkeypatch.chdir(tmp_path)
+    text = "\n\n".join(TEXTS[:40]).encode()
+    if kind == "zip":
+        with zipfile.ZipFile("a.txt", "w") as f:
+            f.writestr("b.txt", text)
+    elif kind == "zst":
+        Path("a.txt").write_bytes(pytest.importorskip("zstandard").ZstdCompressor().compress(text))
+    else:
+        Path("a.txt").write_bytes(PACK[kind](text))
+    shutil.copy("a.txt", f"c.txt.{kind}")
+    for name, there in (f"c.txt.{kind}", "c.txt"), ("a.txt", "a.txt"):
+        err = make(capsys, tmp_path, name, code=2)
+        assert err.count("\n") == 1 and "; unpack it: " in err, err
+        command = err.split("unpack it: ")[1].split(", and give")[0]
+        assert ("mv" in command) == (name == "a.txt" and kind != "zip")
+        assert UNPACKS[kind] in command
+        if shutil.which(UNPACKS[kind]) and kind != "zip":
+            subprocess.run(command, shell=True, check=True, capture_output=True)
+            assert Path(there).read_bytes() == text
+
+
+@pytest.mark.parametrize("name,end", [("a.json.gz", ".jsonl.gz"), ("a.JSON.zst", ".jsonl.zst"),
+                                      ("a.data", ".parquet")])
+def test_a_file_under_a_wrong_name_is_read_after_the_command_that_is_named(name, end, tmp_path, capsys):
+    good = write(tmp_path / f"good{end}", TEXTS[:40])
+    good.rename(tmp_path / name)
+    err = make(capsys, tmp_path, tmp_path / name, code=2)
+    command = err.strip().split(", name it so: ")[1]
+    assert err.count("\n") == 1 and command.endswith(end)
+    subprocess.run(command, shell=True, check=True)
+    (train, val), *_ = make(capsys, tmp_path, command.split()[-1])
+    assert Counter(train + val) == Counter(TEXTS[:40])
 
 
 def test_missing_packages_are_one_line(tmp_path, capsys, monkeypatch):

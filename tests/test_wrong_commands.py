@@ -704,7 +704,7 @@ def test_a_packed_text_is_to_be_unpacked_and_not_converted(begin, program, tmp_p
     """As Latin-1 it would be text, too: of compressed bytes."""
     monkeypatch.chdir(tmp_path)
     Path("text.txt.packed").write_bytes(begin + b"\xff" * 900)
-    assert f"{program} text.txt.packed, and give" in typed("prepare.py text.txt.packed --name x")["err"]
+    assert f" && {program} text.txt.packed." in typed("prepare.py text.txt.packed --name x")["err"]
 
 
 def test_of_many_runs_those_with_checkpoints_are_proposed(tmp_path, monkeypatch):
