@@ -418,18 +418,32 @@ def open_parquet(path):
 
 
 def list_row_groups(path, key):
-    """Return [(group, group + 1, bytes of column `key`)]. ValueError: there is no such column of strings."""
+    """Return [(group, group + 1, bytes of column `key`)].
+
+    ValueError: there is no such column of strings, or there are several.
+    """
     with open_parquet(path) as f:
-        schema = f.schema_arrow
-        types = {name: str(schema.field(name).type) for name in schema.names}
-        if "string" not in types.get(key, ""):
-            has = ", ".join(f"{name} ({kind})" for name, kind in types.items())
+        fields = list(f.schema_arrow)
+        has = ", ".join(f"{field.name} ({field.type})" for field in fields)
+        named = [field for field in fields if field.name == key]
+        if len(named) > 1:
+            raise ValueError(f"{path} has {len(named)} columns {key!r}, it has {has[:300]}; give --text-key, "
+                             "or rename one of them")
+        if not named or not is_text(named[0].type):
             raise ValueError(f"{path} has no column {key!r} of strings, it has {has[:300]}; give --text-key")
 
         meta = f.metadata
         column = column_number(f, key)
         sizes = [meta.row_group(i).column(column).total_uncompressed_size for i in range(meta.num_row_groups)]
         return [(i, i + 1, size) for i, size in enumerate(sizes)]
+
+
+def is_text(kind):
+    """Whether a type of arrow is one of strings, also of strings that are stored once."""
+    from pyarrow import types
+    if types.is_dictionary(kind):
+        kind = kind.value_type
+    return types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)
 
 
 @functools.lru_cache(8)

@@ -54,6 +54,34 @@ def write_parquet(path, texts, group=100, **more):
     parquet.write_table(table, path, row_group_size=group)
 
 
+@pytest.mark.parametrize("kind", ["string", "large_string", "string_view", "dictionary"])
+def test_every_column_of_strings_is_read(kind, tmp_path, capsys):
+    """Whatever else the file has, as two columns of one name."""
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    column = arrow.array(TEXTS[:40])
+    if kind == "dictionary":
+        column = column.dictionary_encode()
+    elif kind != "string":
+        column = column.cast(getattr(arrow, kind)())
+    numbers = arrow.array(range(40))
+    table = arrow.Table.from_arrays([numbers, column, numbers], names=["id", "text", "id"])
+    parquet.write_table(table, tmp_path / "a.parquet")
+    (train, val), _, err = make(capsys, tmp_path, tmp_path / "a.parquet")
+    assert Counter(train + val) == Counter(TEXTS[:40]) and err == ""
+
+
+@pytest.mark.parametrize("first,value,said", [
+    ("text", "a", "has 2 columns 'text', it has text (string), text (string); give --text-key, or"),
+    ("id", ["a"], "no column 'text' of strings, it has id (string), text (list<"),
+    ("id", {"a": "a"}, "no column 'text' of strings, it has id (string), text (struct<")])
+def test_a_column_that_is_no_text_is_refused(first, value, said, tmp_path, capsys):
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    columns = [arrow.array(["a"] * 40), arrow.array([value] * 40)]
+    parquet.write_table(arrow.Table.from_arrays(columns, names=[first, "text"]), tmp_path / "a.parquet")
+    err = make(capsys, tmp_path, tmp_path / "a.parquet", code=2)
+    assert err.count("\n") == 1 and said in err, err
+
+
 def write(path, texts):
     """`texts` as a file of the kind that its name says; compressed files have two members."""
     half = len(texts) // 2
