@@ -45,6 +45,7 @@ PACKED = {
     b"\xfd7zXZ\0": ("unxz -k", ".xz"),
     b"PK\x03\x04": ("unzip", ""),
 }
+BOM = "\ufeff"  # some editors, most of them on Windows, write it before a text; it is no part of the text
 MOST_BEGIN = 8  # bytes of a file that tell what it is
 HUB = {  # name -> repository, files in it
     "fineweb_edu": ("HuggingFaceFW/fineweb-edu", "data/*/*.parquet"),
@@ -226,6 +227,8 @@ def read_text(span, key, report):
         begin = raw[:MOST_BEGIN] if start == 0 else b""
         raise ValueError(f"{span.path} is not utf-8 at byte {start + e.start}; "
                          f"{converted(span.path, begin)}") from e
+    if start == 0:
+        text = text.removeprefix(BOM)
     if span.kind == "text":
         yield from cut_documents(text)
     elif text:

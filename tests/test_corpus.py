@@ -200,6 +200,17 @@ def test_broken_rows_and_damaged_parquet(tmp_path, capsys):
     assert meta["sources"]["damaged"] == 1 and f"{lost} rows are lost" in err and lost > 0
 
 
+@pytest.mark.parametrize("whole", [False, True])
+def test_the_mark_before_a_text_is_no_part_of_it(whole, tmp_path, monkeypatch):
+    """The same three bytes later in a file are a character of the text."""
+    text = "a\u00e9\ufeffb\n\n" * 9
+    (tmp_path / "a.txt").write_text(text, encoding="utf-8-sig")
+    spans = readers.list_spans(str(tmp_path / "a.txt"), 20, "text", whole)
+    assert len(spans) == 1 if whole else len(spans) > 3
+    read = [document for span in spans for document in readers.documents(span, "text", pytest.fail)]
+    assert "".join(read) == text
+
+
 PACK = {"gz": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress}
 UNPACKS = {"gz": "gunzip", "bz2": "bunzip2", "xz": "unxz", "zst": "unzstd", "zip": "unzip"}
 
