@@ -4,10 +4,11 @@
     python prepare.py FILE... --name NAME
     python prepare.py chat FILE.jsonl... --name NAME --tokenizer data/stdlib --seq-len 128
 
-FILE is text, .jsonl, .jsonl.gz, .jsonl.zst (needs zstandard), .parquet (needs pyarrow), or a data set on the
-Hugging Face hub (needs datasets): fineweb_edu_10bt, fineweb_edu, dclm_baseline_1.0, dclm_baseline_1.0_10prct,
-hf:OWNER/NAME::PATTERN. The code that finds, fetches and reads those is tested on small files; the download
-itself was never run here. fineweb_edu_10bt is about 28 GB compressed, dclm_baseline_1.0 several TB.
+FILE is text, .jsonl or .ndjson, .jsonl.gz, .jsonl.zst (needs zstandard), .parquet (needs pyarrow), or a data
+set on the Hugging Face hub (needs datasets): fineweb_edu_10bt, fineweb_edu, dclm_baseline_1.0,
+dclm_baseline_1.0_10prct, hf:OWNER/NAME::PATTERN. The code that finds, fetches and reads those is tested on
+small files; the download itself was never run here. fineweb_edu_10bt is about 28 GB compressed,
+dclm_baseline_1.0 several TB.
 
 1) list the sources and cut them into units of 16 MB of text
 2) get the tokenizer: trained on the sources, taken from a folder, or published

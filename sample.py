@@ -4,12 +4,12 @@
 A masked language model fills gaps: python sample.py RUN_DIR --fill "a [MASK] in a text".
 
 --score FILE prints how well the model predicts a text: {"tokens", "loss", "perplexity"}, a line of JSON for
-each document, with the loss in nats per token. In a .jsonl, .jsonl.gz, .jsonl.zst or .parquet file the "text"
-of each line is a document; any other file is one document. Each token is predicted once, from the tokens
-before it in its document: from all of them where they fit into seq_len, else from seq_len / 2 to seq_len of
-them, because windows of seq_len move on by half of it. A document begins after end-of-document; where the
-vocabulary has none (char), its first token is not predicted. With no token to predict, loss and perplexity
-are null.
+each document, with the loss in nats per token. In a .jsonl or .ndjson file, also with .gz or .zst, and in a
+.parquet file the "text" of each line is a document; any other file is one document. Each token is predicted
+once, from the tokens before it in its document: from all of them where they fit into seq_len, else from
+seq_len / 2 to seq_len of them, because windows of seq_len move on by half of it. A document begins after
+end-of-document; where the vocabulary has none (char), its first token is not predicted. With no token to
+predict, loss and perplexity are null.
 
 --chat talks with you, by a model that was trained on conversations (prepare.py chat), in the terminal or from
 a pipe with a question on each line. /reset forgets, Ctrl-C stops an answer, Ctrl-D ends. Several ranks share

@@ -5,6 +5,7 @@
     text (any other name)      a file, or 16 MB of it      about 4,000 characters, cut at a blank line
     .jsonl                     a file, or 16 MB of it      the value of --text-key on each line
     .jsonl.gz, .jsonl.zst      a file, read as a stream    the value of --text-key on each line
+    .ndjson                    another name of .jsonl; a .json is refused
     .parquet                   a row group                 each row of the column --text-key
     fineweb_edu_10bt, ...      the files of that name on the Hugging Face hub, each read as above
 
@@ -35,6 +36,9 @@ KINDS = {
     ".jsonl": "jsonl",
     ".jsonl.gz": "packed",
     ".jsonl.zst": "packed",
+    ".ndjson": "jsonl",
+    ".ndjson.gz": "packed",
+    ".ndjson.zst": "packed",
     ".parquet": "parquet",
 }
 # The first bytes of a packed file: the program that unpacks it, and how it wants the name to end.
@@ -130,6 +134,8 @@ def list_spans(source, unit_bytes, key, whole=False):
     for name, path in files:
         stat = Path(path).stat()
         kind = "whole" if whole else kind_of(name)
+        if kind == "text" and name.lower().endswith(".json"):
+            raise ValueError(f"{name} would be trained on as it stands, with its brackets; {to_lines(path)}")
         if kind == "parquet":
             pieces = list_row_groups(path, key)
         elif kind == "packed":
@@ -141,6 +147,17 @@ def list_spans(source, unit_bytes, key, whole=False):
             pieces = list_stretches(stat.st_size, step)
         spans += [Span(kind, str(path), *piece, stat.st_mtime_ns) for piece in pieces]
     return spans
+
+
+def to_lines(path):
+    """Return what to type for a .json file, so that each of its records is a line of a .jsonl."""
+    with open(path, "rb") as f:
+        begin = f.read(1 << 10).removeprefix(BOM.encode()).lstrip()
+    source = shlex.quote(str(path))
+    lines = shlex.quote(f"{str(path)[:-len('.json')]}.jsonl")
+    if begin.startswith(b"["):
+        return f"write each record on a line: jq -c '.[]' {source} > {lines}"
+    return f"if each of its lines is a record, name it so: mv {source} {lines}"
 
 
 def kind_of(name):

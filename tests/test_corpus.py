@@ -97,7 +97,7 @@ def write(path, texts):
     return path
 
 
-@pytest.mark.parametrize("end", ["jsonl", "jsonl.gz", "jsonl.zst", "parquet"])
+@pytest.mark.parametrize("end", ["jsonl", "jsonl.gz", "jsonl.zst", "parquet", "ndjson", "ndjson.gz"])
 def test_every_format_gives_the_same_documents(end, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(prepare, "UNIT_BYTES", 100_000)
     paths = [write(tmp_path / f"a.{end}", TEXTS[:500]), write(tmp_path / f"b.{end}", TEXTS[500:])]
@@ -198,6 +198,19 @@ def test_broken_rows_and_damaged_parquet(tmp_path, capsys):
     (train, val), meta, err = make(capsys, tmp_path, path)
     lost = 100 - (len(train + val) + 2 - 102)
     assert meta["sources"]["damaged"] == 1 and f"{lost} rows are lost" in err and lost > 0
+
+
+@pytest.mark.parametrize("is_list", [False, True])
+def test_a_json_is_refused_with_the_command_that_makes_lines_of_it(is_list, tmp_path, capsys):
+    records = [{"text": text} for text in TEXTS[:40]]
+    (tmp_path / "a.json").write_bytes(json.dumps(records).encode() if is_list else jsonl(TEXTS[:40]))
+    err = make(capsys, tmp_path, tmp_path / "a.json", code=2)
+    command = err.strip().split(": ")[-1]
+    assert err.count("\n") == 1 and ("jq -c '.[]'" in command) == is_list
+    if shutil.which("jq") or not is_list:
+        subprocess.run(command, shell=True, check=True)
+        (train, val), *_ = make(capsys, tmp_path, tmp_path / "a.jsonl")
+        assert Counter(train + val) == Counter(TEXTS[:40])
 
 
 @pytest.mark.parametrize("whole", [False, True])
