@@ -67,7 +67,7 @@ class Flags:
     # export, gguf: of the weights; the masters are fp32
     dtype: Literal["fp32", "bf16", "fp16", "fp64"] = "fp32"
     shard_gb: float = 5.0  # export: the most GB of a file
-    seq_len: int = 0  # import: a shorter sequence than the model's; 0 keeps the model's
+    seq_len: int = 0  # import, rotary positions: a shorter sequence than the model's; 0 keeps the model's
     # import of peft's adapters: the run, or its step_N, whose weights they belong to; peft: the name under
     # which peft finds the model that they belong to
     base: str = ""

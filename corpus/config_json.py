@@ -276,6 +276,9 @@ def read_config(path, dtype, seq_len=0):
     if seq_len > flags["seq_len"]:
         raise ValueError(f"--seq-len {seq_len} exceeds {family.fields['seq_len']} {flags['seq_len']} of"
                          f" {path}")
+    if seq_len and flags["pos"] == "learned" and seq_len < flags["seq_len"]:
+        raise ValueError(f"--seq-len {seq_len} shortens rotary positions; {kind} has a learned one for each "
+                         f"of {flags['seq_len']} tokens; leave out --seq-len")
     if seq_len:
         flags["seq_len"] = seq_len
     if kind == "qwen3_moe":
@@ -451,7 +454,7 @@ def default_layer_types(path, given, flags, kind):
     if kind == "smollm3":
         field = "use_sliding_window"  # Layers that turn see all keys.
         for i in range(n_layer):
-            if (i + 1) % flags["no_rope_every"]:
+            if not flags["no_rope_every"] or (i + 1) % flags["no_rope_every"]:
                 types[i] = "full_attention"
     return field, types
 

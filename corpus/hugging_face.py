@@ -394,7 +394,8 @@ def fixed_fields(cfg, kind):
     if kind == "qwen3_moe":
         fixed["norm_topk_prob"] = cfg.router == "softmax-topk"
     if kind == "smollm3":
-        fixed["no_rope_layers"] = [int((i + 1) % cfg.no_rope_every > 0) for i in range(cfg.n_layer)]
+        every = cfg.no_rope_every
+        fixed["no_rope_layers"] = [int(not every or (i + 1) % every > 0) for i in range(cfg.n_layer)]
     if cfg.pos == "rope":
         fixed["head_dim"] = head_width(cfg)
     if kind == "gemma3_text":

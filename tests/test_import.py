@@ -290,7 +290,8 @@ def test_what_is_said_twice_is_refused_or_read_as_transformers_does(name, fields
 @pytest.mark.parametrize("name,values,said", [
     ("glm4_moe", {"n_shared_experts": 0}, "left out, as the logits do not depend on them: 6 tensors"),
     ("glm4_moe", {"num_nextn_predict_layers": 1}, "1 tensors, model.layers.2.\\x1b[2J first"),
-    ("llama", {"rope_scaling": {"type": "linear", "factor": 1.0}}, "step_000000")])
+    ("llama", {"rope_scaling": {"type": "linear", "factor": 1.0}}, "step_000000"),
+    ("smollm3", {"no_rope_layers": [1, 1], "no_rope_layer_interval": 0}, "step_000000")])
 def test_our_function_under_another_name_is_imported(name, values, said, hf, tmp_path, capsys):
     """Layers behind the last one are left out, which is said, with what would obey a terminal escaped."""
     folder = make(hf, tmp_path / "a", name, **values)

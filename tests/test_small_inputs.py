@@ -318,6 +318,22 @@ def test_the_base_of_the_rotary_positions_is_theirs(tmp_path):
     assert read_theirs(tmp_path, model_type="mixtral", **small).cfg.rope_base == 1e6
 
 
+def test_no_layer_of_an_interval_of_0_is_without_rotation(tmp_path):
+    """SmolLM3 has windows in the layers without rotation alone."""
+    small = {"hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2, "num_hidden_layers": 2}
+    window = {"use_sliding_window": True, "sliding_window": 4, "no_rope_layer_interval": 0}
+    cfg = read_theirs(tmp_path, model_type="smollm3", **small, **window).cfg
+    assert (cfg.no_rope_every, cfg.window, cfg.full_every) == (0, 0, 0)
+
+
+def test_learned_positions_are_not_shortened(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"model_type": "gpt2"}))
+    assert config_json.read_config(path, "fp32", 1024).cfg.seq_len == 1024
+    with pytest.raises(ValueError, match="^--seq-len 512 shortens .* 1024 tokens; leave out --seq-len$"):
+        config_json.read_config(path, "fp32", 512)
+
+
 @pytest.mark.parametrize("fields,said", [
     ({"hidden_size": 96, "n_embd": 64}, "hidden_size is 96 and n_embd 64: they are two names"),
     ({"auto_map": {"AutoModel": "own.Model"}}, "auto_map is .*such a model brings code of its own"),
