@@ -36,7 +36,7 @@ if __name__ == "__main__":  # It says what to type where they are not installed.
 import numpy as np
 import tyro
 
-from convert import read_run
+from convert import is_theirs, read_run
 from corpus import text, tokenizer
 from corpus.chat import MARKERS, Template
 from corpus.masked import MASK
@@ -144,9 +144,13 @@ def load_vocabulary(run, vocab_size):
 
     ValueError, OSError: there is none, or it has more symbols than the model.
     """
-    if not Path(run, "tokenizer.json").exists():
+    there = Path(run, "tokenizer.json").exists()
+    if not there and is_theirs(Path(run)):
+        raise ValueError(f"{run} has no tokenizer.json; save its tokenizer again with transformers, as "
+                         "docs/hugging-face.md says")
+    if not there:
         raise ValueError(f"{run} has no tokenizer.json: it was trained on data without text, as --data "
-                         "synthetic is; train with --data data/stdlib")
+                         "synthetic is, or imported without one; train with --data data/stdlib")
     vocabulary = tokenizer.load(run)
     if vocabulary.n_vocab > vocab_size:
         raise ValueError(f"{run}/config.json has vocab_size_used {vocab_size}, tokenizer.json "

@@ -222,6 +222,13 @@ def test_what_is_absent_is_no_value_of_ours(hf, tmp_path):
     assert convert.HuggingFace(folder).cfg.seq_len == 2048
 
 
+def test_a_model_without_its_tokenizer_is_not_called_a_run_on_synthetic_data(hf, tmp_path):
+    folder = make(hf, tmp_path / "a", "llama")
+    refused(sample.main, [folder, "--prompt=x"], "no tokenizer.json; save its tokenizer again with transf")
+    convert.main(["import", str(folder), f"--out={tmp_path}/run"])
+    refused(sample.main, [tmp_path / "run", "--prompt=x"], "--data synthetic is, or imported without one")
+
+
 def test_messages_say_which_half_is_missing(hf, tmp_path):
     path = tmp_path / "config.json"
     for bias in True, False:
