@@ -186,6 +186,8 @@ def meant_data(folder):
 def meant_run(run):
     """Return what to type for the run `run`, which is not there."""
     path = Path(run)
+    if path in steps_of(path.parent) and path.is_dir():
+        return f"give {shlex.quote(str(path.parent))}"
     if path.name.startswith("step_") and steps_of(path.parent):
         return f"that run has {listed(steps_of(path.parent)[-MOST_NAMES:])}"
     there = elsewhere(path, is_run)

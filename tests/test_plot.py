@@ -70,6 +70,15 @@ def test_rows_that_cannot_be_drawn_are_no_missing_rows(value, flags, words, runs
     assert words in capsys.readouterr().out
 
 
+def test_a_step_of_a_run_asks_for_the_run(runs, capsys):
+    for step in ("step_000020", "step_000040"):
+        (runs / "a" / step).mkdir()
+    for typed, said in ("a/step_000020", "give a"), ("a/step_30", "that run has a/step_000020 or a/step_000"):
+        with pytest.raises(SystemExit):
+            plot.main([typed])
+        assert f" {typed} holds no metrics.jsonl; {said}" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("argv,words", [
     ([], "no RUN"), (["none"], "none holds no metrics.jsonl"), (["a", "--metric", "x"], "grad_norm, loss"),
     (["a", "--steps", "3"], "FIRST LAST"), (["a", "--every", "nan"], "--every"),
