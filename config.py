@@ -143,7 +143,7 @@ class Config:
     # on top of the weights of --init-from; 0 trains all weights
     lora: int = flag(0, "shape", (0, 2**16))
     # the adapters' part of the output is multiplied by lora-alpha / lora
-    lora_alpha: float = flag(16.0, "meaning", FACTOR, needs="lora")
+    lora_alpha: float = flag(16.0, "meaning", (1e-3, 10**9), needs="lora")
 
     # layout (dp = world / (tp * cp * pp) is derived)
 

@@ -80,6 +80,9 @@ def read_adapter(folder):
     if found["peft_type"] != "LORA":
         raise ValueError(f"{path}: peft_type is {found['peft_type']!r}, not LORA; ours are LoRA adapters")
     alpha = float(found["lora_alpha"])
+    if alpha <= 0:
+        raise ValueError(f"{path}: lora_alpha is {alpha:g}, with which adapters have no effect; it must be "
+                         "above 0")
     plain = dict(PLAIN)
     if found.get("use_rslora"):  # it divides by the root of the rank
         alpha *= math.sqrt(found["r"])

@@ -324,6 +324,7 @@ def test_errors_of_one_line(base, tuned, tmp_path):
     assert_refused(tell("--resume", str(tuned / "step_000002"), "--lora-alpha=4"), "--lora-alpha 3")
     assert_refused(tell(f"--init-from={base}", "--n-experts=4"), "no adapters for the matrices of experts")
     assert_refused(tell(f"--init-from={base}", "--optimizer=muon"), "leave out --optimizer muon")
+    assert_refused(tell(f"--init-from={base}", "--lora-alpha=0"), "--lora-alpha 0.0 must be at least 0.001")
     assert_refused(tell(f"--init-from={base}", "--vocab-size=101"), "--lora trains no embedding", "--lr 0")
     assert_refused(tell(f"--init-from={tuned}", "--lora=0"), "lora 2", "give --lora 2")
 
@@ -600,6 +601,9 @@ def test_each_field_of_peft_that_changes_the_function_is_read(tmp_path):
         path.write_text(json.dumps({**told, field: others[type(value)]}))
         with pytest.raises(ValueError, match=f"{field} is .*; ours are plain LoRA adapters"):
             peft_files.read_adapter(tmp_path)
+    path.write_text(json.dumps({**told, "lora_alpha": 0}))
+    with pytest.raises(ValueError, match="lora_alpha is 0, with which adapters have no effect"):
+        peft_files.read_adapter(tmp_path)
 
 
 @pytest.mark.parametrize("objective, task, names", [
