@@ -2,6 +2,7 @@
 # Exercised: under a real PBS (docs/cluster.md), `make slurm`, and with stand-ins (tests/test_scripts.py).
 
 die() { echo "nanoshard: $*" >&2; exit 2; }
+source "$(dirname "${BASH_SOURCE[0]}")/flags.sh"
 
 # Where stage.sh puts its copies on each node: the same name in each job, so that a later one finds them
 stage_folder() { echo "${DISK:-/tmp}/nanoshard-$(id -un)"; }
@@ -46,38 +47,4 @@ share_cores() {
     if [[ $1 =~ mpiprocs=([0-9]+) && $1 != *ompthreads* && $OMP_NUM_THREADS = "$NCPUS" ]]; then
         export OMP_NUM_THREADS=$((NCPUS > BASH_REMATCH[1] ? NCPUS / BASH_REMATCH[1] : 1))
     fi
-}
-
-# words_of TEXT: set the array `words` to the words of TEXT, read as in a shell: quotes, several lines. But
-# nothing is expanded.
-words_of() {
-    xargs true <<< "$1" 2>/dev/null || die "a quote is not closed in the flags: $1"
-    mapfile -d '' -t words < <(xargs printf '%s\0' <<< "$1")
-}
-
-# The lines of a file that hold flags
-lines_of() { grep -vE '^[[:space:]]*(#|$)' "$1" || die "no flags in '$1'"; }
-
-# sweep_flags FILE N: set the array `words` to the flags in line N of FILE, with an --out of its own
-sweep_flags() {
-    local file=$1 n=$2 lines name
-    lines=$(lines_of "$file") || exit 2
-    [ "$n" -ge 1 ] && [ "$n" -le "$(wc -l <<< "$lines")" ] || die "$file has no run $n"
-    words_of "$(sed -n "${n}p" <<< "$lines")"
-    name=$(basename "${file%.*}")
-    [[ " ${words[*]}" == *" --out"[\ =]* ]] || words+=(--out "out/$name/$n")
-}
-
-# index_flags FLAG...: set the array `flags`, with the number of this job in its array in the place of {index}
-# and the folder of stage.sh's copies in that of {disk}. SWEEP=FILE adds the line of FILE with that number.
-index_flags() {
-    local index=${INDEX:-${PBS_ARRAY_INDEX:-$SLURM_ARRAY_TASK_ID}} words=()
-    if [ -n "$SWEEP" ]; then
-        [ -n "$index" ] || die "SWEEP=$SWEEP: this is no job array"
-        sweep_flags "$SWEEP" "$index"
-    fi
-    flags=("$@" "${words[@]}")
-    case "${flags[*]}" in *"{index}"*) [ -n "$index" ] || die "{index} in '$*': this is no job array"; esac
-    flags=("${flags[@]//\{index\}/$index}")
-    flags=("${flags[@]//\{disk\}/$(stage_folder)}")
 }

@@ -29,7 +29,7 @@ export MPICH_OFI_NIC_POLICY=BLOCK
 
 # every rank sees all GCDs, in the order of the ranks' cores ([2]); --gpu-bind=closest would show it one alone
 scripts/restart.sh srun --wait=60 -c "$SLURM_CPUS_PER_TASK" --gpu-bind=none \
-    scripts/gpu_order.sh 4,5,2,3,6,7,0,1 python train.py "${flags[@]}" --resume auto
+    scripts/gpu_order.sh 4,5,2,3,6,7,0,1 python train.py "${flags[@]}" --resume "$resume"
 rc=$?
 [ $rc = 85 ] && scontrol requeue "$SLURM_JOB_ID"  # saved before the time limit: queue the job again
 exit $rc

@@ -28,7 +28,7 @@ export MPICH_GPU_SUPPORT_ENABLED=0  # MPI sends one address. 1 is for GPU-aware 
 # the cores follow the GCDs ([1]): local rank, device and cores agree, and every rank sees all GCDs
 masks=fe000000000000,fe00000000000000,fe0000,fe000000,fe,fe00,fe00000000,fe0000000000
 scripts/restart.sh srun --wait=60 --cpu-bind=mask_cpu:$masks --gpu-bind=none \
-    python train.py "${flags[@]}" --resume auto
+    python train.py "${flags[@]}" --resume "$resume"
 rc=$?
 [ $rc = 85 ] && scontrol requeue "$SLURM_JOB_ID"  # saved before the time limit: queue the job again
 exit $rc

@@ -28,7 +28,7 @@ fi
 
 # every rank sees all four GPUs, in the order of the ranks' cores ([2]), so peer access works
 scripts/restart.sh srun --wait=60 -c "$SLURM_CPUS_PER_TASK" --gpu-bind=none scripts/gpu_order.sh 3,2,1,0 \
-    python train.py "${flags[@]}" --resume auto
+    python train.py "${flags[@]}" --resume "$resume"
 rc=$?
 [ $rc = 85 ] && scontrol requeue "$SLURM_JOB_ID"  # saved before the time limit: queue the job again
 exit $rc

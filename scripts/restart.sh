@@ -81,7 +81,6 @@ run_line() {
     wait $pid; rc=$?
     wait
 }
-
 stop() { echo "nanoshard: $*" >&2; exit $rc; }
 used=("${hosts[@]:0:n}")
 trap 'kill -USR1 $pid' USR1
@@ -96,5 +95,6 @@ while bad=(); do
     for host in "${hosts[@]}"; do [[ ${#used[@]} = $n || $lost = *" $host "* ]] || used+=("$host"); done
     [ ${#bad[@]} -gt 0 ] || stop "exit code $rc, but all hosts answer and none was named: no restart"
     [ ${#used[@]} = $n ] || stop "${bad[*]} $why, and no spare host is left: exit code $rc"
+    case " ${line[*]}" in *" --resume "*) find_resume "${line[@]}"; line+=(--resume "$resume") ;; esac
     echo "nanoshard: ${bad[*]} $why: left out. The run starts again on ${used[*]}" >&2
 done

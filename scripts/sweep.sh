@@ -25,7 +25,8 @@ failed=''
 for ((run = 1; run <= runs; run++)); do
     sweep_flags "$file" $run
     echo "run $run of $runs: ${words[*]}"
-    scripts/here.sh "$@" "${words[@]}" --resume auto < /dev/null
+    find_resume "$@" "${words[@]}"
+    scripts/here.sh "$@" "${words[@]}" --resume "$resume" < /dev/null
     rc=$?
     [ $rc = 85 ] && echo "stopped in run $run of $runs; type the same to go on" && break
     [ $rc = 0 ] || failed+=" $run ($rc)"

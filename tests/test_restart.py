@@ -38,15 +38,15 @@ def job(tmp_path):
         (stand_ins / name).chmod(0o755)
     (tmp_path / "nodes").write_text("".join(f"x{i}.site\n" * 2 for i in range(3)))
 
-    def start(launcher, *starts, **env):
+    def start(launcher, *starts, flags=(), **env):
         (tmp_path / "starts").write_text("".join(f"{line}\n" for line in starts))
-        flags = {"srun": ["--wait=60"],
-                 "mpiexec": ["-n", "6", "-ppn", "2", "-hostfile", str(tmp_path / "nodes")]}[launcher]
+        options = {"srun": ["--wait=60"],
+                   "mpiexec": ["-n", "6", "-ppn", "2", "-hostfile", str(tmp_path / "nodes")]}[launcher]
         env = {**os.environ, "PATH": f"{stand_ins}:{os.environ['PATH']}", "SPARES": "1",
                "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "x[0-2]", "SLURM_NTASKS_PER_NODE": "2",
                "PBS_NODEFILE": str(tmp_path / "nodes"), **env}
-        command = [ROOT / "scripts/restart.sh", launcher, *flags, "python", "train.py", "tiny",
-                   "--max-minutes", "9"]
+        command = [ROOT / "scripts/restart.sh", launcher, *options, "python", "train.py", "tiny",
+                   "--max-minutes", "9", *flags]
         return subprocess.Popen(command, env=env, cwd=tmp_path, text=True, stdin=subprocess.DEVNULL,
                                 stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
 
@@ -95,6 +95,15 @@ def test_under_srun(job, tmp_path):
     assert "nanoshard: x1 does not answer" in said
     assert lines(tmp_path) == [f"srun --overlap -N 2 -n 4 -w {hosts} --wait=60 python train.py tiny "
                                "--max-minutes 9" for hosts in ("x0,x1", "x0,x2")]
+
+
+def test_the_second_start_goes_on_with_what_the_first_saved(job, tmp_path):
+    saves = "mkdir -p out/b/step_000009; touch out/b/step_000009/index.json; "
+    flags = ["--resume", "out/a/step_000002", "--out", "out/b"]
+    said = end(job("srun", saves + LOST.format("x1"), "exit 0", flags=flags), 0)
+    assert "out/b has checkpoints of its own" in said
+    first, second = lines(tmp_path)
+    assert first.endswith("--out out/b") and second.endswith("--out out/b --resume auto")
 
 
 def test_without_a_spare_host_the_job_is_queued_again(job, tmp_path):

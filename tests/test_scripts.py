@@ -37,7 +37,7 @@ def test_size_syntax_and_what_must_not_be_in_them():
         assert not re.search(r"^#(PBS|SBATCH)[^#\n]*#", text, re.M), f"{path}: comment behind a directive"
         assert "xercised" in "\n".join(lines[:14]), f"{path} does not say how it was tested"
         if path.name in JOBS:
-            assert "python train.py" in text and "--resume auto" in text and "\nactivate\n" in text, path
+            assert "python train.py" in text and '--resume "$resume"' in text and "\nactivate\n" in text, path
             assert "85" in text or "pbs_start.sh" in text, path
             assert "#PBS" not in text or ("#PBS -r y" in text and "#PBS -l place=scatter" in text), path
             # What only a site can know has a source with a date.
@@ -213,7 +213,7 @@ def test_here_finds_the_allocation_and_runs_what_it_prints(site, name):
     env = {**env, "VIRTUAL_ENV": "x", "DRY": "1", **given}
     (folder / "scripts").unlink()
     (folder / "scripts").mkdir()
-    for script in ("here.sh", "common.sh", "polaris_nccl.sh", "alcf_proxy.sh"):
+    for script in ("here.sh", "common.sh", "flags.sh", "polaris_nccl.sh", "alcf_proxy.sh"):
         (folder / "scripts" / script).symlink_to(ROOT / "scripts" / script)
     command = ["bash", "scripts/here.sh", "tiny", "--prompt", "a b"]
     done = subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True)
@@ -305,6 +305,36 @@ def test_quotes_in_the_variable_args_are_refused_and_commas_arrive(site):
     assert "a quote is not closed" in run_job(site, 4, code=2)
     (site[0] / "flags").unlink()
     assert "no flags in 'flags'" in run_job(site, 4, code=2)
+
+
+@pytest.mark.parametrize("given", [["--resume", "out/a/step_000002"], ["--resume=out/a/step_000002"]])
+def test_a_job_begins_with_the_checkpoint_that_is_named_and_goes_on_with_its_own(site, given):
+    folder, env = site
+    env |= {"SLURM_SUBMIT_DIR": str(folder), "SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_ID": "7"}
+
+    def start(*flags):
+        job = subprocess.run(["bash", ROOT / "scripts/generic.slurm", "tiny", *flags], env=env, cwd=folder,
+                             capture_output=True, text=True)
+        return job.returncode, job.stdout + job.stderr
+
+    def resumed():
+        return re.findall("--resume (\\S+) NCCL", (folder / "calls").read_text())
+
+    assert start(*given, "--out", "out/b")[0] == 85 and resumed() == ["out/a/step_000002"]
+    (folder / "out/b/step_000003.tmp").mkdir(parents=True)
+    (folder / "out/b/step_000003.tmp/index.json").touch()
+    start(*given, "--out=out/b")
+    assert resumed()[1:] == ["out/a/step_000002"]  # a save that was not committed is no checkpoint
+    (folder / "out/b/step_000003.tmp").rename(folder / "out/b/step_000003")
+    assert "out/b has checkpoints of its own" in start(*given, "--out", "out/b")[1]
+    assert resumed()[2:] == ["auto"]
+    submit(site, "-v", f"ARGS=tiny {' '.join(given)} --out out/c")
+    run_job(site, 1)
+    assert resumed()[3:] == []  # mpiexec's line has --max-minutes behind it
+    assert "--resume out/a/step_000002 --max-minutes " in (folder / "calls").read_text()
+    for flags, say in (([], "in a job needs --out"), (["--out", "./out/a/"], "give another --out")):
+        code, said = start(*given, *flags)
+        assert code == 2 and say in said and said.count("\n") == 1
 
 
 def test_a_job_of_an_array(site):
