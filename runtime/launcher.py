@@ -93,15 +93,21 @@ def check_ranks(launcher, names, texts):
 def check_site(launcher, env):
     """ValueError: a variable that only some starts read is set, and is none that can be."""
     numbers = {"torchrun": ("MASTER_PORT", "SLURM_NODEID"),
-               "srun": ("SLURM_NODEID", "SLURM_JOB_ID", "SLURM_STEP_ID")}
+               "srun": ("MASTER_PORT", "SLURM_NODEID", "SLURM_JOB_ID", "SLURM_STEP_ID")}
     for name in numbers.get(launcher, ()):
-        if name in env and whole_number(launcher, name, env[name], 0) > 65535 and name == "MASTER_PORT":
+        if name not in env:
+            continue
+        number = whole_number(launcher, name, env[name], 0)
+        if name == "MASTER_PORT" and number > 65535:
             refuse(launcher, f"{name}={env[name]}", "is no port, the last is 65535")
 
 
 def whole_number(launcher, name, text, low):
-    """Return the whole number of an environment variable. ValueError: it is none, or less than low."""
-    if not re.fullmatch("[+-]?[0-9]{1,9}", text):
+    """Return the whole number of an environment variable. ValueError: it is none, or less than low.
+
+    Ten digits are enough for all of Slurm's numbers. The step of salloc's shell has the number 4294967290.
+    """
+    if not re.fullmatch("[+-]?[0-9]{1,10}", text):
         refuse(launcher, f"{name}={text[:40]}", "is not a number")
     number = int(text)
     if number < low:

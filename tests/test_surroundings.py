@@ -76,6 +76,14 @@ def test_the_last_port_is_65535():
         launcher.check_site("torchrun", {"MASTER_PORT": "65536"})
 
 
+def test_the_step_of_an_interactive_shell_has_a_number_of_ten_digits():
+    """The step of salloc's shell has the number 4294967290, and a federation numbers its jobs so high."""
+    ids = {"SLURM_JOB_ID": "4294967295", "SLURM_STEP_ID": "4294967290", "SLURM_NODEID": "0"}
+    rank = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_LOCALID": "0",
+            "SLURM_STEP_TASKS_PER_NODE": "1"}
+    assert launcher.detect({**ids, **rank}) == ("srun", 0, 1, 0, 1)
+
+
 def test_the_watchdog_knows_that_a_rank_waits_in_mpi(monkeypatch, capsys):
     waits = []
 
