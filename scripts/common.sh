@@ -24,6 +24,21 @@ activate() {
     [ "$venv" = none ] || source "$(stage_folder)/$venv/bin/activate"
 }
 
+# read_hosts: set $ranks and $nodes from $PBS_NODEFILE, which has one line with a host per rank
+read_hosts() {
+    local -x LC_ALL=C  # grep takes any bytes
+    local wrong='' n line='^[[:alnum:]._-]*[[:blank:]]*$'  # a host, or blank
+    if [ ! -f "$PBS_NODEFILE" ] || [ ! -r "$PBS_NODEFILE" ]; then
+        wrong="cannot be read"
+    elif n=$(grep -anvE "$line" "$PBS_NODEFILE" | head -n 1 | cut -d: -f1) && [ -n "$n" ]; then
+        wrong="is no list of hosts, see line $n"
+    elif ! ranks=$(grep -c '[[:alnum:]]' "$PBS_NODEFILE"); then
+        wrong="names no host"
+    fi
+    [ -n "$wrong" ] && die "node file '$PBS_NODEFILE' $wrong; start this in a job (qsub), on its first node"
+    nodes=$(tr -d ' \t' < "$PBS_NODEFILE" | sort -u | grep -c .)
+}
+
 # mpiexec_line RANKS PER_NODE: set the array `line` to a call of mpiexec on the nodes of the PBS job. Open MPI
 # knows no -ppn, binds ranks to cores unless told not to, and gives other nodes only the variables of -x.
 mpiexec_line() {

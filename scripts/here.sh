@@ -18,9 +18,8 @@ source scripts/common.sh
 # Nodes, and where their list comes from -> $scheduler, $nodes, $slots (ranks that were asked for, per node)
 if [ -n "$PBS_NODEFILE" ]; then
     scheduler=PBS
-    [ -r "$PBS_NODEFILE" ] || die "node file '$PBS_NODEFILE' cannot be read: is this the job's first node?"
-    nodes=$(sort -u "$PBS_NODEFILE" | grep -c .)
-    slots=$(($(grep -c . "$PBS_NODEFILE") / nodes))
+    read_hosts
+    slots=$((ranks / nodes))
 elif [ -n "$SLURM_JOB_ID" ]; then
     scheduler=Slurm
     nodes=${SLURM_JOB_NUM_NODES:-1}

@@ -18,21 +18,6 @@ read_flags() {
     index_flags "${words[@]}"
 }
 
-# $PBS_NODEFILE, one line with a host per rank -> $ranks, $nodes
-read_hosts() {
-    local -x LC_ALL=C  # grep takes any bytes
-    local wrong='' n line='^[[:alnum:]._-]*[[:blank:]]*$'  # a host, or blank
-    if [ ! -f "$PBS_NODEFILE" ] || [ ! -r "$PBS_NODEFILE" ]; then
-        wrong="cannot be read"
-    elif n=$(grep -anvE "$line" "$PBS_NODEFILE" | head -n 1 | cut -d: -f1) && [ -n "$n" ]; then
-        wrong="is no list of hosts, see line $n"
-    elif ! ranks=$(grep -c '[[:alnum:]]' "$PBS_NODEFILE"); then
-        wrong="names no host"
-    fi
-    [ -n "$wrong" ] && die "node file '$PBS_NODEFILE' $wrong; start this with qsub"
-    nodes=$(tr -d ' \t' < "$PBS_NODEFILE" | sort -u | grep -c .)
-}
-
 # The line of attribute $1 of this job, from what `qstat -f` printed (its folded lines end in a tab's indent)
 attribute() { sed -e ':a' -e 'N;$!ba' -e 's/\n\t//g' <<< "$job" | sed -n "s/^ *$1 = //p"; }
 

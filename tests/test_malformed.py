@@ -382,7 +382,7 @@ def run_job_script(script, folder):
     return {"code": job.returncode, "out": job.stdout, "err": job.stderr}
 
 
-@pytest.mark.parametrize("script", ["generic.pbs", "polaris.pbs", "aurora.pbs"])
+@pytest.mark.parametrize("script", ["generic.pbs", "polaris.pbs", "aurora.pbs", "here.sh"])
 @pytest.mark.parametrize("name", NODES)
 def test_job_scripts_refuse_a_damaged_node_file(name, script, tmp_path):
     NODES[name](tmp_path / "nodes")
