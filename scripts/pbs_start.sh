@@ -63,7 +63,7 @@ same_job() {
 }
 
 start() {
-    local script=$1 rc pid signalled deleted job walltime options names
+    local script=$1 rc pid signalled deleted job walltime options names name typed
     shift
     find_minutes
     share_cores "$(attribute 'Resource_List\.select')"
@@ -77,8 +77,10 @@ start() {
     same_job  # stopped after a complete save
     export INDEX  # -v NAME takes its value from here: no comma or blank in it needs a quote
     if ! qsub "${options[@]}" ${names:+-v "$names"} "$script"; then
+        typed="cd ${PWD@Q}; "
+        for name in ${names//,/ }; do typed+="$name=${!name@Q} "; done  # this job's; there they are not set
         echo "nanoshard: saved, but not submitted again. On a login node:" \
-            "qsub ${options[*]} ${names:+-v $names }$script" >&2
+            "${typed}qsub ${options[*]} ${names:+-v $names }$script" >&2
     fi
     exit $rc
 }

@@ -263,6 +263,25 @@ def test_the_job_that_is_submitted_again_has_all_of_the_first(site):
     assert words[0][-10:] == [*flags, "--resume", "auto", "--max-minutes"]
 
 
+def test_the_line_for_a_login_node_submits_the_same_job(site):
+    folder, env = site
+    typed = "tiny --data A:0.7,B:0.3 --steps 9"
+    submit(site, "-A", "PROJ", "-l", "select=1:ncpus=2:mpiprocs=2", "-v", "ARGS,NOTE",
+           env={"ARGS": typed, "NOTE": "it's"})
+    qsub = (folder / "bin/qsub").read_text()
+    (folder / "bin/qsub").write_text("#!/bin/bash\nexit 1\n")
+    said = run_job(site, 1)
+    (folder / "bin/qsub").write_text(qsub)
+    line = re.search("nanoshard: saved, but not submitted again. On a login node: (.*)", said)[1]
+    subprocess.run(line, shell=True, executable="/bin/bash", env=env, cwd="/", check=True)
+    first, again = record(site, 1), record(site, 2)
+    assert again["Variable_List"]["ARGS"] == typed
+    for job in (first, again):
+        del job["Submit_arguments"], job["Resource_List.walltime"]
+        del job["Variable_List"]["NOTE"]  # PBS takes out its quote
+    assert again == first
+
+
 def test_where_qstat_hides_what_was_typed(site):
     submit(site, "-A", "PROJ", "-l", "select=1:ncpus=2", "-l", "walltime=1:00:00", "-v", "ARGS=tiny")
     run_job(site, 1, PBS_HIDES="1")
