@@ -7,6 +7,7 @@ runtime/launcher.py reads which rank this process is. Programs import this file 
 idle threads do not spin.
 """
 import contextlib
+import errno
 import functools
 import gc
 import os
@@ -121,6 +122,8 @@ def _slurm_address(n_nodes):
     else:
         host = os.environ.get("MASTER_ADDR", nodes[0])
 
+    if "MASTER_PORT" in os.environ:
+        return host, int(os.environ["MASTER_PORT"])
     job = int(os.environ["SLURM_JOB_ID"])
     step = int(os.environ["SLURM_STEP_ID"])
     return host, 20000 + (job * 31 + step) % 20000
@@ -130,14 +133,28 @@ def _listen(host, port, n_nodes):
     """Return a socket that listens only on the address to which the other ranks connect.
 
     The store trusts everybody who can reach it. If the address is not known, the socket listens on all
-    interfaces, and a printed line says so.
+    interfaces, and a printed line says so. ValueError: the port cannot be had.
     """
+    try:
+        return _server(host, port, n_nodes)
+    except OSError as e:
+        if e.errno not in (errno.EADDRINUSE, errno.EACCES):
+            raise
+        why = "is taken" if e.errno == errno.EADDRINUSE else "needs root"
+        raise ValueError(f"port {port} of {host}, by which the ranks find each other, {why}: set MASTER_PORT "
+                         "to a free one, or start again") from None
+
+
+def _server(host, port, n_nodes):
+    """Return the socket of _listen(). OSError: the port cannot be had."""
     try:
         address = socket.gethostbyname(host)
         if n_nodes == 1 or not address.startswith("127."):
             return socket.create_server((address, port), backlog=4096)
         problem = address
     except OSError as e:
+        if e.errno in (errno.EADDRINUSE, errno.EACCES):
+            raise
         problem = e
 
     complain(f"nanoshard: {host} is no address that {n_nodes} nodes can reach ({problem}): the store "

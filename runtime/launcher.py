@@ -98,7 +98,7 @@ def check_site(launcher, env):
         if name not in env:
             continue
         number = whole_number(launcher, name, env[name], 0)
-        if name == "MASTER_PORT" and number > 65535:
+        if name == "MASTER_PORT" and not 0 < number <= 65535:
             refuse(launcher, f"{name}={env[name]}", "is no port, the last is 65535")
 
 

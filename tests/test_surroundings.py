@@ -6,6 +6,7 @@ import io
 import os
 import queue
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -62,7 +63,19 @@ def test_the_first_host_of_a_slurm_step_is_where_the_ranks_meet(names, host, mon
         with pytest.raises(ValueError, match=r"SLURM_STEP_NODELIST=n\[1-2\] .* names no host"):
             launch._slurm_address(1)
         return
+    monkeypatch.delenv("MASTER_PORT", raising=False)
     assert launch._slurm_address(len(names.split())) == (host, 20000 + 7 * 31 + 2)
+    monkeypatch.setenv("MASTER_PORT", "29501")
+    assert launch._slurm_address(len(names.split())) == (host, 29501)
+
+
+@pytest.mark.parametrize("host,n_nodes", [("127.0.0.1", 1), ("localhost", 2)])  # localhost: all interfaces
+def test_a_port_that_another_program_has_is_one_line(host, n_nodes, capsys):
+    with socket.create_server(("", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ValueError, match=f"port {port} of {host}, .* is taken: set MASTER_PORT"):
+            launch._listen(host, port, n_nodes)
+    assert "Errno" not in capsys.readouterr().err
 
 
 def test_ranks_of_one_node_meet_on_loopback(monkeypatch):
@@ -72,8 +85,9 @@ def test_ranks_of_one_node_meet_on_loopback(monkeypatch):
 
 def test_the_last_port_is_65535():
     launcher.check_site("torchrun", {"MASTER_PORT": "65535", "SLURM_NODEID": "70000"})
-    with pytest.raises(ValueError, match="MASTER_PORT=65536 .* is no port"):
-        launcher.check_site("torchrun", {"MASTER_PORT": "65536"})
+    for name, port in (("torchrun", 65536), ("srun", 65536), ("srun", 0)):
+        with pytest.raises(ValueError, match=f"MASTER_PORT={port} .* is no port"):
+            launcher.check_site(name, {"MASTER_PORT": str(port)})
 
 
 def test_the_step_of_an_interactive_shell_has_a_number_of_ten_digits():
