@@ -145,6 +145,15 @@ def _listen(host, port, n_nodes):
                          "to a free one, or start again") from None
 
 
+def _check_name(host):
+    """ValueError: this host knows no address of the name, so a rank would wait there until --timeout."""
+    try:
+        socket.getaddrinfo(host, None)
+    except (OSError, UnicodeError):
+        raise ValueError(f"{host} has no address here: set MASTER_ADDR to a name or an address of rank 0's "
+                         "host that all nodes know") from None
+
+
 def _server(host, port, n_nodes):
     """Return the socket of _listen(). OSError: the port cannot be had."""
     try:
@@ -174,6 +183,7 @@ def _store(launcher, comm, rank, n_nodes, timeout):
         for name in ("MASTER_ADDR", "MASTER_PORT"):
             if not os.environ.get(name):
                 refuse(launcher, name, "is not set, and by it the ranks find each other")
+        _check_name(os.environ["MASTER_ADDR"])
         store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
         return store
 
@@ -183,18 +193,35 @@ def _store(launcher, comm, rank, n_nodes, timeout):
         host, port = _address(n_nodes), 0  # 0: a free port, so that two jobs on a host never clash
 
     store = None
+    problem = None
     if rank == 0:
-        server = _listen(host, port, n_nodes)
-        address, port = server.getsockname()[:2]
-        if address not in ("0.0.0.0", "::"):
-            host = address  # the other ranks might resolve the name to another address
-        store = dist.TCPStore(host, port, is_master=True, timeout=timeout, wait_for_workers=False,
-                              master_listen_fd=server.detach())
+        try:
+            store, host, port = _open_store(host, port, n_nodes, timeout)
+        except ValueError as e:
+            problem = e
+            host = None
     if comm is not None:
-        host, port = comm.bcast((host, port))
+        host, port = comm.bcast((host, port))  # also where rank 0 has no store: all ranks end together
+    if problem is not None:
+        raise problem
+    if host is None:
+        raise SystemExit(Outcome.WRONG_INPUT)  # rank 0 says why
     if store is None:
+        _check_name(host)
         store = dist.TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False)
     return store
+
+
+def _open_store(host, port, n_nodes, timeout):
+    """Return rank 0's store, and the host and port by which the other ranks reach it."""
+    _check_name(host)
+    server = _listen(host, port, n_nodes)
+    address, port = server.getsockname()[:2]
+    if address not in ("0.0.0.0", "::"):
+        host = address  # the other ranks might resolve the name to another address
+    store = dist.TCPStore(host, port, is_master=True, timeout=timeout, wait_for_workers=False,
+                          master_listen_fd=server.detach())
+    return store, host, port
 
 
 # -----------------------------------------------------------------------------

@@ -83,6 +83,33 @@ def test_ranks_of_one_node_meet_on_loopback(monkeypatch):
     assert (launch._address(1), launch._address(2)) == ("127.0.0.1", "10.0.0.7")
 
 
+@pytest.mark.parametrize("name", ["torchrun", "srun", "hydra"])
+def test_a_name_without_an_address_is_said_before_anybody_waits(name, monkeypatch, capsys):
+    """Under MPI rank 0 speaks, and the others end with it; otherwise each rank has the name for itself."""
+    def unknown(host, port):
+        raise socket.gaierror(-2, "Name or service not known")
+
+    def waits(*args, **how):
+        raise AssertionError("a rank waits for a host that is not there")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    monkeypatch.setattr(launch, "_slurm_address", lambda n_nodes: ("nohost", 29500))
+    monkeypatch.setattr(launch.dist, "rendezvous", waits)
+    monkeypatch.setattr(launch.dist, "TCPStore", waits)
+    monkeypatch.setenv("MASTER_ADDR", "nohost")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    sent = []
+    for rank in (0, 1):
+        comm = None
+        if name == "hydra":  # what rank 0 sends arrives at rank 1
+            comm = SimpleNamespace(bcast=lambda value: sent.append(value) or sent[0])
+        with pytest.raises(SystemExit) as e, launcher.wrong_environment():
+            launch._store(name, comm, rank, 2, None)
+        said = capsys.readouterr().err
+        assert e.value.code == 2
+        assert said.startswith("nanoshard: nohost has no address here") or (comm and rank == 1 and not said)
+
+
 def test_the_last_port_is_65535():
     launcher.check_site("torchrun", {"MASTER_PORT": "65535", "SLURM_NODEID": "70000"})
     for name, port in (("torchrun", 65536), ("srun", 65536), ("srun", 0)):
