@@ -113,8 +113,9 @@ def _slurm_address(n_nodes):
         raise ValueError("srun started the ranks, and scontrol, which knows their hosts, is not on the PATH: "
                          "load Slurm's module, or start the ranks with mpiexec or torchrun") from None
     except (OSError, subprocess.CalledProcessError) as e:
-        said = getattr(e, "stderr", "") or e
-        raise ValueError(f"{' '.join(command)} failed ({said}): start the ranks with srun") from None
+        said = (getattr(e, "stderr", "") or "").strip() or str(e)
+        raise ValueError(f"{' '.join(command)} failed ({said.splitlines()[-1]}): set SLURM_CONF, or start "
+                         "the ranks with mpiexec or torchrun") from None
     if not nodes:
         refuse("srun", f"SLURM_STEP_NODELIST={command[-1]}", "names no host")
     if len(nodes) == 1:

@@ -69,6 +69,18 @@ def test_the_first_host_of_a_slurm_step_is_where_the_ranks_meet(names, host, mon
     assert launch._slurm_address(len(names.split())) == (host, 29501)
 
 
+def test_what_scontrol_says_is_repeated_with_a_fix(monkeypatch):
+    for name, value in {"SLURM_STEP_NODELIST": "n[1-2]", "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "2"}.items():
+        monkeypatch.setenv(name, value)
+
+    def run(command, **how):
+        raise subprocess.CalledProcessError(1, command, stderr="scontrol: error: a\nscontrol: fatal: b\n")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    with pytest.raises(ValueError, match=r"failed \(scontrol: fatal: b\): set SLURM_CONF, or .* mpiexec"):
+        launch._slurm_address(2)
+
+
 @pytest.mark.parametrize("host,n_nodes", [("127.0.0.1", 1), ("localhost", 2)])  # localhost: all interfaces
 def test_a_port_that_another_program_has_is_one_line(host, n_nodes, capsys):
     with socket.create_server(("", 0)) as taken:
