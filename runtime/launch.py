@@ -35,7 +35,14 @@ from parallel import Axis
 from runtime import address, limits, mpi, visible
 from runtime.abort import end_all_on_exception
 from runtime.calls import CollectiveLog
-from runtime.launcher import NO_TIMEOUT, detect, keep_library_kernels, refuse, wrong_environment
+from runtime.launcher import (
+    NO_TIMEOUT,
+    detect,
+    keep_library_kernels,
+    ranks_of_nodes,
+    refuse,
+    wrong_environment,
+)
 
 keep_library_kernels()  # before anything imports them
 
@@ -388,6 +395,8 @@ def _place(start, comm):
     if comm is None:
         node = int(os.environ.get("SLURM_NODEID", start.rank // start.local_size))
         n_nodes = ceil_div(start.size, start.local_size)
+        if start.launcher == "srun" and "SLURM_STEP_TASKS_PER_NODE" in os.environ:
+            n_nodes = len(ranks_of_nodes(os.environ["SLURM_STEP_TASKS_PER_NODE"]))
         return start.size, start.local_size, node, n_nodes
 
     from mpi4py import MPI

@@ -60,11 +60,29 @@ def detect(env):
             return Start(launcher, *check_ranks(launcher, names, [rank, None, local_rank, local_size]))
         if rank is not None and size is not None and local_rank is not None:
             check_site(launcher, env)
+            if launcher == "srun" and local_size is not None:
+                counts = ranks_of_nodes(local_size)
+                node = int(env.get("SLURM_NODEID", "0"))
+                texts[3] = str(counts[node] if node < len(counts) else counts[0])
             return Start(launcher, *check_ranks(launcher, names, texts))
     rank, size = env.get("RANK"), env.get("WORLD_SIZE")
     if rank is not None and size not in (None, "1"):  # each rank would train the whole model alone
         refuse("torchrun", f"RANK={rank[:40]} of WORLD_SIZE={size[:40]}", "has no LOCAL_RANK")
     return Start("single", rank=0, size=1, local_rank=0, local_size=1)
+
+
+def ranks_of_nodes(text):
+    """Return the number of ranks on each node of a step. Slurm writes 4(x2),3 for 4, 4 and 3.
+
+    ValueError: Slurm does not write this.
+    """
+    counts = []
+    for part in text.split(","):
+        found = re.fullmatch(r"([0-9]{1,9})(?:\(x([0-9]{1,5})\))?", part)
+        if found is None:
+            refuse("srun", f"SLURM_STEP_TASKS_PER_NODE={text[:40]}", "is no list such as 4(x2),3")
+        counts += [int(found[1])] * int(found[2] or 1)
+    return counts
 
 
 def check_ranks(launcher, names, texts):
@@ -74,7 +92,7 @@ def check_ranks(launcher, names, texts):
     """
     rank_name, size_name, local_rank_name, local_size_name = names
     rank, size, local_rank, local_size = texts
-    local_size = (local_size or "1").split("(")[0].split(",")[0]  # Slurm writes 4(x2),3
+    local_size = local_size or "1"
     rank = whole_number(launcher, rank_name, rank, 0)
     local_rank = whole_number(launcher, local_rank_name, local_rank, 0)
     local_size = whole_number(launcher, local_size_name, local_size, 1)

@@ -137,6 +137,18 @@ def test_the_step_of_an_interactive_shell_has_a_number_of_ten_digits():
     assert launcher.detect({**ids, **rank}) == ("srun", 0, 1, 0, 1)
 
 
+@pytest.mark.parametrize("written,node,ranks,n_nodes", [
+    ("1,2", 0, 1, 2), ("1,2", 1, 2, 2), ("4(x2),3", 1, 4, 3), ("4(x2),3", 2, 3, 3), ("2", 0, 2, 1)])
+def test_each_node_of_a_step_has_its_own_number_of_ranks(written, node, ranks, n_nodes, monkeypatch):
+    env = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "12", "SLURM_LOCALID": "0",
+           "SLURM_NODEID": str(node), "SLURM_STEP_TASKS_PER_NODE": written}
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    start = launcher.detect(env)
+    assert start.local_size == ranks
+    assert launch._place(start, None) == (12, ranks, node, n_nodes)
+
+
 def test_the_watchdog_knows_that_a_rank_waits_in_mpi(monkeypatch, capsys):
     waits = []
 
