@@ -4,6 +4,20 @@
 die() { echo "nanoshard: $*" >&2; exit 2; }
 source "$(dirname "${BASH_SOURCE[0]}")/flags.sh"
 
+# load_modules NAME...: load the site's modules. Without one of them the run would take another Python or MPI.
+load_modules() {
+    [ $# -gt 0 ] || return 0
+    type module &> /dev/null || die "no command 'module' here, so $* cannot be loaded: leave out MODULES"
+    module load "$@" || die "module load $* failed: 'module avail' lists those of this site"
+}
+
+# nccl_settings NODES: source the file NCCL_SETTINGS, if it is named and there are several nodes
+nccl_settings() {
+    [ "$1" -gt 1 ] && [ -n "$NCCL_SETTINGS" ] || return 0
+    [ -r "$NCCL_SETTINGS" ] || die "no file NCCL_SETTINGS=$NCCL_SETTINGS (from $PWD)"
+    source "$NCCL_SETTINGS"
+}
+
 # Where stage.sh puts its copies on each node: the same name in each job, so that a later one finds them
 stage_folder() { echo "${DISK:-/tmp}/nanoshard-$(id -un)"; }
 

@@ -13,10 +13,10 @@
 #     modules, network option, plugin, mpi4py, MIOpen's folder (others could make theirs first: a fixed name)
 # [2] the same commit, systems/frontier_user_guide.rst: partition, -c 7; cores 0-7 are beside GCD 4, and so on
 
-cd "$SLURM_SUBMIT_DIR" || exit 1
-source scripts/common.sh
+cd "$SLURM_SUBMIT_DIR" && source scripts/common.sh 2> /dev/null ||
+    { echo "nanoshard: submit from the repository's root, not $PWD" >&2; exit 2; }
 index_flags "${@:-tiny}"
-module load ${MODULES:-PrgEnv-gnu/8.7.0 cpe/26.03 miniforge3/23.11.0-0 rocm/7.1.1 craype-accel-amd-gfx90a}
+load_modules ${MODULES:-PrgEnv-gnu/8.7.0 cpe/26.03 miniforge3/23.11.0-0 rocm/7.1.1 craype-accel-amd-gfx90a}
 export LD_LIBRARY_PATH=$CRAY_LD_LIBRARY_PATH:$LD_LIBRARY_PATH  # another CPE than the default ([1])
 activate
 MIOPEN_USER_DB_PATH=$(mktemp -d) || exit 1
@@ -25,7 +25,7 @@ export MIOPEN_USER_DB_PATH MIOPEN_CUSTOM_CACHE_DIR=$MIOPEN_USER_DB_PATH
 # imported first). [2] says that this variable changes the policy; the value BLOCK is unsourced
 export MPICH_OFI_NIC_POLICY=BLOCK
 # without the plugin RCCL uses sockets. It sets NCCL's and libfabric's variables: none follows ([1])
-[ "$SLURM_JOB_NUM_NODES" -gt 1 ] && module load rccl-net-plugin
+[ "$SLURM_JOB_NUM_NODES" -gt 1 ] && load_modules rccl-net-plugin
 
 # every rank sees all GCDs, in the order of the ranks' cores ([2]); --gpu-bind=closest would show it one alone
 scripts/restart.sh srun --wait=60 -c "$SLURM_CPUS_PER_TASK" --gpu-bind=none \

@@ -15,10 +15,10 @@
 #     MPICH_GPU_SUPPORT_ENABLED
 # [3] the same commit, docs/software/packages/pytorch.md: NCCL_SOCKET_IFNAME, MIOpen's folder
 
-cd "$SLURM_SUBMIT_DIR" || exit 1
-source scripts/common.sh
+cd "$SLURM_SUBMIT_DIR" && source scripts/common.sh 2> /dev/null ||
+    { echo "nanoshard: submit from the repository's root, not $PWD" >&2; exit 2; }
 index_flags "${@:-tiny}"
-[ -n "$MODULES" ] && module load $MODULES
+load_modules $MODULES
 activate
 MIOPEN_USER_DB_PATH=$(mktemp -d) || exit 1
 export MIOPEN_USER_DB_PATH MIOPEN_CUSTOM_CACHE_DIR=$MIOPEN_USER_DB_PATH

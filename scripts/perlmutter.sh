@@ -15,10 +15,10 @@
 # Unsourced: the lines with #SBATCH, and each line below that says so. No page and day were noted for them,
 # and none was found again.
 
-cd "$SLURM_SUBMIT_DIR" || exit 1
-source scripts/common.sh
+cd "$SLURM_SUBMIT_DIR" && source scripts/common.sh 2> /dev/null ||
+    { echo "nanoshard: submit from the repository's root, not $PWD" >&2; exit 2; }
 index_flags "${@:-tiny}"
-module load ${MODULES:-pytorch}  # torch, NCCL with its slingshot plugin, mpi4py ([1])
+load_modules ${MODULES:-pytorch}  # torch, NCCL with its slingshot plugin, mpi4py ([1])
 activate
 export MPICH_GPU_SUPPORT_ENABLED=0  # MPI sends one address; GPU-aware MPI would need Cray's GTL
 # library (unsourced for Perlmutter)

@@ -379,6 +379,37 @@ def test_what_stops_a_pbs_script_before_the_run(site):
     assert "qsub -v MINUTES=N" in run_job(site, 2, code=2)
 
 
+@pytest.mark.parametrize("script", ["generic.pbs", "generic.slurm"])
+@pytest.mark.parametrize("env,say", [
+    ({"MODULES": "gcc nothere"}, "nanoshard: module load gcc nothere failed"),
+    ({"MODULES": "gcc", "BASH_ENV": ""}, "nanoshard: no command 'module' here, so gcc cannot be loaded"),
+    ({"NCCL_SETTINGS": "nothere.sh"}, "nanoshard: no file NCCL_SETTINGS=nothere.sh (from ")])
+def test_modules_and_settings_that_are_not_there_stop_a_job(site, script, env, say):
+    folder, environment = site
+    (folder / "site.sh").write_text('module() { [[ "$*" != *nothere* ]]; }\n')
+    if script == "generic.pbs":
+        submit(site)
+        said = run_job(site, 1, hosts=["a", "b"], code=2, **env)
+    else:
+        slurm = {"SLURM_SUBMIT_DIR": str(folder), "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_ID": "7"}
+        job = subprocess.run(["bash", ROOT / "scripts" / script], env={**environment, **slurm, **env},
+                             cwd=folder, capture_output=True, text=True)
+        assert job.returncode == 2
+        said = job.stderr
+    assert said.startswith(say) and said.count("\n") == 1
+    assert not (folder / "calls").exists()
+
+
+@pytest.mark.parametrize("script", JOBS)
+def test_a_job_submitted_from_another_folder_is_one_line(site, script):
+    folder, env = site
+    other = folder / "jobs"
+    job = subprocess.run(["bash", ROOT / "scripts" / script], cwd=other, capture_output=True, text=True,
+                         env={**env, "SLURM_SUBMIT_DIR": str(other), "PBS_O_WORKDIR": str(other)})
+    assert (job.returncode, job.stdout) == (2, "")
+    assert job.stderr == f"nanoshard: submit from the repository's root, not {other}\n"
+
+
 def test_qdel_and_qrerun_submit_no_second_job(site):
     """PBS sends TERM to all processes of the job: the ranks save and exit with 85. After qrerun PBS itself
     starts the job again, and two jobs would share one --out."""
