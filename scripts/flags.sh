@@ -8,8 +8,11 @@ words_of() {
     mapfile -d '' -t words < <(xargs printf '%s\0' <<< "$1")
 }
 
-# The lines of a file that hold flags
-lines_of() { grep -vE '^[[:space:]]*(#|$)' "$1" || die "no flags in '$1'"; }
+# The lines of a file that hold flags, also where an editor of Windows ended them
+lines_of() {
+    [ -f "$1" ] && [ -r "$1" ] || die "no file '$1' to read (from $PWD)"
+    tr -d '\r' < "$1" | grep -vE '^[[:space:]]*(#|$)' || die "no flags in '$1'"
+}
 
 # sweep_flags FILE N: set the array `words` to the flags in line N of FILE, with an --out of its own
 sweep_flags() {

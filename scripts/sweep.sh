@@ -14,7 +14,7 @@
 # Exercised: on two real ranks, and both arrays with stand-ins (tests/test_stage.py).
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 [ $# -gt 0 ] || die "sweep.sh FILE ARGS...: which file? a line of flags for each run"
-[ -r "$1" ] || die "no file '$1' to read"
+[ -r "$1" ] || die "no file '$1' to read (from $PWD)"
 file=$(realpath "$1")
 shift
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1

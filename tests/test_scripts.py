@@ -322,8 +322,13 @@ def test_quotes_in_the_variable_args_are_refused_and_commas_arrive(site):
     (site[0] / "flags").write_text("tiny --prompt 'a b")
     submit(site, "-v", "ARGS=@flags")
     assert "a quote is not closed" in run_job(site, 4, code=2)
-    (site[0] / "flags").unlink()
+    (site[0] / "flags").write_text("# none\n")
     assert "no flags in 'flags'" in run_job(site, 4, code=2)
+    (site[0] / "flags").unlink()
+    assert run_job(site, 4, code=2) == f"nanoshard: no file 'flags' to read (from {site[0]})\n"
+    (site[0] / "flags").write_bytes(b"tiny --steps 7\r\n\r\n--out 'a b'\r\n")
+    run_job(site, 4)
+    assert "\ntiny\n--steps\n7\n--out\na b\n--resume\n" in (site[0] / "words").read_text()
 
 
 @pytest.mark.parametrize("given", [["--resume", "out/a/step_000002"], ["--resume=out/a/step_000002"]])
