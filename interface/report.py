@@ -228,6 +228,7 @@ def command_of(config, changes=None):
     changes = dict(changes or {})
     if "resume" in changes:
         changes["dump_grads"] = None  # the first step is behind a run that goes on
+        changes["max_minutes"] = None  # a job script gave what was left of its own job
     argv = change_words(argv, changes)
     program = paths.program(Path(program).name)
     world = config.get("world")

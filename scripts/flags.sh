@@ -24,19 +24,24 @@ sweep_flags() {
     [[ " ${words[*]}" == *" --out"[\ =]* ]] || words+=(--out "out/$name/$n")
 }
 
+# value_of NAME FLAG...: print the last value that the flags give to NAME, if they do
+value_of() {
+    local name=$1 value=''
+    while shift && [ $# -gt 0 ]; do
+        case $1 in
+            "$name") value=$2 ;;
+            "$name"=*) value=${1#*=} ;;
+        esac
+    done
+    printf '%s' "$value"
+}
+
 # find_resume FLAG...: set `resume` to the checkpoint with which a run of these flags begins. A --resume PATH
 # counts until --out has a checkpoint: a job that is queued again goes on with what it has saved.
 find_resume() {
-    local path='' out='' saved
-    while [ $# -gt 0 ]; do
-        case $1 in
-            --resume) path=$2 ;;
-            --resume=*) path=${1#*=} ;;
-            --out) out=$2 ;;
-            --out=*) out=${1#*=} ;;
-        esac
-        shift
-    done
+    local path out saved
+    path=$(value_of --resume "$@")
+    out=$(value_of --out "$@")
     resume=auto
     case $path in '' | auto | none) return ;; esac
     [ -n "$out" ] || die "--resume $path in a job needs --out, the folder with which the job goes on later"

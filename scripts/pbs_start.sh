@@ -21,11 +21,13 @@ read_flags() {
 # The line of attribute $1 of this job, from what `qstat -f` printed (its folded lines end in a tab's indent)
 attribute() { sed -e ':a' -e 'N;$!ba' -e 's/\n\t//g' <<< "$job" | sed -n "s/^ *$1 = //p"; }
 
-# The walltime -> MINUTES, unless it is given: a tenth (10 minutes at most) is kept for start and end
+# The walltime -> MINUTES, unless it or --max-minutes is given: a tenth (10 minutes at most) is kept for start
+# and end
 find_minutes() {
     local h m s left
     job=$(qstat -f "$PBS_JOBID" 2>/dev/null)
     walltime=$(attribute 'Resource_List\.walltime')
+    MINUTES=${MINUTES:-$(value_of --max-minutes "${flags[@]}")}
     [ -n "$MINUTES" ] && return
     [ -z "$job" ] && die "qstat does not answer here: qsub -v MINUTES=N, a little less than the walltime"
     [ -z "$walltime" ] && MINUTES=0 && return  # no limit

@@ -334,6 +334,8 @@ def test_a_run_that_goes_on_writes_no_gradients_and_says_so(tmp_path):
         config = {"argv": ["train.py", *words, "--lr=1"]}
         assert report.command_of(config, {"resume": "auto"}) == "python train.py --lr=1 --resume auto"
         assert "dump" in report.command_of(config)
+    config = {"argv": ["train.py", "--lr=1", "--resume", "auto", "--max-minutes", "27.00"], "world": 1}
+    assert report.command_of(config, {"resume": "auto"}) == "python train.py --lr=1 --resume auto"
 
 
 def test_dump_grads_does_not_replace_a_file_that_came_meanwhile(tmp_path):

@@ -282,6 +282,15 @@ def test_the_line_for_a_login_node_submits_the_same_job(site):
     assert again == first
 
 
+@pytest.mark.parametrize("flags,given,minutes", [
+    ("--max-minutes 7", {}, "7"), ("--max-minutes=7", {}, "7"), ("--max-minutes 7", {"MINUTES": "5"}, "5")])
+def test_minutes_that_are_typed_hold(site, flags, given, minutes):
+    submit(site, "-v", f"ARGS=tiny {flags}")
+    run_job(site, 1, **given)
+    last = (site[0] / "words").read_text().split("\n\n")[0].split("\n")[-1]
+    assert last == minutes
+
+
 def test_where_qstat_hides_what_was_typed(site):
     submit(site, "-A", "PROJ", "-l", "select=1:ncpus=2", "-l", "walltime=1:00:00", "-v", "ARGS=tiny")
     run_job(site, 1, PBS_HIDES="1")
