@@ -38,6 +38,7 @@ from config import Config, Outcome, check
 from cost.gpus import GPUS, kind_of
 from cost.parameters import count_parameters, flops_per_token
 from interface.command_line import parse, wrong_input
+from interface.files import must_write
 from interface.layout import check_layout
 from ops.accelerator import device_name, total_memory
 from parallel import make_mesh
@@ -267,7 +268,8 @@ def main(argv=None):
     with wrong_input():
         flags = read_flags(sys.argv[1:] if argv is None else argv)
         if flags.json:
-            flags.json.touch()  # a wrong path is reported now, not after the measurement
+            with must_write(flags.json, "--json"):
+                flags.json.touch()  # a wrong path is reported now, not after the measurement
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # leave through finally: no rank stays behind
     began = time.monotonic()
     rows, gpu = sweep(flags)

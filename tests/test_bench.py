@@ -193,6 +193,13 @@ def test_missing_or_failing_packages_cost_one_line(tmp_path, monkeypatch, capsys
     assert capsys.readouterr().out.count("going on without it") == 1
 
 
+def test_a_folder_that_cannot_be_written_is_one_line(capsys):
+    with pytest.raises(SystemExit) as end:
+        smoke.run(World(), smoke.Flags(out=Path(__file__) / "out"))
+    said = capsys.readouterr().err
+    assert end.value.code == 2 and len(said.splitlines()) == 1 and "give another --out" in said
+
+
 @pytest.mark.parametrize("main,argv,words", [
     (smoke.main, ["--itres", "5"], "perhaps you meant --iters"), (smoke.main, ["--iters", "0"], "at least 1"),
     (smoke.main, ["--lr", "nan"], "--lr nan"), (speed.main, ["W1", "--steps", "3"], "at least 4"),

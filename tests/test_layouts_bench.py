@@ -103,3 +103,7 @@ def test_wrong_flags_are_one_line(monkeypatch, capsys):
         layouts.main(["tiny", "--layouts", "dp2", "--n-layr", "3"])
     said = capsys.readouterr().err
     assert exit_.value.code == 2 and len(said.splitlines()) == 1 and "--n-layer" in said
+    with pytest.raises(SystemExit) as exit_:
+        layouts.main(["tiny", "--layouts", "dp2", "--json", f"{__file__}/rows.json"])
+    said = capsys.readouterr().err
+    assert exit_.value.code == 2 and len(said.splitlines()) == 1 and "give another --json" in said
