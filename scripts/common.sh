@@ -33,6 +33,10 @@ activate() {
     fi
     [ -n "$STAGE" ] || return
     local folders=($STAGE)
+    venv=${venv#"$PWD/"} venv=${venv#"$(pwd -P)/"}  # the copies keep the names that folders have below $PWD
+    case /$venv/ in
+        //* | */../*) die "STAGE copies what is below $PWD, and VENV=$venv is not: leave out STAGE" ;;
+    esac
     [ "$venv" = none ] || [[ " $STAGE " == *" $venv "* ]] || folders+=("$venv")
     scripts/stage.sh "${folders[@]}" || exit
     [ "$venv" = none ] || source "$(stage_folder)/$venv/bin/activate"
@@ -51,6 +55,14 @@ read_hosts() {
     fi
     [ -n "$wrong" ] && die "node file '$PBS_NODEFILE' $wrong; start this in a job (qsub), on its first node"
     nodes=$(tr -d ' \t' < "$PBS_NODEFILE" | sort -u | grep -c .)
+}
+
+# even_hosts: stop the job if PBS gave its nodes unlike numbers of ranks, as mpiexec takes one for all
+even_hosts() {
+    local counts
+    counts=$(tr -d ' \t' < "$PBS_NODEFILE" | grep . | sort | uniq -c | awk '{print $2 ": " $1}')
+    [ "$(cut -d ' ' -f 2 <<< "$counts" | sort -u | wc -l)" = 1 ] || die "ranks of the nodes differ" \
+        "($(paste -sd, <<< "${counts//: /:}")): give each chunk of -l select the same mpiprocs"
 }
 
 # mpiexec_line RANKS PER_NODE: set the array `line` to a call of mpiexec on the nodes of the PBS job. Open MPI

@@ -414,6 +414,15 @@ def test_modules_and_settings_that_are_not_there_stop_a_job(site, script, env, s
     assert not (folder / "calls").exists()
 
 
+def test_nodes_with_unlike_numbers_of_ranks_are_refused(site):
+    submit(site)
+    for hosts in (["n1", "n1", "n2"], ["n1", "n1", "n1", "n2"]):
+        said = run_job(site, 1, hosts=hosts, code=2)
+        assert f"ranks of the nodes differ (n1:{len(hosts) - 1},n2:1): give each chunk" in said
+        assert said.count("\n") == 1
+    assert not (site[0] / "calls").exists()
+
+
 @pytest.mark.parametrize("script", JOBS)
 def test_a_job_submitted_from_another_folder_is_one_line(site, script):
     folder, env = site

@@ -1,5 +1,6 @@
 """scripts/stage.sh and scripts/sweep.sh, with stand-ins for mpiexec, srun, sbcast and python."""
 import os
+import shutil
 import subprocess
 import sys
 
@@ -117,13 +118,15 @@ def test_what_stops_it_is_one_line(nodes):
     assert "DISK=FOLDER" in run("data/mine", code=2, DISK="/nowhere")
 
 
-def test_a_job_script_copies_and_trains_from_the_copy(site):  # noqa: F811
+@pytest.mark.parametrize("absolute", [False, True])
+def test_a_job_script_copies_and_trains_from_the_copy(site, absolute):  # noqa: F811
     folder, env = site
     (folder / "data/mine").mkdir(parents=True)
     (folder / "data/mine/train.bin").write_bytes(b"x")
     env["DISK"] = str(folder / "disk")
     (folder / "disk").mkdir()
-    submit(site, "-v", f"STAGE=data/mine,DISK={folder}/disk,ARGS=tiny --data {{disk}}/data/mine")
+    environment = f",VENV={folder}/.venv" if absolute else ""
+    submit(site, "-v", f"STAGE=data/mine,DISK={folder}/disk,ARGS=tiny --data {{disk}}/data/mine{environment}")
     # BASH_SOURCE of the scripts leads to the real repository; here it is the folder of the stand-ins.
     (folder / "scripts").unlink()
     (folder / "scripts").mkdir()
@@ -135,6 +138,12 @@ def test_a_job_script_copies_and_trains_from_the_copy(site):  # noqa: F811
     assert f"train.py tiny --data {copy}/data/mine --resume auto" in (folder / "calls").read_text()
     again = record(site, 2)["Variable_List"]
     assert again["STAGE"] == "data/mine" and again["DISK"] == env["DISK"]
+    if absolute:
+        elsewhere = folder.with_name("elsewhere")
+        shutil.copytree(folder / ".venv", elsewhere)
+        said = run_job(site, 1, VENV=str(elsewhere), code=2)
+        assert said == (f"nanoshard: STAGE copies what is below {folder}, and VENV={elsewhere} is not: "
+                        "leave out STAGE\n")
 
 
 PYTHON = """#!/bin/bash
