@@ -30,16 +30,13 @@ fi
 
 # The GPUs of this node; all nodes are taken to be alike
 gpus=$({ nvidia-smi -L || rocm-smi --showid | grep -o '^GPU\[[0-9]*\]' | sort -u; } 2>/dev/null | grep -c .)
-if [ -z "$SITE" ]; then
-    case "${LMOD_SYSTEM_NAME:-$NERSC_HOST} ${SLURM_CLUSTER_NAME} $(hostname -f 2>/dev/null)" in
-        *polaris*) SITE=polaris ;;
-        *aurora*) SITE=aurora ;;
-        *perlmutter*) SITE=perlmutter ;;
-        *frontier*) SITE=frontier ;;
-        *lumi*) SITE=lumi ;;
-        *crux*) SITE=crux ;;
-        *sophia*) SITE=sophia ;;
-    esac
+if [ -z "$SITE" ]; then  # a word that the system sets, or one in the name of a node of ALCF or OLCF
+    host=$(hostname -f 2>/dev/null)
+    case $host in *.alcf.anl.gov | *.olcf.ornl.gov) ;; *) host='' ;; esac
+    words=" ${LMOD_SYSTEM_NAME:-$NERSC_HOST} $SLURM_CLUSTER_NAME ${host//[^a-z]/ } "
+    for name in polaris aurora perlmutter frontier lumi crux sophia; do
+        case $words in *" $name "*) SITE=$name ;; esac
+    done
 fi
 [ "$SITE" = aurora ] && gpus=12  # tiles
 full=$gpus  # the ranks of a full node

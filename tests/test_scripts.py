@@ -226,6 +226,23 @@ def test_here_finds_the_allocation_and_runs_what_it_prints(site, name):
         assert all(setting in calls for setting in settings), calls
 
 
+@pytest.mark.parametrize("host,variables,found", [
+    ("x3006c0s13b1n0.hsn.cm.polaris.alcf.anl.gov", {}, "polaris"),
+    ("frontier01234.frontier.olcf.ornl.gov", {}, "frontier"),
+    ("nid001", {"NERSC_HOST": "perlmutter"}, "perlmutter"),
+    ("nid001", {"SLURM_CLUSTER_NAME": "lumi"}, "lumi"),
+    ("nid001", {"SLURM_CLUSTER_NAME": "illumina"}, ""), ("sophias-laptop.local", {}, ""),
+    ("aurora.local", {}, "")])
+def test_here_knows_a_site_by_whole_words(site, host, variables, found):
+    folder, env = site
+    (folder / "bin/hostname").write_text(f"#!/bin/bash\necho {host}\n")
+    (folder / "bin/hostname").chmod(0o755)
+    done = subprocess.run(["bash", "scripts/here.sh"], cwd=folder, capture_output=True, text=True,
+                          env={**env, "VIRTUAL_ENV": "x", "DRY": "1", **variables})
+    said = done.stdout.splitlines()[0]
+    assert re.match(r"no scheduler(?: at (\w+))?: 1 node", said)[1] == (found or None), said
+
+
 def test_every_script_shows_each_rank_all_gpus():
     """In the order of the ranks' cores; on Frontier cores 0-7 are beside GPU 4 and so on."""
     text = "".join(path.read_text() for path in SCRIPTS)
