@@ -103,8 +103,8 @@ def command_line(cls, argv, prog, about, default=None):
 # The config.json of a run
 
 # What a run writes there beside its flags.
-OF_THE_RUN = ("vocab_size_used", "mask_token", "git", "argv", "world", "launcher", "dp", "torch", "machine",
-              "attention", "products")
+OF_THE_RUN = ("vocab_size_used", "mask_token", "git", "argv", "world", "nodes", "launcher", "dp", "torch",
+              "machine", "attention", "products")
 TUPLES = {field.name: [typing.get_args(field.type)[0]] for field in dataclasses.fields(Config)
           if typing.get_origin(field.type) is tuple}  # flags of several numbers: the schema of their JSON
 

@@ -254,9 +254,15 @@ def words_of(value):
     return [str(part) for part in value] if isinstance(value, tuple | list) else [str(value)]
 
 
-def command(ranks, argv, starter="mpiexec", program="train.py"):
-    """Return the command that starts a program on `ranks` ranks. starter: torchrun, srun, or any other."""
+def command(ranks, argv, starter="mpiexec", program="train.py", nodes=1):
+    """Return the command that starts a program on `ranks` ranks. starter: torchrun, srun, or any other.
+
+    nodes: the number of nodes. torchrun is typed on each of them, and HOST is the name of the first.
+    """
     program = shlex.join([program, *argv])
+    if starter == "torchrun" and nodes > 1 and ranks % nodes == 0:
+        return (f"torchrun --nnodes {nodes} --nproc-per-node {ranks // nodes} --rdzv-backend c10d "
+                f"--rdzv-endpoint HOST:29500 {program}")
     if starter == "torchrun":
         return f"torchrun --nproc-per-node {ranks} {program}"
     if starter == "srun":

@@ -234,7 +234,9 @@ def command_of(config, changes=None):
     world = config.get("world")
     if not isinstance(world, int) or world == 1:
         return shlex.join(["python", program, *argv])
-    return command(world, argv, config.get("launcher"), program)
+    nodes = config.get("nodes")
+    nodes = nodes if type(nodes) is int and nodes > 0 else 1
+    return command(world, argv, config.get("launcher"), program, nodes)
 
 
 def sample_command(out, config):

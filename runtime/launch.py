@@ -85,7 +85,7 @@ class World:
 # -----------------------------------------------------------------------------
 def same_command(world, ranks):
     """Return the command line of this run, for another number of ranks."""
-    return nearest.command(ranks, sys.argv[1:], world.launcher)
+    return nearest.command(ranks, sys.argv[1:], world.launcher, nodes=world.n_nodes)
 
 
 # -----------------------------------------------------------------------------

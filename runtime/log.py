@@ -203,8 +203,8 @@ def make_log(cfg, parts, world, out, state, source):
     config = {**dataclasses.asdict(cfg), "vocab_size_used": state.vocab_size}
     if cfg.objective == "mlm":
         config["mask_token"] = source.mask_token
-    config.update(git=git_revision(), argv=sys.argv, world=world.size, launcher=world.launcher,
-                  dp=mesh.dp.size, torch=torch.__version__, machine=machine(world),
+    config.update(git=git_revision(), argv=sys.argv, world=world.size, nodes=world.n_nodes,
+                  launcher=world.launcher, dp=mesh.dp.size, torch=torch.__version__, machine=machine(world),
                   attention=parts.choice.attention_by(), products=parts.choice.products_by(cfg))
 
     if world.n_nodes == 1:

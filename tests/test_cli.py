@@ -454,7 +454,7 @@ def test_config_is_frozen_and_never_changed(tmp_path, monkeypatch):
     saved = json.loads((tmp_path / "config.json").read_text())
     assert all(saved[k] == (list(v) if isinstance(v, tuple) else v)
                for k, v in dataclasses.asdict(seen[0]).items())
-    assert {"git", "argv", "world", "launcher"} <= saved.keys()
+    assert {"git", "argv", "world", "nodes", "launcher"} <= saved.keys()
 
 
 @pytest.mark.parametrize("flags", [["--train-range-to-skip", 5, 3], ["--tp=2"], ["--data=nowhere"]], ids=str)

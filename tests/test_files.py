@@ -334,6 +334,10 @@ def test_a_run_that_goes_on_writes_no_gradients_and_says_so(tmp_path):
         config = {"argv": ["train.py", *words, "--lr=1"]}
         assert report.command_of(config, {"resume": "auto"}) == "python train.py --lr=1 --resume auto"
         assert "dump" in report.command_of(config)
+    two = "--nnodes 2 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint HOST:29500"
+    for nodes, words in ((1, "--nproc-per-node 4"), (2, two), ("x", "--nproc-per-node 4")):
+        config = {"argv": ["train.py"], "world": 4, "nodes": nodes, "launcher": "torchrun"}
+        assert report.command_of(config) == f"torchrun {words} train.py"
     config = {"argv": ["train.py", "--lr=1", "--resume", "auto", "--max-minutes", "27.00"], "world": 1}
     assert report.command_of(config, {"resume": "auto"}) == "python train.py --lr=1 --resume auto"
 
