@@ -47,6 +47,8 @@ same_job() {
     read -ra words <<< "$(attribute Submit_arguments)"
     if [ ${#words[@]} = 0 ]; then  # a site may hide them: what most sites ask for
         words=(${PBS_ACCOUNT:+-A "$PBS_ACCOUNT"} ${PBS_O_QUEUE:+-q "$PBS_O_QUEUE"})
+        echo "nanoshard: qstat hides what was typed: the next job is $script with this one's account," \
+            "queue, resources and variables"
         for i in select place filesystems; do words+=(-l "$i=$(attribute "Resource_List\.$i")"); done
     fi
     options=()

@@ -310,7 +310,8 @@ def test_minutes_that_are_typed_hold(site, flags, given, minutes):
 
 def test_where_qstat_hides_what_was_typed(site):
     submit(site, "-A", "PROJ", "-l", "select=1:ncpus=2", "-l", "walltime=1:00:00", "-v", "ARGS=tiny")
-    run_job(site, 1, PBS_HIDES="1")
+    said = run_job(site, 1, PBS_HIDES="1")
+    assert "qstat hides what was typed: the next job is scripts/generic.pbs with" in said
     first, second = record(site, 1), record(site, 2)
     del first["Submit_arguments"], second["Submit_arguments"]
     assert second == first
