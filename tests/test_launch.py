@@ -291,8 +291,8 @@ def recorded(local, local_size, own=None):
     global mine
     mine = own, os.environ[visible.VARIABLE]
     return select(local, local_size)
-def started(*args):
-    world = start(*args)
+def started(*args, **how):
+    world = start(*args, **how)
     os.write(1, f"{world.launcher} {world.tree.gather_objects((world.shown, *mine))}\\n".encode())
     return world
 launch.select_device, launch.launch = recorded, started

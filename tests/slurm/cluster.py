@@ -78,8 +78,8 @@ OWN_SHM = 'mount -t tmpfs tmpfs /dev/shm && exec "$0" "$@"'
 CYCLIC = """
 import train
 launch = train.launch.launch
-def launch_and_print(*args):
-    world = launch(*args)
+def launch_and_print(*args, **how):
+    world = launch(*args, **how)
     print(f"rank {world.rank}: node {world.node} local rank {world.local_rank}", flush=True)
     return world
 train.launch.launch = launch_and_print
