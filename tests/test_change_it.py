@@ -87,6 +87,7 @@ def count_violations(folder, files):
     return int(re.search(r"(\d+) violations", printed)[1]), printed
 
 
+@pytest.mark.long
 def test_the_changes_are_right(tmp_path):
     """Each fits the tree as it is. All together pass the page's tests and train, and they keep the laws."""
     files = {file for diff in DIFFS.values() for file in change_it.changed_files(diff)}

@@ -141,7 +141,7 @@ def test_stages_compile_at_the_same_time(n, flags):
 
 
 @pytest.mark.parametrize("flags", [
-    dict(tp=2), dict(cp=2, n_experts=4, top_k=2),
+    dict(tp=2), pytest.param(dict(cp=2, n_experts=4, top_k=2), marks=pytest.mark.long),
     pytest.param(dict(cp=2), marks=pytest.mark.long),
     pytest.param(dict(tp=2, ep=2, n_experts=4, n_shared_experts=1, zero=3), marks=pytest.mark.long)],
     ids=str)

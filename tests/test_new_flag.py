@@ -401,7 +401,13 @@ SAID = {  # the flag, its declaration: {what refuses or warns: its words}
         "plan": ["does not count what --planted-window 4 costs"]}}
 
 
-@pytest.mark.parametrize("flag,declaration", SAID)
+def first_here(cases):
+    """Return the cases as parameters: each takes seconds, and all but the first are for `make long`."""
+    first, *others = cases
+    return [first, *(pytest.param(*case, marks=pytest.mark.long) for case in others)]
+
+
+@pytest.mark.parametrize("flag,declaration", first_here(SAID))
 def test_resume_export_and_plan_name_what_was_forgotten(flag, declaration, tmp_path):
     code, out, err = call(plant(tmp_path, flag, declaration), "-c", RUNS, TYPED[flag])
     assert code == 0, err
@@ -429,7 +435,7 @@ PLANNER_SAYS = {  # the flag, its declaration: {test of the planner: its words}
         "knows_what_a_flag_of_the_model_costs": "put it into COUNTED or into COSTS_NOTHING"}}
 
 
-@pytest.mark.parametrize("flag,declaration", PLANNER_SAYS)
+@pytest.mark.parametrize("flag,declaration", first_here(PLANNER_SAYS))
 def test_tests_of_the_planner_name_the_flag(flag, declaration, tmp_path):
     """Other tests may fail, too, where a flag of the tree itself has been forgotten."""
     copy = plant(tmp_path, flag, declaration)
