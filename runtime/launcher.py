@@ -81,7 +81,9 @@ def ranks_of_nodes(text):
         found = re.fullmatch(r"([0-9]{1,9})(?:\(x([0-9]{1,5})\))?", part)
         if found is None:
             refuse("srun", f"SLURM_STEP_TASKS_PER_NODE={text[:40]}", "is no list such as 4(x2),3")
-        counts += [int(found[1])] * int(found[2] or 1)
+        ranks, nodes = found.groups(default="1")
+        for _ in range(int(nodes)):
+            counts.append(int(ranks))
     return counts
 
 

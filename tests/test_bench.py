@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -276,6 +277,24 @@ def test_a_model_of_a_benchmark_is_made_as_its_flags_say(monkeypatch):
     training.portable()
     Training(cfg, World())
     assert asked == [True, False] and training.grouped_mm.use_torch(None, None) is False
+
+
+def quack_without(world, without):
+    """Whether the library multiplies in a model over ep, where train.py's own choice has it."""
+    asked = []
+    cfg = parse(["tiny-moe", "--n-layer", "1", "--vocab-size", "100", "--ep", "2"], data="synthetic")
+    chosen = Choice(True, False, False, True, quack=True)
+    build = mock.Mock(side_effect=lambda *_, choice: asked.append(choice.quack) or (None,) * 3)
+    with mock.patch.multiple(training, choose=lambda *_: chosen, make_step=mock.Mock()), \
+            mock.patch.multiple(training.train, build=build, Step=mock.Mock()):
+        Training(cfg, world, without)
+    return asked
+
+
+def test_without_a_graph_the_library_gets_no_messages_of_their_exact_size():
+    """It would keep a plan for each number of rows. With a graph they stand in a buffer."""
+    assert run_ranks(2, quack_without, ()) == [[True]] * 2
+    assert run_ranks(2, quack_without, ("graph",)) == [[False]] * 2
 
 
 def test_a_row_of_speed_is_planned_with_what_multiplied(monkeypatch):

@@ -99,6 +99,9 @@ def test_a_new_run_renames_the_directory_of_an_older_one(tmp_path):
     assert [r["step"] for r in rows(out)] == [1] and [r["step"] for r in rows(old)] == [1, 2]
     assert f"{out} held another run: it is now {old}\n" in second["out"]
     assert "--resume auto would have gone on" in second["out"]
+    for _ in range(2):  # A run without a checkpoint could not have gone on.
+        again = go(1, tmp_path / "unsaved", "--steps=1", "--save-every=0")
+    assert "held another run" in again["out"] and "would have gone on" not in again["out"]
     for name in (old.name + ".2", old.name + ".3"):  # two runs of the same minute
         shutil.copytree(old, out, dirs_exist_ok=True)
         assert files.move_aside(out) == tmp_path / name and not out.exists()

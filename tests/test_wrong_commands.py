@@ -3,8 +3,8 @@
 Each is typed into the program's main() in one process, in a folder with a text, a data set and a run. It must
 end with exit code 2 and one line that names the fix. `make test` asks whether the flags of the fixes fit each
 other. `make long` types every fix, with flags appended that make the model small, and each must end with exit
-code 0: 111 fixes of one process, which run in this one, and 18 lines for mpiexec or torchrun, which a shell
-starts as they are printed. Six rows have no fix that could be typed; NOT_TYPED says why.
+code 0: those of one process run in this one, and a shell starts lines for mpiexec or torchrun as they are
+printed. Some rows have no fix that could be typed; NOT_TYPED says why.
 """
 import contextlib
 import dataclasses
