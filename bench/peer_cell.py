@@ -40,7 +40,7 @@ TINY = ("--n-layer 2 --n-embd 32 --n-head 2 --n-kv-head 2 --ffn-hidden 128 --seq
 GPT2 = ("G2", "G2-32", "WP", "SC")
 LLAMA = ("W1", "W3", "W3-8192")
 ON_ONE_GPU = (*GPT2, *LLAMA, "W2b", "BERT")  # a GPU holds them without recomputation
-NAMES = (*ON_ONE_GPU, "8B")
+NAMES = (*ON_ONE_GPU, "7B", "8B")
 UNSCALED = (1.0, 1.0, 4.0, 8192)  # torchtitan always scales RoPE's frequencies: a factor of 1 changes nothing
 
 
@@ -444,7 +444,7 @@ def stand_in_for(module, modules):
 PEERS = {  # name: (class, the workloads it has a model for)
     "nanogpt": (NanoGPT, GPT2), "nanochat": (Nanochat, ("G2", "G2-32")),
     "hf": (Transformers, ON_ONE_GPU), "hf-bf16": (TransformersBf16, ON_ONE_GPU),
-    "torchtitan": (TorchTitan, (*LLAMA, "8B")), "torchtitan-ddp": (TorchTitanDDP, LLAMA),
+    "torchtitan": (TorchTitan, (*LLAMA, "7B", "8B")), "torchtitan-ddp": (TorchTitanDDP, LLAMA),
     "picotron": (Picotron, LLAMA)}
 
 

@@ -47,7 +47,7 @@ WORKLOADS = {  # flags of train.py; G2 as nanoGPT trains it: no bias, no dropout
     "W3": "smol-1.7b --ffn-hidden 5632",
     "W3-8192": "smol-1.7b",
     "1B": "llama-3.2-1b",  # adapters in the place of all weights: --flags "--lora 16"
-    "7B": "llama-7b",  # two GPUs of 141 GB: --flags "--zero 3 --micro-batch 2"
+    "7B": "llama-7b --micro-batch 2",  # two GPUs of 141 GB
     # Two GPUs of 141 GB also hold `--flags "--zero 3 --recompute selective"`, by plan.py.
     "8B": f"{LLAMA_8B} --seq-len 8192 --micro-batch 1 --recompute full",
     "G2": "gpt2 --no-bias --micro-batch 64 --global-batch 0 --vocab-size 50304",
@@ -57,7 +57,8 @@ WORKLOADS = {  # flags of train.py; G2 as nanoGPT trains it: no bias, no dropout
     "SC": "shakespeare-char --vocab-size 65",
 }
 LAYOUTS = {  # on several GPUs; others: --zero 1
-    "W2a": "--ep {gpus} --zero 1", "W2b": "--ep {gpus} --zero 1", "8B": "--zero 3"}
+    "W2a": "--ep {gpus} --zero 1", "W2b": "--ep {gpus} --zero 1", "7B": "--zero 3",
+    "8B": "--zero 3"}
 PEERS = {  # (workload, GPUs): the fastest other trainer on H200s, its highest tokens/s per GPU
     ("W1", 1): ("torchtitan", 307.1e3), ("W1", 2): ("torchtitan", 286.4e3),
     ("W1", 4): ("torchtitan", 271.1e3),

@@ -205,7 +205,20 @@ def test_the_8b_model_is_llamas_and_fits_one_gpu_by_prediction():
     assert needed["selective"] == pytest.approx(134.0, abs=1)
     two = parse(f"{flags_of('ours', 2)} --recompute selective".split(), data="synthetic", global_batch=2)
     assert plan.estimate(two, 2, "h200", cfg.vocab_size)["fits"]
-    assert [peer for peer, (_, names) in peer_cell.PEERS.items() if "8B" in names] == ["torchtitan"]
+
+
+def test_llama_7b_trains_over_two_gpus_with_zero_3():
+    """By prediction it needs 79 GiB per GPU there."""
+    flags = peer_cell.train_flags(peer_cell.Flags("7B", "ours"), 2)
+    cfg = parse(flags.split(), data="synthetic", global_batch=4)
+    assert (cfg.zero, cfg.micro_batch) == (3, 2)
+    assert plan.estimate(cfg, 2, "h200", 32000)["memory"] == pytest.approx(79.3, abs=1)
+
+
+@pytest.mark.parametrize("workload", ["7B", "8B"])
+def test_torchtitan_alone_has_what_large_models_need(workload):
+    """The other peers here neither recompute nor cut weights between the ranks."""
+    assert [peer for peer, (_, names) in peer_cell.PEERS.items() if workload in names] == ["torchtitan"]
 
 
 # -----------------------------------------------------------------------------
