@@ -63,6 +63,7 @@ TRANSLATED = {
     "cost/parameters.py": None,
     "cost/gpus.py": None,
     "cost/bubble.py": None,
+    "cost/communication_time.py": None,
     "cost/step_time.py": None,
     "cost/muon.py": None,
     "cost/traffic.py": None,

@@ -10,6 +10,7 @@ class Gpu(NamedTuple):
     sms: int          # multiprocessors
     sustained: float  # fraction of the peak that a matrix product reaches, its tail apart
     tail: float       # waves lost per matrix product
+    tiles: tuple      # (rows, columns) of the results that a multiprocessor of cuBLAS' large kernels computes
     link: float       # B/s per GPU inside a node
     net: float        # B/s per GPU between nodes
     rails: int = 1    # GPUs of a node that have a network adapter each; a ring uses all of them
@@ -26,16 +27,17 @@ class Gpu(NamedTuple):
 # one node was measured. fp8: W3-8192's products have 1.57 to 2.03 times bf16's rate, each alone,
 # and 1.76 together. Less is taken: with 1.65 a step is already predicted 3 % too fast. Measured products: on
 # H100 all products together took 5 % less time in G2, 3 in WP, 2 in W1 and W3-8192, and 0 in BERT, which has
-# biases. On H200 they were not timed alone: steps were 3 % faster than predicted without this number.
+# biases. On H200 they were not timed alone: steps were 3 % faster than predicted without this number. Tiles:
+# those in the names of cuBLAS' kernels for Llama 6.7B on H200.
 HOPPER = dict(peak=989e12, sms=132, sustained=0.735, tail=0.5, link=320e9, net=40e9, rails=8, fp8=1.65,
-              quack=True, gelu=True, measured=0.97)
+              tiles=((128, 256), (256, 128), (192, 192)), quack=True, gelu=True, measured=0.97)
 # a100: sustained, tail and link (what tensor parallelism gets, nothing hidden) come from 17 rows of
 # BLOOM's planning table with other models, 12288, 13312 and 13824 wide (tests/test_plan.py lists them).
 # They are the best of a grid, with an error of 4.6 % rms (5.0 with the parts of a step that were added
 # later). They describe that cluster and its software of 2022, and are too low for others. The network
 # is assumed: 80 % of 4 x 100 Gb/s per node of 8, and one rail, as when it was chosen. With 4 rails BLOOM's
 # layout would come 5th of 17, not 3rd.
-AMPERE = dict(peak=312e12, sms=108, sustained=0.8, tail=2.0, link=80e9, net=5e9)
+AMPERE = dict(peak=312e12, sms=108, sustained=0.8, tail=2.0, tiles=((128, 256),), link=80e9, net=5e9)
 GPUS = {
     "a100-40": Gpu(hbm=1.30e12, memory=39.4 * 2**30, **AMPERE),
     "a100-80": Gpu(hbm=1.70e12, memory=79.1 * 2**30, **AMPERE),

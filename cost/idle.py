@@ -42,17 +42,17 @@ def width_warnings(cfg):
 
 def shape_warnings(cfg, mesh, gpu, vocab):
     """Return which of a layout's matrix shapes leave a GPU's multiprocessors idle."""
-    sms = GPUS[gpu].sms
+    chip = GPUS[gpu]
     lines = []
     if vocab % 128:
         lines.append(f"the vocabulary {vocab} is padded to {pad_vocab(vocab)} rows")
     dense, experts = matmul_shapes(cfg, mesh)
     distinct = dict.fromkeys((m, n, count) for m, n, _, count in dense + experts)
     for m, n, count in distinct:
-        used, whole = waves(m, n, count, sms)
+        used, whole = waves(m, n, count, chip)
         if used / whole < 0.8:
             lines.append(f"wave quantisation: {count} x ({m}, {n}) fill {used:.2f} of {whole} waves of "
-                         f"{sms} multiprocessors: {100 * (1 - used / whole):.0f} % idle")
+                         f"{chip.sms} multiprocessors: {100 * (1 - used / whole):.0f} % idle")
     if cfg.n_kv_head % cfg.tp:
         lines.append(f"tp {cfg.tp} exceeds n-kv-head {cfg.n_kv_head}: key/value weights are replicated, "
                      f"{cfg.tp // cfg.n_kv_head} ranks compute each head")

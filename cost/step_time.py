@@ -14,6 +14,7 @@ import torch
 
 from config import pad_vocab
 from cost.bubble import bubble
+from cost.communication_time import COPIED, HIDDEN, communication_seconds, exposed_seconds
 from cost.gpus import GPUS, NODE, kind_of
 from cost.parameters import (
     adapted_matrices,
@@ -45,7 +46,6 @@ from ops.tiles import WGRAD_ROWS
 # What was measured
 
 # Matrix products
-TILE_M, TILE_N = 128, 256  # output tile of cuBLAS' large kernels
 RAMP = 64  # elements of the inner dimension until a tile's pipeline is full
 # --fp8: bytes that move while a number of an input, a weight or a gradient of an output is rounded. The
 # largest is looked for, and each is read and written by rows and by columns, that of a weight in two passes.
@@ -100,15 +100,6 @@ KERNEL_GAP = 1.5e-3 / 1223  # s between two of these kernels
 NO_GRAPH = {True: 0.15e-3, False: 0.025e-3}
 LAUNCH = {True: 0.2e-3, False: 0.5e-3}  # s of host per block, compiled or not, without a CUDA graph
 SYNC = 1e-3  # s per block that a GPU idles in dropless all_to_all: W2b's trace
-
-# Messages
-LATENCY = 20e-6  # s per collective: 18 us at 1 MB on h200
-HOP_IN_NODE = 1.9e-6  # s per rank of a ring inside a node: NCCL's own table, LL128
-HOP_BETWEEN_NODES = 4e-6  # the same over the network
-ALL_TO_ALL = 0.78  # of link: 250 GB/s in blocks of 67 MB
-PUT = 0.9  # of link: rows through symmetric memory, 280 to 320 GB/s in both directions' kernels
-HIDDEN = 0.5  # of the possible overlap of compute and NCCL: 0.504 ms beside 1.865 ms took 2.125
-COPIED = 0.85  # the same where copy engines carry the bytes: it took 1.936
 
 # The fullest of `ep` ranks has 1 + SKEW sqrt((ep - 1) / E) times the mean number of rows: the deviation
 # of a sum of E / ep of E loads. SKEW comes from the row limits, 1.1 times the need, on which W2b had
@@ -179,14 +170,23 @@ def allocated_row_factor(cfg, mesh):
 # -----------------------------------------------------------------------------
 # Compute
 
-def waves(m, n, count, sms):
+def waves(m, n, count, gpu):
     """Return how many waves the output tiles of `count` products (m, n) fill, and how many they take.
 
-    sms: multiprocessors of the GPU, each of which computes one tile of a wave.
+    Each multiprocessor of the GPU computes one tile of a wave. The tiles are those of gpu.tiles that take the
+    least time.
     """
-    tiles = count * math.ceil(m / TILE_M) * math.ceil(n / TILE_N)
-    used = count * m * n / (TILE_M * TILE_N) / sms
-    return used, max(1, math.ceil(tiles / sms))
+    best = 0.0
+    for height, width in gpu.tiles:
+        tiles = count * math.ceil(m / height) * math.ceil(n / width)
+        filled = count * m * n / (height * width) / gpu.sms
+        taken = max(1, math.ceil(tiles / gpu.sms))
+        rate = filled / (taken + gpu.tail)
+        if rate > best:
+            best = rate
+            used = filled
+            whole = taken
+    return used, whole
 
 
 def matmul_seconds(m, n, k, gpu, count=1):
@@ -194,7 +194,7 @@ def matmul_seconds(m, n, k, gpu, count=1):
 
     Their rate is that of full tiles, less the empty part of the last wave and the tail.
     """
-    used, whole = waves(m, n, count, gpu.sms)
+    used, whole = waves(m, n, count, gpu)
     rate = gpu.peak * gpu.sustained * k / (k + RAMP) * used / (whole + gpu.tail)
     return 2 * count * m * n * k / rate
 
@@ -418,83 +418,6 @@ def head_seconds(cfg, mesh, gpu, vocab_size):
         passes = 14 * 4  # 14 passes in fp32 (vocab.vocab_cross_entropy)
     times = 2 if cfg.lora else 3
     return times * products + rows * v * passes / gpu.hbm
-
-
-# -----------------------------------------------------------------------------
-# Communication
-
-def ring_bandwidth(axis, stride, gpu):
-    """Return the B/s along the ring of an axis whose ranks are `stride` apart.
-
-    Inside a node this is a link. Over the network it is the adapters of all ranks that share a node.
-    """
-    if axis.size * stride <= gpu.node:
-        return gpu.link
-    return min(gpu.link, gpu.net * max(1, gpu.rails // stride))
-
-
-def stride_of(axis, mesh):
-    """Return how far the neighbours on an axis that sums gradients are apart, in ranks."""
-    tp = mesh.tp.size
-    name, _, part = axis.name.partition(".")
-    if part == "replicas":
-        return axis.ranks[1] - axis.ranks[0]
-    return {"dp": tp, "dpcp": tp, "stage": 1, "edp": mesh.ep.size, "tied": tp}[name]
-
-
-def ring_latency(axis, stride, gpu):
-    """Return the seconds until one element has been around the ring of an axis."""
-    between_nodes = math.ceil(axis.size * stride / gpu.node) - 1
-    in_nodes = max(0, axis.size - 1 - between_nodes)
-    return HOP_IN_NODE * in_nodes + HOP_BETWEEN_NODES * min(between_nodes, axis.size - 1)
-
-
-def communication_seconds(cfg, mesh, gpu, blocks, sent, direct):
-    """Return the seconds of one micro-batch's messages over tp, cp, ep and pp, both ways.
-
-    Compute does not hide them. sent: {axis name: bytes of the micro-batch}, the experts' rows those of the
-    fullest rank. direct: the experts' rows use symmetric memory.
-    """
-    ep_rate = gpu.net
-    if mesh.ep.size <= gpu.node:
-        ep_rate = gpu.link * (PUT if direct else ALL_TO_ALL)
-    pp_rate = gpu.link if mesh.pp.size * mesh.stage.size <= gpu.node else gpu.net
-    messages = {  # axis name: (B/s, calls)
-        "tp": (ring_bandwidth(mesh.tp, 1, gpu), 8 * blocks),
-        "cp": (ring_bandwidth(mesh.cp, mesh.tp.size, gpu), 2 * blocks),
-        "ep": (ep_rate, 5 * blocks if cfg.n_experts else 0),
-        "pp": (pp_rate, 2 * cfg.pp_chunks)}
-
-    seconds = 0.0
-    for axis, (rate, calls) in messages.items():
-        latency = LATENCY * calls if getattr(mesh, axis).size > 1 else 0
-        seconds += sent.get(axis, 0) / rate + latency
-    return seconds
-
-
-def exposed_seconds(mesh, gpu, reductions, slowest, overlap):
-    """Return the seconds of the sums of gradients and gathers of weights that compute does not hide.
-
-    reductions: {axis name: cost.traffic.Reduction}. slowest: seconds of the micro-batches during
-    which they are sent; backward is 2/3 of these. overlap: the part of what could be hidden that is.
-    """
-    axes = mesh.axes()
-    exposed = 0.0
-    for kind, share in (("gradients", 2 / 3), ("weights", 1 / 3)):
-        whole = 0.0
-        tail = 0.0
-        for name, reduction in reductions.items():
-            nbytes = getattr(reduction, kind)
-            if not nbytes:
-                continue
-            axis = axes[name]
-            stride = stride_of(axis, mesh)
-            trip = LATENCY + ring_latency(axis, stride, gpu)
-            transfer = nbytes / ring_bandwidth(axis, stride, gpu)
-            whole += transfer + reduction.calls * trip
-            tail += transfer * reduction.last + trip
-        exposed += whole - overlap * min(whole - tail, slowest * share)
-    return exposed
 
 
 # -----------------------------------------------------------------------------

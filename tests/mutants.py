@@ -89,6 +89,7 @@ TESTS = {  # file or room: the test files that must notice a mutant, the quickes
     "corpus/text.py": "details corpus data blend",
     "corpus/tokenizer.py": "data corpus convert",
     "cost": "estimates details plan",
+    "cost/communication_time.py": "estimates plan plan_rows",
     "cost/fits.py": "details cli plan",
     "cost/gpus.py": "estimates planner_page plan",
     "cost/memory.py": "estimates details lora plan plan_rows",

@@ -22,7 +22,7 @@ import plan
 import train
 from config import Config, head_width
 from corpus.synthetic import Synthetic
-from cost import step_time
+from cost import communication_time, step_time
 from cost.gpus import GPUS
 from cost.memory import CONTEXT, GIB, saved_activations
 from cost.meshes import stage_mesh
@@ -410,11 +410,11 @@ def test_row_limits_settle_as_measured():
 
 def test_a_ring_over_nodes_is_slower_and_longer():
     h200, dp = GPUS["h200"], stage_mesh(preset("dense-210m"), 64, 0).dp
-    assert step_time.ring_bandwidth(dp, 1, h200) == h200.link  # 8 adapters of 40 GB/s together
-    assert step_time.ring_bandwidth(dp, 4, h200) == 2 * h200.net
-    assert step_time.ring_bandwidth(dp, 8, h200) == h200.net
-    assert step_time.ring_latency(dp, 1, h200) == pytest.approx(56 * 1.9e-6 + 7 * 4e-6)
-    assert step_time.ring_latency(stage_mesh(preset("dense-210m"), 1, 0).dp, 1, h200) == 0
+    assert communication_time.ring_bandwidth(dp, 1, h200) == h200.link  # 8 adapters of 40 GB/s together
+    assert communication_time.ring_bandwidth(dp, 4, h200) == 2 * h200.net
+    assert communication_time.ring_bandwidth(dp, 8, h200) == h200.net
+    assert communication_time.ring_latency(dp, 1, h200) == pytest.approx(56 * 1.9e-6 + 7 * 4e-6)
+    assert communication_time.ring_latency(stage_mesh(preset("dense-210m"), 1, 0).dp, 1, h200) == 0
 
 
 @pytest.mark.parametrize("name,peak", [("NVIDIA H200", 989e12), ("NVIDIA A100-SXM4-80GB", 312e12),

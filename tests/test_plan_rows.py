@@ -19,10 +19,11 @@ FILES = ("peers-2-4-gpus-h200", "experts-tma-h200", "split-masters-h200", "8b-h2
          "moments-dtype-h100", "peers-2-gpus-h100", "lone-buckets-h100",
          "published-h100", "published-4-h200", "peers-1-gpu-h200", "peers-ddbb4e0-h200",
          "peers-a13b207-h200", "norms-h200", "peers-80191f2-h200", "gelu-h200", "products-h100",
-         "peers-1f70fc3-h200", "peers-1684dd1-h200", "peers-5d6a957-h200")
+         "peers-1f70fc3-h200", "peers-1684dd1-h200", "peers-5d6a957-h200", "peers-ef3b9b0-h200")
 
 
-LIMITS = {"products-h100": 0.1, "peers-1684dd1-h200": 0.1}  # of the other files: 0.08
+# Of the other files: 0.08
+LIMITS = {"products-h100": 0.1, "peers-1684dd1-h200": 0.1, "peers-ef3b9b0-h200": 0.1}
 
 
 class Row(NamedTuple):
@@ -82,13 +83,13 @@ def predicted_over_measured(row, more="", uneven=None):
 
 
 def test_rows_of_each_kind_are_found():
-    assert len(ROWS) == 188 and len(QUACK) == 40 and len(UNEVEN) == 17
-    assert sum(row.quack and row.uneven for row in ROWS) == 11
+    assert len(ROWS) == 201 and len(QUACK) == 41 and len(UNEVEN) == 18
+    assert sum(row.quack and row.uneven for row in ROWS) == 12
 
 
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_step_within_8_percent_of_measured(row):
-    """Of two files within 10 %."""
+    """Of three files within 10 %."""
     assert predicted_over_measured(row) == pytest.approx(1, abs=LIMITS.get(row.file, 0.08))
 
 
