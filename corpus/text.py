@@ -434,7 +434,8 @@ def open_parquet(path):
     try:
         return parquet.ParquetFile(path)
     except (ValueError, OSError) as e:
-        raise ValueError(f"{path} is not a whole parquet file ({one_line(e)[:120]})") from e
+        raise ValueError(f"{path} is not a whole parquet file ({one_line(e)[:120]}); download it again, or "
+                         "leave it out") from e
 
 
 def list_row_groups(path, key):

@@ -193,6 +193,7 @@ def test_broken_rows_and_damaged_parquet(tmp_path, capsys):
     path.write_bytes(raw[:-100])
     err = make(capsys, tmp_path, path, code=2)
     assert err.count("\n") == 1 and "not a whole parquet file" in err
+    assert err.endswith("; download it again, or leave it out\n")
     middle = len(raw) // 5  # in the first row group's pages
     path.write_bytes(raw[:middle] + b"\xaa" * 2000 + raw[middle + 2000 :])
     (train, val), meta, err = make(capsys, tmp_path, path)
