@@ -36,7 +36,7 @@ from cost.parameters import (
 )
 from cost.plan_tables import page_width
 from cost.step_time import expected_choice, peak_flops
-from cost.traffic import traffic
+from cost.traffic import Reduction, traffic
 from ddp import Comm, DataParallel, assign_buckets, is_lone, trained_parameters
 from fast.choose import Choice
 from fast.padded import PaddedAllToAll
@@ -415,6 +415,19 @@ def test_a_ring_over_nodes_is_slower_and_longer():
     assert communication_time.ring_bandwidth(dp, 8, h200) == h200.net
     assert communication_time.ring_latency(dp, 1, h200) == pytest.approx(56 * 1.9e-6 + 7 * 4e-6)
     assert communication_time.ring_latency(stage_mesh(preset("dense-210m"), 1, 0).dp, 1, h200) == 0
+
+
+@pytest.mark.parametrize("kind, share", [("gradients", 2 / 3), ("weights", 1 / 3)])
+def test_what_compute_hides_of_messages(kind, share):
+    """Gradients travel beside backward, 2/3 of compute, and weights beside forward, 1/3 of it."""
+    h200 = GPUS["h200"]
+    mesh = stage_mesh(preset("dense-210m"), 2, 0)
+
+    def exposed(seconds, last):
+        sent = Reduction(0, 0, 1, last)._replace(**{kind: seconds * h200.link})
+        return communication_time.exposed_seconds(mesh, h200, {"dp": sent}, 1.0, 0.5)
+    assert exposed(10.0, 0.01) == pytest.approx(10 - share / 2, abs=1e-4)  # more than compute could hide
+    assert exposed(0.1, 0.25) == pytest.approx(0.1 - 0.075 / 2, abs=1e-4)  # the last quarter is never hidden
 
 
 @pytest.mark.parametrize("name,peak", [("NVIDIA H200", 989e12), ("NVIDIA A100-SXM4-80GB", 312e12),
