@@ -29,16 +29,16 @@ def rope_cache(T, D, base, device, dtype, scaling=()):
     return angle.cos(), angle.sin()
 
 
-def scaled_frequency(frequency, factor, low, high, trained_length):
+def scaled_frequency(frequency, slowdown, low, high, trained_length):
     """Return Llama 3's frequencies, (D/2,), for sequences longer than those of the first training.
 
     A pair that turns `high` times or more within trained_length tokens keeps its frequency. One
-    that turns `low` times or less turns `factor` times more slowly. Between the two, the share of
+    that turns `low` times or less turns `slowdown` times more slowly. Between the two, the share of
     the old frequency rises linearly. Source: arXiv:2407.21783, section 3.4.2, and Meta's code.
     """
     turns = frequency * trained_length / (2 * math.pi)
     share = ((turns - low) / (high - low)).clamp(0, 1)
-    return frequency * (share + (1 - share) / factor)
+    return frequency * (share + (1 - share) / slowdown)
 
 
 def rotate(x, cos, sin):
@@ -67,7 +67,7 @@ def norm_of_all_heads(q, k, q_gain, k_gain, eps, axis):
     wide = torch.promote_types(q.dtype, torch.float32)
     wide_q = q.to(wide)
     wide_k = k.to(wide)
-    # This rank's mean over all its columns, (B, t) of queries and of keys
+    # Each rank takes the mean over its own columns: (B, t) for queries and for keys.
     means = torch.stack([wide_q.square().mean((2, 3)), wide_k.square().mean((2, 3))])
     means = sum_over_ranks(means, axis) / axis.size  # SUM of 2*B*t numbers, over tp
     q_scale, k_scale = torch.rsqrt(means + eps)[..., None, None].unbind()  # (B, t, 1, 1) each

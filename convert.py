@@ -72,7 +72,7 @@ class Flags:
     # which peft finds the model that they belong to
     base: str = ""
     RANGES = {"shard_gb": (1e-6, 10**6), "seq_len": (0, 2**24)}
-    # Of the flags that not every command reads
+    # Which flags a command reads, of those that not all commands read
     READ = {"export": {"dtype", "shard_gb"}, "gguf": {"dtype"}, "peft": {"dtype", "base"},
             "import": {"seq_len"}, "import of adapters": {"base"}}
     MISSING = ("import, export, gguf or peft and a directory are needed, for example python convert.py "
@@ -80,7 +80,7 @@ class Flags:
 
 
 # -----------------------------------------------------------------------------
-# tensors
+# Tensors of Hugging Face
 
 FLOATS = {"BF16": "bf16", "F16": "fp16", "F32": "fp32", "F64": "fp64"}  # safetensors' names: --dtype
 NARROWEST_FIRST = list(FLOATS)
@@ -288,7 +288,7 @@ def choose_step(run):
 
 
 # -----------------------------------------------------------------------------
-# in
+# Import
 
 def import_adapter(flags):
     """Write adapters of peft as one of our runs that has made no step; return lines that say so."""
@@ -380,7 +380,7 @@ def meta_of_no_step(cfg):
 
 
 # -----------------------------------------------------------------------------
-# out
+# Export
 
 # What an export writes. If it is stopped, the next one replaces these files.
 ADAPTERS = r"adapter_(config\.json|model\.safetensors)|tokenizer(_config)?\.json"

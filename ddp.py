@@ -233,7 +233,7 @@ class FlatBuffers:
         wide = torch.promote_types(first.dtype, torch.float32)
         # In an fp32 model one memory has several names: master = own = flat[own_slice] =
         # weights[own_slice]. In a bf16 model flat and own are bf16, and master is a copy.
-        weights = torch.zeros(n, dtype=wide, device=first.device)  # The last n - used are padding.
+        weights = torch.zeros(n, dtype=wide, device=first.device)  # The rest is padding.
         self.flat, self.grad, self.grad_total = comm.allocate(
             self.shard, self.own_slice, weights, dtype or first.dtype)
         self.grad_windows = self.windows(self.grad)  # of each parameter

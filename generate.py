@@ -43,7 +43,7 @@ class Cache:
 def next_logits(model, tokens, cache):
     """Return the logits (vocab,) of the first copy's last position, fp32, on every rank's host.
 
-    tokens (copies, T) int64 go through all stages. The last stage sends the logits to all ranks,
+    tokens (copies, t) int64 go through all stages. The last stage sends the logits to all ranks,
     from device to device: NCCL sends nothing that is in the host's memory.
     """
     logits = torch.empty(model.vocab_size, device=tokens.device)
@@ -81,7 +81,7 @@ def stream(model, tokens, max_new_tokens, cache, *, temperature, top_k, rng):
             cache.clear()
             new = tokens[-max(1, window // 2):]
         cache.seen = len(tokens)
-        x = torch.tensor([new] * copies, device=device)  # (tp, T)
+        x = torch.tensor([new] * copies, device=device)  # (tp, t)
         logits = next_logits(model, x, cache)
         tokens.append(sample_token(logits, temperature, top_k, rng))
         yield tokens[-1]

@@ -147,10 +147,22 @@ class Matrix(NamedTuple):
         return None
 
     @property
-    def work(self):
-        """The multiplications of the iteration, up to a factor."""
+    def sides(self):
+        """The side of the Gram matrix, and the other side, on this rank."""
         rows, columns = self.shape
-        return rows * columns * min(self.full_shape)
+        if self.cut is None:
+            return min(rows, columns), max(rows, columns)
+        return (columns, rows) if self.cut == 0 else (rows, columns)
+
+    @property
+    def work(self):
+        """The multiplications of the iteration."""
+        side, other = self.sides
+        work = 0
+        for n_steps in steps_per_gram(side, other):
+            work += 2 * side * side * other  # the Gram matrix, and the polynomials times the matrix
+            work += (4 * n_steps - 3) * side**3  # product_of_polynomials()
+        return work
 
 
 def shapes_of(params):
@@ -231,24 +243,25 @@ class Batch(NamedTuple):
         return None
 
 
-def iteration_elements(shape):
-    """Return the elements of the tensors that the iteration of a matrix needs at a time.
+def iteration_elements(matrix):
+    """Return the elements of the tensors that the iteration of a Matrix needs at a time.
 
     These are two like the matrix, and six like its Gram matrix.
     """
-    rows, columns = shape
-    side = min(rows, columns)
-    return 2 * rows * columns + 6 * side * side
+    side, other = matrix.sides
+    return 2 * side * other + 6 * side * side
 
 
-def batch_size(shape, elements, count):
-    """Return how many of `count` matrices are computed together: all, or a power of two of them.
+def matrices_together(matrix, elements, count):
+    """Return how many of `count` matrices like this one are computed together.
+
+    These are all, or a power of two of them.
 
     elements: those of this rank's slices, in all matrices. The batch needs no more than these, so
     in a 16-bit model directions and batch need no more memory than AdamW's second moment would.
     Experts come in powers of two.
     """
-    most = min(BATCH_ELEMENTS // math.prod(shape), elements // iteration_elements(shape))
+    most = min(BATCH_ELEMENTS // math.prod(matrix.shape), elements // iteration_elements(matrix))
     if count <= most:
         return count
     return 2 ** (max(1, most).bit_length() - 1)
@@ -295,7 +308,7 @@ def batches_of(matrices, places, elements):
     batches = []
     for matrix, of_shape in alike.values():
         for family in families(of_shape):
-            size = batch_size(matrix.shape, elements, len(family))
+            size = matrices_together(matrix, elements, len(family))
             for i in range(0, len(family), size):
                 in_order = itertools.chain.from_iterable(family[i:i + size])
                 batches.append(Batch(matrix, joined(in_order)))
@@ -335,7 +348,7 @@ class WholeMatrices:
             parts = [matrix.parts[rank] for matrix in others if rank in matrix.parts]
             self.outgoing += parts
             self.sent.append(sum(map(length_of, parts)))
-        # The elements from each rank
+        # self.received has the number of elements that come from each rank.
         places, self.received = received_places(owned[rank], len(owned))
         if not self.is_shared:
             places = [[matrix.parts[0]] for matrix in owned[rank]]

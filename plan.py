@@ -31,7 +31,7 @@ if __name__ == "__main__":  # --help and wrong flags are answered before torch i
     with wrong_input():
         PARSED = arguments(sys.argv[1:])
 
-from config import as_typed, ceil_div, flags_beyond
+from config import Config, as_typed, ceil_div, flags_beyond
 from corpus.rampup import batch_size
 from corpus.shards import load_blend_meta, settled_doc_mask
 from cost.gpus import GPUS, gpu_for
@@ -67,6 +67,7 @@ from interface.terminal import complain, counted, say
 # 1) The plan of one layout
 
 LAYOUT = ("tp", "cp", "pp", "pp_chunks", "ep", "zero", "shard", "micro_batch", "global_batch", "recompute")
+SEARCHED = ("tp", "pp", "pp_chunks", "ep", "zero", "shard", "recompute")  # of LAYOUT, what --search varies
 MOST_OPERATIONS = 10**6  # forwards of a schedule
 
 
@@ -348,7 +349,9 @@ def _chunk_counts(cfg, pp):
 def search(cfg, gpus, gpu, vocab):
     """Return the plans of all layouts that the GPU's memory holds, fastest first; print its progress."""
     found = list(layouts(cfg, gpus, gpu))
-    print(f"{len(found):,} layouts are tried", file=sys.stderr, flush=True)
+    typed = {name: getattr(cfg, name) for name in SEARCHED if getattr(cfg, name) != getattr(Config, name)}
+    beside = f"; {as_typed(typed)} does not count beside --search" if typed else ""
+    print(f"{len(found):,} layouts are tried{beside}", file=sys.stderr, flush=True)
     plans = [estimate(layout, gpus, gpu, vocab) for layout in counted(found)]
     return sorted((plan for plan in plans if plan["fits"]), key=lambda plan: plan["ms"])
 
@@ -365,10 +368,12 @@ def scaling(cfg, counts, gpu, vocab):
         stage_ranks = gpus // cfg.pp
         own = math.gcd(cfg.ep, stage_ranks)
         others = [ep for ep in _ep_sizes(cfg, stage_ranks) if ep != own] if cfg.n_experts else []
-        plans = []
-        for ep in [own, *others]:
-            layout, _ = check_gpus(dataclasses.replace(cfg, ep=ep, global_batch=batch), gpus)
-            plans.append(estimate(layout, gpus, gpu, vocab))
+        layout, _ = check_gpus(dataclasses.replace(cfg, ep=own, global_batch=batch), gpus)
+        plans = [estimate(layout, gpus, gpu, vocab)]
+        for ep in others:
+            with contextlib.suppress(ValueError):  # train.py would refuse an ep that nobody asked for.
+                layout, _ = check_gpus(dataclasses.replace(cfg, ep=ep, global_batch=batch), gpus)
+                plans.append(estimate(layout, gpus, gpu, vocab))
         fastest = min((plan for plan in plans if plan["fits"]), key=lambda plan: plan["ms"], default=plans[0])
         found.append(plans[0])
         if fastest is not plans[0]:
@@ -421,9 +426,11 @@ def main(argv=None, parsed=None):
     if not cfg.json:
         say(f"vocabulary of {vocab:,} symbols: {source_of_vocabulary(cfg)}")
     if counts:
-        found, print_found = scaling(cfg, counts, cfg.gpu, vocab), print_scaling
+        found = scaling(cfg, counts, cfg.gpu, vocab)
+        print_found = print_scaling
     elif cfg.search:
-        found, print_found = plan_many(cfg, vocab), print_search
+        found = plan_many(cfg, vocab)
+        print_found = print_search
     else:
         cfg, found = plan_one(cfg, vocab)
         print_found = print_plan

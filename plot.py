@@ -228,6 +228,7 @@ def table_of_runs(folder):
 
 
 def is_run(path):
+    """Whether a folder has what a run writes: rows, or checkpoints. OSError: it cannot be read."""
     names = os.listdir(path)  # PermissionError: which glob() does not say
     return "metrics.jsonl" in names or bool(checkpoint.steps(path))
 

@@ -261,7 +261,7 @@ def training_texts(units, key):
         left = TRAINING_BYTES // len(some)
         for document in all_documents([unit], key):
             yield document
-            left -= len(document)
+            left -= len(document.encode(errors="replace"))
             if left < 0:
                 break
 

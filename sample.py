@@ -102,10 +102,11 @@ class Flags:
 def load_model(cfg, vocab_size, weights, world=None):
     """Return the model with the weights of a checkpoint.Reader, whole, on this process's device.
 
-    With world, the model is this rank's share, cut by cfg.tp and cfg.ep over the ranks of world. A model that
-    was trained with --fp8 multiplies in its dtype here: what is rounded anew for each token gains no time. A
-    model that was trained with --capacity-factor drops no row here. The limit of an expert follows from the
-    number of tokens that are read at once, so a text would have other logits in one read than token by token.
+    With world, the model is this rank's share, cut by cfg.tp and cfg.ep over the ranks of world. All weights
+    are fp32 here, whatever --dtype was. A model that was trained with --fp8 multiplies in fp32, too: what is
+    rounded anew for each token gains no time. A model that was trained with --capacity-factor drops no row
+    here. The limit of an expert follows from the number of tokens that are read at once, so a text would have
+    other logits in one read than token by token.
     ValueError: the weights belong to another model.
     """
     from runtime.launch import World  # isort: skip (before torch: it sets how idle threads wait)
@@ -306,7 +307,7 @@ def print_fillings(model, vocabulary, ids, mask):
     device = next(model.parameters()).device
     model.eval()
     with torch.no_grad():
-        logits, _ = model(torch.tensor([ids], device=device))  # (T, V)
+        logits, _ = model(torch.tensor([ids], device=device))  # (t, V)
     gaps = [i for i, token in enumerate(ids) if token == mask]
     probabilities = logits[gaps, :model.vocab_size].float().softmax(1)
     probabilities = probabilities[:, :mask]  # all tokens but [MASK], which is the last
@@ -426,7 +427,10 @@ class Chat:
         self.cache = Cache()
 
     def answer(self, question):
-        """Yield the answer in pieces of whole characters. ValueError: the vocabulary lacks a character."""
+        """Add the question, and return an iterator of the answer's pieces, of whole characters each.
+
+        ValueError: the vocabulary lacks a character of the question.
+        """
         self.tokens += self.template.question(question)
         return self.vocabulary.whole_characters(self.answer_ids())
 

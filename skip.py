@@ -84,7 +84,8 @@ def spike(window, loss, norm, sigma):
 
     A value is a spike if it exceeds the median by sigma deviations. The median and the median absolute
     deviation (MAD) take the place of the mean and the standard deviation, so that one outlier in the window
-    does not hide the next one. 1.4826 MAD is the standard deviation of a normal distribution.
+    does not hide the next one. 1.4826 MAD is the standard deviation of a normal distribution. A deviation is
+    at least 0.15 % of the median, so that a flat loss has no spikes of rounding.
     """
     if len(window) < WINDOW // 2:
         return None

@@ -415,9 +415,11 @@ class Run:
         evaluates = self.due(number, cfg.eval_every)
         if evaluates:
             oversight.watchdog.heartbeat(number, "evaluation")
-            n_batches = evaluation_batches(cfg, self.data.val, batch)
+            # While the batch grows, all evaluations read the same samples.
+            n_batches = evaluation_batches(cfg, self.data.val, self.full_batch)
             oversight.progress.evaluation_begins(number, n_batches, row.get("ms"))
-            val_loss = evaluate(cfg, self.parts.model, self.data.val, batch, self.world.device)
+            val_loss = evaluate(cfg, self.parts.model, self.data.val, self.full_batch,
+                                self.world.device)
             oversight.progress.evaluation_ends()
             row["val_loss"] = self.state.evaluated(val_loss)
         if self.is_main:

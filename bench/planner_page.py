@@ -44,7 +44,7 @@ TRANSLATED = {
     "optim.py": "VOTES StepStats",
     "muon.py": "STEPS_OF_LONG STEPS_OF_SHORT LONG BATCH_ELEMENTS MOST_FAMILIES Matrix shapes_of matrices_of "
                "owned_matrices assign_owners Batch batches_of joined families received_places "
-               "iteration_elements batch_size length_of iteration_dtype steps_per_gram",
+               "iteration_elements matrices_together length_of iteration_dtype steps_per_gram",
     "ddp.py": "BUCKET_ELEMENTS Contents uses_weight_decay uses_muon block_of "
               "trained_parameters frozen_parameters assign_buckets",
     "zero.py": "uses_slot",

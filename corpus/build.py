@@ -2,7 +2,7 @@
 
 A part is two files. NAME.bin holds runs of about 16 M tokens each: an index (key, number of tokens) with one
 row per document, then the tokens, both sorted by (split, key). NAME.json is renamed into place last: a part
-that has it is finished, and survives when prepare.py is killed.
+that has it, with the checksum of its NAME.bin, is finished, and survives when prepare.py is killed.
 
 The key of a document is its place in the result: (unit << 32 | number in the unit), or with a shuffle this
 number sent through a 64-bit permutation that the seed determines. Keys are known before anything is read, so
@@ -17,6 +17,7 @@ import os
 import signal
 import threading
 import time
+import zlib
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
@@ -170,10 +171,10 @@ def encode_unit(job, folder, settings):
                 writer.write_run()
             f.flush()
             os.fsync(f.fileno())
+        result = {"counts": writer.counts, "sha256": writer.sha256.hexdigest(), "runs": writer.runs,
+                  "notes": writer.reports, "crc32": crc32_of(begun)}
         os.replace(begun, f"{path}.bin")
 
-        result = {"counts": writer.counts, "sha256": writer.sha256.hexdigest(), "runs": writer.runs,
-                  "notes": writer.reports}
         begun.write_text(json.dumps(result))
         os.replace(begun, f"{path}.json")
     except (OSError, ValueError):  # a full disk gets its room back
@@ -183,9 +184,22 @@ def encode_unit(job, folder, settings):
 
 
 def read_result(folder, name):
-    """Return what NAME.json says, or None where the part is not finished."""
+    """Return what NAME.json says, or None where the part is not finished, or is not as it was written."""
+    path = Path(folder) / name
     with suppress(OSError, ValueError):
-        return load_json(Path(folder) / f"{name}.json")
+        result = load_json(f"{path}.json")
+        if isinstance(result, dict) and result.get("crc32") == crc32_of(f"{path}.bin"):
+            return result
+    return None
+
+
+def crc32_of(path):
+    """Return the CRC-32 of a file's bytes."""
+    crc = 0
+    with open(path, "rb") as f:
+        while block := f.read(1 << 20):
+            crc = zlib.crc32(block, crc)
+    return crc
 
 
 # -----------------------------------------------------------------------------

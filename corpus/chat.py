@@ -201,7 +201,7 @@ def pack(conversations, template, seq_len, val_fraction, seed):
 
 def split_of(messages, val_fraction):
     """Return train or val. The hash of a conversation's text alone decides, so equal ones stay together."""
-    said = [{key: message[key] for key in message if key != "weight"} for message in messages]
+    said = [{"role": message["role"], "content": message["content"]} for message in messages]
     digest = hashlib.sha256(json.dumps(said).encode()).digest()
     uniform = int.from_bytes(digest[:8], "little") / 2**64
     return "val" if uniform < val_fraction else "train"

@@ -67,7 +67,7 @@ def muon_traffic(cfg, mesh, vocab_size):
                 sent[shard.name] += away * nbytes
         for matrix in owned[rank]:
             if matrix.cut is not None:
-                side, other = oriented(matrix)
+                side, other = matrix.sides
                 summed = len(steps_per_gram(side, other)) * side * side * nbytes + norm_bytes
                 sent["tp"] += 2 * (mesh.tp.size - 1) / mesh.tp.size * summed
     return sent
@@ -87,7 +87,7 @@ def workspace_bytes(cfg, mesh, vocab_size):
             places = [[matrix.parts[0]] for matrix in matrices]
         batches = batches_of(matrices, places, elements)
         vectors = 3 if len(owned) > 1 else 1
-        needed = max((batch.count * iteration_elements(batch.matrix.shape) for batch in batches), default=0)
+        needed = max((batch.count * iteration_elements(batch.matrix) for batch in batches), default=0)
         most = max(most, vectors * elements + needed)
     return most * iteration_bytes(cfg)
 
@@ -108,7 +108,7 @@ def muon_seconds(cfg, mesh, gpu, vocab_size):
         if shard.size > 1:
             seconds += elements * SORT_BYTES / (STREAM * gpu.hbm)
             seconds += sent[shard.name] / ring_bandwidth(shard, stride_of(shard, mesh), gpu)
-        shapes = Counter(oriented(matrix) for matrix in max(owned, key=sum_work))
+        shapes = Counter(matrix.sides for matrix in max(owned, key=sum_work))
         for (side, other), count in shapes.items():
             for n_steps in steps_per_gram(side, other):
                 products = matmul_seconds(side, side, other, gpu, count)  # the Gram matrix
@@ -127,14 +127,6 @@ def computed_share(cfg, side):
         return 1.0
     across = ceil_div(side, TILE[0])
     return (across + 1) / (2 * across)
-
-
-def oriented(matrix):
-    """Return (side of the Gram matrix, other side) of a Matrix on this rank."""
-    rows, columns = matrix.shape
-    if matrix.cut is None:
-        return min(rows, columns), max(rows, columns)
-    return (columns, rows) if matrix.cut == 0 else (rows, columns)
 
 
 def sum_work(matrices):

@@ -36,6 +36,9 @@ def arguments(argv):
     # Without --data, the plan is that of no data: it must not depend on what lies in a folder.
     no_data = {} if given(argv, "config") else {"data": ""}
     cfg = parse(argv, cls=PlanFlags, prog="plan.py", about=ABOUT, **no_data)
+    if cfg.search and cfg.scaling is not None:
+        raise ValueError("--search ranks the layouts of one number of GPUs, and --scaling plans one layout; "
+                         "leave out one of them")
     if cfg.scaling is None:
         return fill_batch(cfg, argv, cfg.gpus), []
     counts = []

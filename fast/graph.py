@@ -152,10 +152,12 @@ class GraphedStep:
     def host_looks_first(self, guard):
         """Whether the update waits until the host has read the loss.
 
-        It does if a guard may veto the update, or if a void update would change the loss scale.
+        It does if a guard may veto the update, or if a void update would change the loss scale. It also does
+        if functions are called before the update, such as that of --dump-grads, which writes a file once.
         """
         guard_may_veto = guard is not None and guard.sigma > 0
-        return guard_may_veto or self.plain.opt.loss_scale is not None
+        opt = self.plain.opt
+        return guard_may_veto or opt.loss_scale is not None or len(opt.before_update) > 0
 
     def gradients(self, batches, number, n_trained=None):
         """Return this rank's part of the mean loss, (), replayed where there is a graph.

@@ -169,7 +169,9 @@ SENTENCES = table(
     ("split val_ratio", "belongs to the data: python prepare.py FILE... --val-fraction 0.1"),
     ("per_device_eval_batch_size eval_batch_size",
      "is no flag: leave it out; --eval-iters says how many batches are evaluated, of the global batch"),
-    ("always_save_checkpoint overwrite_output_dir do_train do_eval eval_only evaluation_strategy "
+    ("do_eval eval_only evaluate evaluate_only",
+     "is no flag: python sample.py RUN --score FILE.txt prints how well a run predicts a text"),
+    ("always_save_checkpoint overwrite_output_dir do_train evaluation_strategy "
      "eval_strategy save_strategy logging_strategy",
      "is no flag: leave it out; --eval-every and --save-every say when, and an --out that holds a run is "
      "moved aside"),

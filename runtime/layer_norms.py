@@ -68,7 +68,8 @@ class LayerNorms:
         """
         if self.squares is None:  # The step was skipped, on all ranks.
             return {}
-        sums = self.data_parallel.mesh.world.all_reduce(self.squares)  # SUM of L+4 numbers, over the world
+        # SUM of a number per layer, over the world
+        sums = self.data_parallel.mesh.world.all_reduce(self.squares)
         self.squares = None
         norms = zip(self.layers, sums.sqrt().tolist(), strict=True)
         return {PREFIX + layer: norm for layer, norm in norms if math.isfinite(norm)}

@@ -10,7 +10,7 @@ class Data(NamedTuple):
     train: Any       # corpus.shards' sources of samples
     val: Any
     vocab_size: int
-    identity: str    # a hash of the tokens, the same on all ranks and in all resumed runs
+    identity: str    # words that other data would change, the same on all ranks; checkpoints keep them
     tokenizer: Any   # for samples of text; None if the run prints none
 
 

@@ -126,7 +126,7 @@ def load(cfg, data_parallel, opt, path, data_id, vocab_size=0):
     pieces = own_pieces(data_parallel, opt, owned_only=False)
     load_tensors(data_parallel.mesh.world, path, index, pieces, unused)
     opt.set_adam_t(meta["adam_t"])
-    opt.set_scaler(meta["scaler"])
+    opt.set_scaler(meta.get("scaler"))
     opt.masters_to_model()
     where = {field.name: meta[field.name] for field in dataclasses.fields(State) if field.name in meta}
     where.update(data=data_id, vocab_size=vocab_size, changed=changed)
@@ -245,11 +245,16 @@ def is_run(out):
 def holds_other_run(cfg, out):
     """Whether --out has the files of a run that this one does not continue.
 
-    With --resume auto a command that was stopped before its first checkpoint begins again, and writes its
-    rows again. Another command would lose them.
+    With --resume auto, or from a checkpoint of another folder, a command that was stopped before its first
+    checkpoint begins again, and writes its rows again. Another command would lose them.
     """
+    if cfg.resume == "none":
+        return is_run(out)
     if cfg.resume != "auto":
-        return cfg.resume == "none" and is_run(out)
+        if Path(cfg.resume).resolve().is_relative_to(out.resolve()):
+            return False
+        if checkpoint.steps(out):
+            return True
     has_rows = (out / "metrics.jsonl").exists() and (out / "metrics.jsonl").stat().st_size > 0
     return has_rows and not checkpoint.steps(out) and has_other_flags(cfg, out)
 

@@ -110,6 +110,8 @@ def test_an_answer_of_weight_0_is_read_and_not_trained(data):
     weighted = [[{**plain[0], "content": f"a {i}"}, {**plain[1], "weight": 1}] for i in range(20)]
     bare = [[first, plain[1]] for first, _ in weighted]
     assert [chat.split_of(a, 0.5) for a in weighted] == [chat.split_of(b, 0.5) for b in bare]
+    turned = [[dict(reversed(message.items()), name=None) for message in a] for a in bare]
+    assert [chat.split_of(a, 0.5) for a in turned] == [chat.split_of(b, 0.5) for b in bare]
 
 
 def test_characters_have_special_tokens_too(tmp_path):

@@ -417,7 +417,16 @@ def test_parts_are_kept_only_while_they_fit(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(prepare, "parse", lambda argv, parse=prepare.parse: parse(
         [w for w in argv if w not in ("--vocab-size", "300")]))
     n = encoded_by(True)
-    assert n > 5 and encoded_by(True) == 0 and encoded_by(False) == 0 and not (tmp_path / "x/.parts").exists()
+    assert n > 5 and encoded_by(True) == 0
+    first, second, third, fourth, *_ = sorted((tmp_path / "x/.parts").glob("[0-9]*-*.bin"))
+    tokens = bytearray(first.read_bytes())
+    tokens[-3] ^= 1
+    first.write_bytes(tokens)
+    second.write_bytes(second.read_bytes()[:-100])
+    third.unlink()
+    fourth.with_suffix(".json").write_text("{}")
+    assert encoded_by(True) == 4, "parts that are not as they were written"
+    assert encoded_by(False) == 0 and not (tmp_path / "x/.parts").exists()
     assert encoded_by(True, "--seed", 2) == n == encoded_by(True, "--val-fraction", 0.2)
     assert len(list((tmp_path / "x/.parts").glob("*.bin"))) == n, "the parts of other settings are gone"
     write(b, TEXTS[301:601])

@@ -40,16 +40,42 @@ TWO = {name: dict(base, n_layer=2) for name, base in BASES.items()}
 # -----------------------------------------------------------------------------
 # One matrix
 
+def whole(shape):
+    """Return a Matrix that no rank cuts."""
+    return muon.Matrix(shape, shape, {})
+
+
 @pytest.mark.parametrize("rows,count", [(2**27, 1), (2**26, 2), (3 * 2**24, 2), (2**25, 4)])
 def test_matrices_are_computed_together_in_powers_of_two(rows, count):
-    assert muon.batch_size((rows, 1), 2**40, 1000) == count
+    assert muon.matrices_together(whole((rows, 1)), 2**40, 1000) == count
 
 
 @pytest.mark.parametrize("elements,count", [(100, 1), (8191, 2), (8192, 4), (3 * 2048, 2), (5 * 2048, 5)])
 def test_a_batch_needs_no_more_elements_than_a_rank_has(elements, count):
     """Those of a matrix of 16 x 16 are 2 * 256 for the matrix and 6 * 256 for its Gram matrix."""
-    assert muon.iteration_elements((16, 16)) == 2048
-    assert muon.batch_size((16, 16), elements, 5) == count
+    assert muon.iteration_elements(whole((16, 16))) == 2048
+    assert muon.matrices_together(whole((16, 16)), elements, 5) == count
+
+
+@pytest.mark.parametrize("shape, full_shape, sides", [
+    ((8, 32), (8, 32), (8, 32)), ((32, 8), (32, 8), (8, 32)),
+    ((8, 32), (16, 32), (32, 8)), ((32, 8), (32, 16), (32, 8))], ids=str)
+def test_a_matrix_that_tp_cuts_has_a_gram_matrix_of_its_uncut_side(shape, full_shape, sides, monkeypatch):
+    """It may be the long side of the part that a rank has. Memory and work are those of what is computed."""
+    matrix = muon.Matrix(shape, full_shape, {})
+    assert matrix.sides == sides
+    assert muon.iteration_elements(matrix) == 2 * 8 * 32 + 6 * sides[0] ** 2
+    multiplied = []
+
+    class Counting(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            if function.overloadpacket in (torch.ops.aten.bmm, torch.ops.aten.baddbmm):
+                a, b = args[-2:]
+                multiplied.append(a.size(1) * a.size(2) * b.size(2))
+            return function(*args, **(kwargs or {}))
+    with Counting():
+        muon.orthogonalise(torch.randn(1, *shape, dtype=torch.float64), matrix.cut)
+    assert sum(multiplied) == matrix.work
 
 
 SHAPES = [(24, 16), (16, 24), (16, 16)]
@@ -333,7 +359,7 @@ def test_the_planner_counts_one_moment_of_muons_matrices():
     assert state_bytes(plain, mesh, cfg.vocab_size, choice)["optimizer"] - counted == 4 * elements
     needs = []
     for batch in opt.muon.groups[0].batches:
-        needs.append(batch.count * muon.iteration_elements(batch.matrix.shape))
+        needs.append(batch.count * muon.iteration_elements(batch.matrix))
     assert workspace_bytes(cfg, mesh, cfg.vocab_size) == 4 * (elements + max(needs))
     assert workspace_bytes(plain, mesh, cfg.vocab_size) == muon_seconds(plain, mesh, GPUS["h200"], 100) == 0
     assert muon_seconds(cfg, mesh, GPUS["h200"], 100) > 0

@@ -22,7 +22,7 @@ import plan
 import train
 from config import Config, head_width
 from corpus.synthetic import Synthetic
-from cost import communication_time, step_time
+from cost import step_time
 from cost.gpus import GPUS
 from cost.memory import CONTEXT, GIB, saved_activations
 from cost.meshes import stage_mesh
@@ -36,7 +36,7 @@ from cost.parameters import (
 )
 from cost.plan_tables import page_width
 from cost.step_time import expected_choice, peak_flops
-from cost.traffic import Reduction, traffic
+from cost.traffic import traffic
 from ddp import Comm, DataParallel, assign_buckets, is_lone, trained_parameters
 from fast.choose import Choice
 from fast.padded import PaddedAllToAll
@@ -408,28 +408,6 @@ def test_row_limits_settle_as_measured():
     assert seen == 2
 
 
-def test_a_ring_over_nodes_is_slower_and_longer():
-    h200, dp = GPUS["h200"], stage_mesh(preset("dense-210m"), 64, 0).dp
-    assert communication_time.ring_bandwidth(dp, 1, h200) == h200.link  # 8 adapters of 40 GB/s together
-    assert communication_time.ring_bandwidth(dp, 4, h200) == 2 * h200.net
-    assert communication_time.ring_bandwidth(dp, 8, h200) == h200.net
-    assert communication_time.ring_latency(dp, 1, h200) == pytest.approx(56 * 1.9e-6 + 7 * 4e-6)
-    assert communication_time.ring_latency(stage_mesh(preset("dense-210m"), 1, 0).dp, 1, h200) == 0
-
-
-@pytest.mark.parametrize("kind, share", [("gradients", 2 / 3), ("weights", 1 / 3)])
-def test_what_compute_hides_of_messages(kind, share):
-    """Gradients travel beside backward, 2/3 of compute, and weights beside forward, 1/3 of it."""
-    h200 = GPUS["h200"]
-    mesh = stage_mesh(preset("dense-210m"), 2, 0)
-
-    def exposed(seconds, last):
-        sent = Reduction(0, 0, 1, last)._replace(**{kind: seconds * h200.link})
-        return communication_time.exposed_seconds(mesh, h200, {"dp": sent}, 1.0, 0.5)
-    assert exposed(10.0, 0.01) == pytest.approx(10 - share / 2, abs=1e-4)  # more than compute could hide
-    assert exposed(0.1, 0.25) == pytest.approx(0.1 - 0.075 / 2, abs=1e-4)  # the last quarter is never hidden
-
-
 @pytest.mark.parametrize("name,peak", [("NVIDIA H200", 989e12), ("NVIDIA A100-SXM4-80GB", 312e12),
                                        ("NVIDIA H100 80GB HBM3", 989e12), ("NVIDIA H100 PCIe", None),
                                        ("NVIDIA L4", None)])
@@ -635,6 +613,21 @@ def test_the_ramp_is_in_the_days(capsys):
     # The search leaves out layouts with too many replicas for the ramp's first batch
     assert plans and all(p["steps"] == 66 and 16 % (p["layout"]["dp"] * p["layout"]["micro_batch"]) == 0
                          for p in plans)
+
+
+def test_scaling_leaves_out_an_ep_that_nobody_gave(capsys):
+    """With 12 experts on 12 GPUs ep could also be 3, which the groups of --shard 2 do not fit."""
+    flags = "moe-4b --n-experts 12 --top-k 2 --ep 2 --zero 1 --shard 2 --micro-batch 1 --global-batch 12"
+    (own, *_) = planned(capsys, *flags.split(), "--scaling", "12")
+    assert (own["layout"]["ep"], own["layout"]["shard"]) == (2, 2)
+
+
+def test_what_the_search_varies_is_said_and_not_mixed_with_scaling(capsys):
+    plan.main(["tiny", "--gpus", "2", "--search", "--tp", "2", "--zero", "1", "--json"])
+    assert "; --tp 2, --zero 1 does not count beside --search" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        plan.main(["tiny", "--search", "--scaling", "1,2"])
+    assert "--search ranks the layouts of one number of GPUs, and --scaling" in capsys.readouterr().err
 
 
 def test_weak_scaling(capsys):

@@ -91,6 +91,22 @@ def test_resume_removes_the_rows_of_later_steps(tmp_path):
     assert [r["step"] for r in rows(tmp_path)] == [1, 2, 3, 5]  # the first step of a session is logged
 
 
+def test_going_on_from_another_folder_keeps_the_run_that_is_in_out(tmp_path):
+    """Its checkpoints and rows would otherwise be deleted or mixed with those of the new run."""
+    go(1, tmp_path / "a", "--steps=2", "--save-every=2")
+    go(1, tmp_path / "b", "--steps=4", "--save-every=2", "--keep=0", "--seed=5")
+    flags = "--steps=3", "--decay-steps=2", "--save-every=0", "--keep=1", f"--resume={tmp_path}/a/step_000002"
+    out = go(1, tmp_path / "b", *flags)["out"]
+    (old,) = tmp_path.glob("b.*")
+    assert f"{tmp_path}/b held another run: it is now {old}\n" in out
+    assert [r["step"] for r in rows(old)] == [1, 2, 3, 4]
+    assert {path.name for path in old.glob("step_*")} == {"step_000002", "step_000004"}
+    assert [r["step"] for r in rows(tmp_path / "b")] == [3]
+    for path in (tmp_path / "b").glob("step_*"):  # as if it had been stopped before its first checkpoint
+        shutil.rmtree(path)
+    assert "held another run" not in go(1, tmp_path / "b", *flags)["out"]
+
+
 def test_a_new_run_renames_the_directory_of_an_older_one(tmp_path):
     out = tmp_path / "run"
     go(1, out, "--steps=2")

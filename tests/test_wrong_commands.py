@@ -77,7 +77,7 @@ WRONG = [
     ("train.py --max_iters 20", "--steps", "train.py --steps 20"),
     ("train.py --device=cpu", "CUDA_VISIBLE_DEVICES=-1", ""),
     ("train.py --eval_interval 10", "--eval-every", "train.py --eval-every 10"),
-    ("train.py --eval_only=True", "leave it out", "train.py"),
+    ("train.py --eval_only=True", "python sample.py RUN --score FILE.txt", ""),
     ("train.py --out_dir=out-x", "--out", "train.py --out out-x"),
     ("train.py --dataset=chars", "--data", "train.py --data data/chars"),
     ("train.py --gradient_accumulation_steps 5", "--global-batch", "train.py --global-batch 40"),
@@ -337,6 +337,7 @@ NOT_TYPED = {
     "train.py --tensor-model-parallel-size 2": "with --tp 2 it is the first row",
     "train.py --pipeline-model-parallel-size 2": "with --pp 2 it is the second row",
     "train.py --num-layers-per-virtual-pipeline-stage 1": "it needs --pp, too",
+    "train.py --eval_only=True": "RUN and FILE.txt stand for what only the user knows",
 }
 
 
@@ -491,7 +492,7 @@ def test_each_row_has_a_fix_that_is_typed_or_says_why_not():
     rows = {wrong for wrong, _, _ in WRONG}
     assert set().union(*kinds.values()) == rows and len(rows) == len(WRONG)
     assert not kinds["not"] & (kinds["one process"] | kinds["launcher"])
-    assert (len(ONE_PROCESS), len(LAUNCHED) + len(MISFITS), len(NOT_TYPED)) == (148, 23, 11)
+    assert (len(ONE_PROCESS), len(LAUNCHED) + len(MISFITS), len(NOT_TYPED)) == (147, 23, 12)
 
 
 def test_a_fixed_command_trains_and_the_run_goes_on(folder, monkeypatch):
