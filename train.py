@@ -302,7 +302,8 @@ class Run:
         state = self.state
         profiler = profiles.start_profile(cfg.profile and self.is_main)
         session.signals.can_save = True  # From here on a signal waits for the end of its step.
-        with profiles.tracer(cfg.trace and self.is_main, self.out) as trace:
+        n_steps = cfg.steps - state.step
+        with profiles.tracer(cfg.trace and self.is_main, self.out, n_steps) as trace:
             while state.step < cfg.steps and self.ending.outcome is Outcome.DONE:
                 begun = time.monotonic()
                 number = state.step + 1

@@ -27,12 +27,15 @@ def end_profile(profiler, out):
         write_whole(out / "profile.txt", profiler.output_text(unicode=False, color=False))
 
 
-def tracer(on, out):
+def tracer(on, out, n_steps):
     """For --trace: return torch's profiler over steps 3 to 5, as a context. Without --trace it yields None.
 
-    Call end_traced_step() after every step. The profiler writes OUT/trace.json.
+    Call end_traced_step() after every step. The profiler writes OUT/trace.json. n_steps: how many the run
+    takes. With less than three there is nothing to trace, which a line says.
     """
-    if not on:
+    if on and n_steps < 3:
+        say(f"--trace records the third step and two more, and this run takes {n_steps}: there is no trace")
+    if not on or n_steps < 3:
         return contextlib.nullcontext()
     from torch.profiler import profile, schedule
 

@@ -25,7 +25,10 @@ NO_RANKS = SimpleNamespace(model=SimpleNamespace(provide_weights=lambda module: 
 
 def test_trace_says_where_it_is_and_how_to_look_at_it(tmp_path, capfd):
     """... once, over three steps; the last line names it, and a profile that is there."""
-    with profiles.tracer(True, tmp_path) as trace:
+    with profiles.tracer(True, tmp_path, 2) as trace:
+        assert trace is None
+    assert "and this run takes 2: there is no trace" in capfd.readouterr().out
+    with profiles.tracer(True, tmp_path, 12) as trace:
         for _ in range(12):
             torch.zeros(1).add_(1)
             profiles.end_traced_step(trace, NO_RANKS)
