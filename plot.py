@@ -264,9 +264,10 @@ def state(run, last, asked):
     if last == asked:
         return "done"
     saved = checkpoint.steps(run)
-    if saved:
-        return f"stopped at {int(saved[0].name[5:])}"
-    return "no checkpoint"
+    if not saved:
+        return "no checkpoint"
+    step = int(saved[0].name[5:])
+    return f"stopped at {step}" if step else "imported"
 
 
 def in_use(run):

@@ -1,5 +1,6 @@
 """The flags of plan.py, without torch: so --help and wrong flags are answered at once."""
 import dataclasses
+import math
 import re
 from typing import Literal
 
@@ -39,6 +40,10 @@ def arguments(argv):
     if cfg.search and cfg.scaling is not None:
         raise ValueError("--search ranks the layouts of one number of GPUs, and --scaling plans one layout; "
                          "leave out one of them")
+    needed = cfg.pp * math.lcm(cfg.tp * cfg.cp, cfg.ep)
+    if needed > 1 and not (given(argv, "gpus") or cfg.scaling or cfg.search):
+        raise ValueError(f"--gpus is missing, the number of GPUs, which this layout needs {needed} of; try "
+                         f"--gpus {needed}")
     if cfg.scaling is None:
         return fill_batch(cfg, argv, cfg.gpus), []
     counts = []

@@ -190,6 +190,8 @@ def meant_run(run):
         return f"give {shlex.quote(str(path.parent))}"
     if path.name.startswith("step_") and steps_of(path.parent):
         return f"that run has {listed(steps_of(path.parent)[-MOST_NAMES:])}"
+    if (path / "adapter_config.json").is_file():
+        return f"it holds adapters: python convert.py import {shlex.quote(run)} --base RUN --out out/NAME"
     there = elsewhere(path, is_run)
     if there:
         return there

@@ -142,7 +142,8 @@ PLAIN_FAULTS = {  # name: (form, a fault as arguments of planted)
     "a window of one key more": (
         "windows", "attention.window_mask", "queries - window", "queries - window - 1"),
     "the other layers see all keys": ("windows", "attention.is_nth", "== 0", "== 1"),
-    "frequencies divided, not blended": ("llama3", "attention.scaled_frequency", "(1 - share) / factor", "0"),
+    "frequencies divided, not blended": (
+        "llama3", "attention.scaled_frequency", "(1 - share) / slowdown", "0"),
     "every layer turns by the windows' base": (
         "gemma3", "model.GPT.forward", "block.attn.window > 0", "True"),
     "the windows' base scaled, too": (

@@ -698,6 +698,7 @@ def test_help_says_what_it_does_and_lists_both_kinds_of_flags(capsys):
 
 @pytest.mark.parametrize("argv,part", [
     ("tiny --gpus 2 --pp 2 --zero 3", "--zero 3 does not go with --pp 2"),
+    ("tiny-moe --tp 2 --ep 4 --pp 2", "--gpus is missing, the number of GPUs, which this layout needs 8"),
     ("dense-210m --gpus 6 --tp 4", "6 ranks do not divide by tp 4"),
     ("tiny --gpus 6 --cp 4", "6 ranks do not divide by tp 1 * cp 4 * pp 1; try --cp 2"),
     ("tiny --gpus 2 --cp 2 --recompute selective", "--recompute selective does not go with --cp 2"),

@@ -139,6 +139,13 @@ def test_the_table_of_runs_reads_only_and_survives_foreign_folders(runs, capsys,
     assert lines[2] == "    tiny-moe on 2 ranks --steps=8 --seed=7 --no-report" and "--top-k=1000" in lines[4]
 
 
+def test_an_imported_model_is_no_stopped_run(tmp_path):
+    (tmp_path / "step_000000").mkdir()
+    assert plot.state(tmp_path, 0, 400) == "imported"
+    (tmp_path / "step_000003").mkdir()
+    assert plot.state(tmp_path, 3, 400) == "stopped at 3"
+
+
 def test_a_flag_as_a_shell_takes_it():
     assert plot.words_of_flag("prompt", "def main(") == "--prompt='def main('"
     assert plot.words_of_flag("rope_scaling", [8, 1]) == "--rope-scaling 8 1"

@@ -679,6 +679,9 @@ def test_a_folder_of_checkpoints_is_no_misspelt_step(folder, monkeypatch):
     monkeypatch.chdir(folder)
     assert "out/run/step_000002" in paths.meant_run("out/run/step_7")
     assert "step_" not in paths.meant_run("out/run/weights")
+    Path("adapters").mkdir()
+    Path("adapters/adapter_config.json").touch()
+    assert "python convert.py import adapters --base RUN --out out/NAME" in paths.meant_run("adapters")
     assert paths.make_data("data/stdlib") == "make it with: python prepare.py stdlib"
     assert paths.make_data("data/mine") == "make it with: python prepare.py FILE... --name mine"
 
