@@ -70,7 +70,7 @@ PEERS = {  # (workload, GPUs): the fastest other trainer on H200s, its highest t
     ("G2", 1): ("nanoGPT", 535.9e3), ("G2", 2): ("nanoGPT", 501.0e3), ("G2", 4): ("nanoGPT", 505.7e3),
     ("G2-32", 1): ("nanoGPT", 514.6e3), ("G2-32", 2): ("nanoGPT", 473.2e3),
     ("G2-32", 4): ("nanoGPT", 478.2e3),
-    ("7B", 2): ("torchtitan", 10.1e3),
+    ("7B", 2): ("torchtitan", 10.085e3),
     ("BERT", 1): ("HF, bf16 only", 147.7e3), ("BERT", 2): ("HF", 146.5e3),
     ("SC", 1): ("nanoGPT", 1981.2e3),
     ("WP", 1): ("nanoGPT", 714.3e3), ("WP", 2): ("nanoGPT", 678.3e3), ("WP", 4): ("nanoGPT", 692.5e3),

@@ -397,6 +397,13 @@ def no_space(*_):
     raise OSError(28, "No space left on device")
 
 
+def test_a_vocabulary_is_trained_on_an_amount_of_bytes(monkeypatch):
+    """A character can have three of them, so the number of characters would announce too little."""
+    monkeypatch.setattr(prepare, "TRAINING_BYTES", 20)
+    monkeypatch.setattr(prepare, "all_documents", lambda units, key: ["\u3042" * 3] * 10)
+    assert len(list(prepare.training_texts(["unit"], "text"))) == 3  # 27 bytes: the first sum above 20
+
+
 def test_parts_are_kept_only_while_they_fit(tmp_path, capsys, monkeypatch):
     """After a late failure the same call encodes nothing; after a change of a file, only its units."""
     a, b = write(tmp_path / "a.jsonl", TEXTS[:300]), write(tmp_path / "b.jsonl", TEXTS[300:600])
