@@ -41,8 +41,9 @@ over bucket.replicas, whose ranks keep the same slice.
 Four things are different in special cases, which a first reading can leave out. With
 --split-masters, a master is own and the 16 bits that own lacks (ops/split_master.py). In bf16 on a
 GPU, with one micro-batch per step, a bucket that NCCL does not sum can be a CopyBucket, which keeps
-grad in bf16. A LoneBucket has no copy: grad is what backward made. In fast/peer.py grad_total has
-memory of its own.
+grad in bf16. A LoneBucket has no copy: grad is what backward made. In fast/peer.py there is no
+grad: each rank sends its gradients of a slice to the rank that updates the slice. There grad_total
+has a row for each rank, and the optimizer adds them up.
 """
 import contextlib
 import itertools
@@ -53,7 +54,7 @@ from typing import NamedTuple
 import torch
 
 from ops.accelerator import on_side_stream
-from ops.flat import accumulate, copy_gradients, padded_elements
+from ops.flat import accumulate, copy_gradients, padded_elements, sum_of_rows
 from ops.split_master import SplitMaster
 from parallel import CompletedWork
 
@@ -170,6 +171,10 @@ class Comm:
         grad = torch.zeros_like(weights, dtype=self.grad_dtype)
         return flat, grad, grad[own_slice]
 
+    def collect(self, bucket):
+        """Take all p.grad of a CopyBucket, which are complete, before start_reduce()."""
+        bucket.copy_all_gradients()
+
     def start_reduce(self, bucket):
         """Start to sum bucket.grad over bucket.axis into grad_total, and return a handle."""
         if bucket.n_slices == 1:  # without ZeRO: the replicas are all ranks of bucket.axis
@@ -236,7 +241,9 @@ class FlatBuffers:
         weights = torch.zeros(n, dtype=wide, device=first.device)  # The rest is padding.
         self.flat, self.grad, self.grad_total = comm.allocate(
             self.shard, self.own_slice, weights, dtype or first.dtype)
-        self.grad_windows = self.windows(self.grad)  # of each parameter
+        self.grad_windows = []  # of each parameter, where there is a grad
+        if self.grad is not None:
+            self.grad_windows = self.windows(self.grad)
         self.adopt_parameters(weights)
         self.master = weights[self.own_slice]
         if weights is not self.flat:
@@ -299,6 +306,15 @@ class FlatBuffers:
         copy_gradients(zip(self.grad_windows, grads, strict=True))
         for p in self.params:
             p.grad = None
+
+    def gradient(self):
+        """Return this rank's slice of the summed gradients, (n/n_slices,).
+
+        It is grad_total, or the sum of its rows, which is new memory.
+        """
+        if self.grad_total.ndim == 1:
+            return self.grad_total
+        return sum_of_rows(self.grad_total)
 
     def after_update(self):
         """Start to send this rank's new slice of the weights, if others hold other slices."""
@@ -370,14 +386,15 @@ class Bucket(FlatBuffers):
 class CopyBucket(Bucket):
     """A Bucket for one micro-batch per step, so that no gradients are added up on this rank.
 
-    Each gradient stays in p.grad until all have come. Then one kernel copies them into grad.
+    Each gradient stays in p.grad until all have come. Then one kernel copies them into grad, or in
+    fast/peer.py into the memory of the rank that updates their slice.
     """
 
     def take_gradient(self, i):
         assert self.untouched[i], "a second micro-batch, but grad_dtype promises one"
 
     def complete_grad(self):
-        self.copy_all_gradients()
+        self.comm.collect(self)
 
 
 class LoneBucket(CopyBucket):

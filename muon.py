@@ -41,6 +41,7 @@ import torch
 
 from config import ceil_div
 from ops import backend
+from ops.flat import number_of_rows, sum_of_rows
 from ops.matrix_norms import divide_by_norms, squared_norms
 from ops.symmetric_mm import symmetric_mm
 from parallel import Axis
@@ -476,15 +477,20 @@ class Muon:
         return vector
 
     def add_gradient(self, momentum, grad, direction, divisor, not_finite):
-        """Add a gradient to its momentum, and write the direction: (n,) each."""
+        """Add a gradient to its momentum, and write the direction: (n,) each.
+
+        grad: (n,), or (ranks, n) whose rows are added up.
+        """
         if self.use_triton:
             from ops import kernels
             n = momentum.numel()
             grid = (ceil_div(n, 2048),)
             kernels.muon_direction[grid](
-                momentum, grad, direction, divisor, not_finite, self.momentum, n, BLOCK=2048,
-                num_warps=8)
+                momentum, grad, direction, divisor, not_finite, self.momentum, n,
+                ROWS=number_of_rows(grad), BLOCK=2048, num_warps=8)
             return
+        if grad.ndim > 1:
+            grad = sum_of_rows(grad)
         grad = grad.to(momentum.dtype) / divisor
         grad = torch.where(not_finite > 0, 0.0, grad)
         taken = (1 - not_finite).to(momentum.dtype)

@@ -44,10 +44,11 @@ class LayerNorms:
     @torch.no_grad()
     def measure(self):
         """Compute this rank's part of the squared norms from its slices of the gradients."""
-        device = self.opt.grads[0].device
+        device = self.data_parallel.buckets[0].flat.device
         number_of = {name: i for i, name in enumerate(self.layers)}
         squares = torch.zeros(len(self.layers), dtype=torch.float64, device=device)
-        for bucket, grad in zip(self.data_parallel.buckets, self.opt.grads, strict=True):
+        for bucket in self.data_parallel.buckets:
+            grad = bucket.gradient()
             pieces = bucket_pieces(bucket, grad, prefix="", owned_only=False)
             if not pieces:
                 continue  # This rank's slice is padding.
