@@ -16,7 +16,7 @@ MOST_GPUS = 2**17
 class PlanFlags(Config):
     """train.py's flags say what runs; these say where, and what is to be printed."""
     gpus: int = 1  # GPUs in all
-    gpu: Literal[tuple(GPUS)] = "h200"  # kind of GPU
+    gpu: Literal[tuple(GPUS)] = "h200"  # kind of GPU; x4: four to a node, as on Polaris, else eight
     tokens: float = 0.0  # tokens to train on: prints the steps and days that they take; 0 prints none
     search: bool = False  # rank every layout that fits into memory, fastest first
     scaling: str | None = None  # numbers of GPUs such as 1,8,64: a plan for each, with the same work per GPU

@@ -238,7 +238,8 @@ OF_PROGRAM = {
     ),
     "plan.py": table(
         ("nodes num_nodes nnodes nproc_per_node devices", "is no flag: --gpus counts all GPUs"),
-        ("gpu_type hardware device", "is --gpu here: a100-40, a100-80, h100, h200"),
+        ("gpus_per_node", "is part of --gpu here: a100-40x4 and h100x4 have four to a node, others eight"),
+        ("gpu_type hardware device", "is --gpu here: a100-40, a100-40x4, a100-80, h100, h100x4, h200"),
         ("num_tokens", "is --tokens here"),
     ),
 }

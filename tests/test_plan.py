@@ -695,7 +695,8 @@ def test_help_says_what_it_does_and_lists_both_kinds_of_flags(capsys):
         plan.main(["gpt2", "--help"])
     said = " ".join(capsys.readouterr().out.split())
     assert exit_.value.code == 0
-    for part in ("Predict what a training run will cost", "--gpu h200", "[a100-40 | a100-80 | h100 | h200]",
+    for part in ("Predict what a training run will cost", "--gpu h200",
+                 "[a100-40 | a100-40x4 | a100-80 | h100 | h100x4 | h200]",
                  "--search", "same work per GPU", "--n-layer 12 transformer blocks"):
         assert part in said, part
 
@@ -728,6 +729,13 @@ def test_matrix_products_as_measured():
     for m, n, k, low, high in ((8192, 8192, 8192, 650, 720), (16384, 512, 1792, 495, 605),
                                (16384, 128256, 512, 587, 683)):
         assert low <= 2 * m * n * k / step_time.matmul_seconds(m, n, k, gpu) / 1e12 <= high
+
+
+def test_eight_gpus_are_one_node_or_two(capsys):
+    """With four to a node half of the ring's messages go to the other node, whose network is slower."""
+    flags = "smol-1.7b", "--gpus", "8", "--zero", "1", "--micro-batch", "1"
+    one, two = (planned(capsys, *flags, "--gpu", gpu) for gpu in ("a100-40", "a100-40x4"))
+    assert one["between_nodes_mb"] == 0 < two["between_nodes_mb"] and one["ms"] < two["ms"]
 
 
 def test_a_flag_in_a_warning_stays_on_one_line(monkeypatch, capsys):
