@@ -142,7 +142,9 @@ class Block(nn.Module):
 
     def dense_block(self, x, t, cos, sin, cache, places):  # (n, C) -> (n, C)
         x, inner = self.attention_half(x, t, cos, sin, cache, places)
-        return self.add_output(x, self.mlp(inner))
+        # In one line, torch 2.8 would hold a method while tp sends, and compile it anew each time.
+        y = self.mlp(inner)  # (n, C)
+        return self.add_output(x, y)
 
     def add_output(self, x, y):  # y: of the MLP or the experts, (n, C)
         y = self.norm_after(y, self.norm2, self.out_norm2)

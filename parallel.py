@@ -22,8 +22,9 @@ with some false hits:
 """
 import contextlib
 import contextvars
+import functools
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -63,7 +64,12 @@ class Axis:
     calls: Any = None  # this rank's runtime.launch.CollectiveLog, which the watchdog reads
     tree: Any = None  # the world's Axis has one: interface/tree.py, for what the programs agree on
     cut: Any = None  # the Sharing that --shard makes of these ranks; None where all share
-    sent: Counter = field(default_factory=Counter, compare=False)
+
+    # No field: in torch 2.8, a graph that gets an axis is compiled anew when a field has changed.
+    @functools.cached_property
+    def sent(self):
+        """The bytes that this rank sent, by the kind of collective."""
+        return Counter()
 
     def sharing(self, zero=1):
         """Return the Sharing of a buffer that all ranks of the axis need. zero: the flag.

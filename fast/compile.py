@@ -42,21 +42,28 @@ def compile_block(block, whole):
     """Compile a block. whole: it can be one graph, or before and after its experts one each.
 
     A graph can hold what --recompute full runs again in backward. If the block is not whole, torch compiles
-    nothing of such a function, unless the function is compiled by itself. With --recompute selective, which
-    looks for single operations, that function is not compiled then.
+    nothing of such a function, unless the function is compiled by itself. So each function is, and what only
+    calls them is not: torch 2.8 would compile that anew for each method that it is given. With --recompute
+    selective, which looks for single operations, what runs again is not compiled then.
     """
-    runs_again = block.recompute_mode == "full" and not whole
-    if block.moe is not None:
-        if runs_again:
-            block.attention_half = torch.compile(block.attention_half)
+    if whole and block.moe is None:
+        block.compile(fullgraph=True)
+    elif whole:
+        compile_methods(block, "before_experts", "after_experts", fullgraph=True)
+    else:
+        if block.recompute_mode != "selective":
+            compile_methods(block, "dense_block" if block.moe is None else "attention_half")
+        if block.moe is not None:
+            compile_methods(block.moe, "route")
             if block.moe.shared is not None:
                 block.moe.shared.compile()
-        block.before_experts = torch.compile(block.before_experts, fullgraph=whole)
-        block.after_experts = torch.compile(block.after_experts, fullgraph=whole)
-    elif runs_again:
-        block.dense_block = torch.compile(block.dense_block)
-    else:
-        block.compile(fullgraph=whole)
+            compile_methods(block, "after_experts")
+
+
+def compile_methods(module, *names, fullgraph=False):
+    """Replace methods of a module by compiled ones. fullgraph: each must be one graph."""
+    for name in names:
+        setattr(module, name, torch.compile(getattr(module, name), fullgraph=fullgraph))
 
 
 def compile_stages_at_once(step):

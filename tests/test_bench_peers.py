@@ -112,7 +112,7 @@ def test_a_model_of_another_size_is_refused(stand_in, capsys):
 
 @pytest.mark.parametrize("workload, trainer", [("W1", "hf"), ("G2", "hf-bf16"), ("W2b", "hf"),
                                                ("BERT", "hf")])
-def test_a_cell_of_transformers(workload, trainer):
+def test_a_cell_of_transformers(workload, trainer, hf):
     """Each kind of model begins at the loss of a guess, and learns: with ours' batches and parameters."""
     row = cell(workload, trainer)
     flags = peer_cell.train_flags(peer_cell.Flags(workload, "ours", tiny=True), 1)
@@ -122,15 +122,15 @@ def test_a_cell_of_transformers(workload, trainer):
     assert row["loss"][0] == pytest.approx(math.log(256), abs=0.1) and row["loss"][0] != row["loss"][1]
 
 
-def test_transformers_draws_weights_on_the_device(monkeypatch):
-    import transformers
+def test_transformers_draws_weights_on_the_device(hf, monkeypatch):
     devices = []
 
     def llama(shape):
         devices.append(torch.get_default_device())
         return torch.nn.Embedding(shape.vocab_size, shape.hidden_size)
 
-    monkeypatch.setattr(transformers, "LlamaForCausalLM", llama)
+    assert hf.LlamaForCausalLM  # when it is first read, transformers can put another module into sys.modules
+    monkeypatch.setattr(sys.modules["transformers"], "LlamaForCausalLM", llama)
     monkeypatch.setattr(peer_cell.Transformers, "check_count", lambda self: None)
     monkeypatch.setattr(peer_cell.Transformers, "prepare", lambda self: None)
     cfg = parse(f"dense-210m {peer_cell.TINY}".split(), data="synthetic")
@@ -138,7 +138,7 @@ def test_transformers_draws_weights_on_the_device(monkeypatch):
     assert devices == [torch.device("meta")] and peer.model.weight.is_meta
 
 
-def test_a_step_trains_on_the_next_tokens():
+def test_a_step_trains_on_the_next_tokens(hf):
     """transformers' loss is that of the targets as they are, not shifted again; a step accumulates."""
     cfg = parse(f"dense-210m {peer_cell.TINY}".split(), data="synthetic")
     peer = peer_cell.Transformers(cfg, World(), 256, "")

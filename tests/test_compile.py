@@ -156,6 +156,29 @@ def test_what_backward_runs_again_is_compiled_between_collectives(flags):
         check_same_training(compiled, eager)
 
 
+@pytest.mark.parametrize("tp, mode, parts", [
+    (1, "none", ["dense", "before", "after"]), (1, "selective", ["dense", "before", "after"]),
+    (2, "none", ["dense block", "attention half", "route", "shared", "after"]),
+    (2, "full", ["dense block", "attention half", "route", "shared", "after"]),
+    (2, "selective", ["route", "shared", "after"])])
+def test_a_block_without_collectives_is_compiled_whole(tp, mode, parts, monkeypatch):
+    """And of another one each function by itself: torch 2.8 would compile anew what is given a method."""
+    asked = []
+    monkeypatch.setattr(compile_, "keep_eager", lambda place, name: None)
+    monkeypatch.setattr(torch, "compile", lambda function, fullgraph: asked.append((function, fullgraph)))
+
+    def module(name, **others):
+        return SimpleNamespace(compile=lambda fullgraph=False: asked.append((name, fullgraph)),
+                               recompute_mode=mode, attn=SimpleNamespace(flex=None), **others)
+    dense = module("dense", moe=None, dense_block="dense block")
+    experts = SimpleNamespace(route="route", shared=module("shared"))
+    expert = module("not this", moe=experts, attention_half="attention half", before_experts="before",
+                    after_experts="after")
+    mesh = SimpleNamespace(tp=SimpleNamespace(size=tp), cp=SimpleNamespace(size=1))
+    compile_.compile_blocks(SimpleNamespace(mesh=mesh, blocks={"0": dense, "1": expert}, norm=module("norm")))
+    assert asked == [*((part, tp == 1) for part in parts), ("norm", True)]
+
+
 @pytest.mark.long  # A C++ compiler takes a minute.
 @pytest.mark.parametrize("flags", ["--tp=2 --recompute=full", "--pp=2"])
 def test_what_the_compiler_makes_of_it_trains_the_same(flags, tmp_path):

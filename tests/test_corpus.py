@@ -65,7 +65,12 @@ def test_every_column_of_strings_is_read(kind, tmp_path, capsys):
         column = column.cast(getattr(arrow, kind)())
     numbers = arrow.array(range(40))
     table = arrow.Table.from_arrays([numbers, column, numbers], names=["id", "text", "id"])
-    parquet.write_table(table, tmp_path / "a.parquet")
+    try:
+        parquet.write_table(table, tmp_path / "a.parquet")
+    except arrow.ArrowNotImplementedError:
+        if kind != "string_view":
+            raise
+        pytest.skip(f"pyarrow {arrow.__version__} writes no string_view")
     (train, val), _, err = make(capsys, tmp_path, tmp_path / "a.parquet")
     assert Counter(train + val) == Counter(TEXTS[:40]) and err == ""
 

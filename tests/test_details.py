@@ -30,7 +30,6 @@ from cost.fits import larger_zero
 from cost.idle import pipeline_warnings, width_warnings
 from cost.meshes import stage_mesh
 from fast import choose, graph
-from fast import compile as compile_
 from fast.choose import Choice
 from fast.graph import BufferSizer, GraphedStep
 from fast.host_buffers import HostBuffers
@@ -453,23 +452,6 @@ def test_a_bucket_in_which_gradients_are_missing_is_still_reduced():
     bucket.missing, bucket.total_is_empty = {0, 1}, False
     bucket.wait_grads()  # all came before
     assert started == [2, 1] and summed == [bucket], "a step has one sum over the replicas"
-
-
-@pytest.mark.parametrize("tp,whole", [(1, True), (2, False)])
-def test_a_block_without_collectives_is_compiled_whole(tp, whole, monkeypatch):
-    asked = []
-    monkeypatch.setattr(compile_, "keep_eager", lambda place, name: None)
-    monkeypatch.setattr(torch, "compile", lambda function, fullgraph: asked.append((function, fullgraph)))
-
-    def module(name, **others):
-        return SimpleNamespace(compile=lambda fullgraph: asked.append((name, fullgraph)),
-                               recompute_mode="none", **others)
-    attn = SimpleNamespace(flex=None)
-    expert = module("not this", moe="experts", before_experts="before", after_experts="after", attn=attn)
-    mesh = SimpleNamespace(tp=SimpleNamespace(size=tp), cp=SimpleNamespace(size=1))
-    blocks = {"0": module("dense", moe=None, attn=attn), "1": expert}
-    compile_.compile_blocks(SimpleNamespace(mesh=mesh, blocks=blocks, norm=module("norm")))
-    assert asked == [("dense", whole), ("before", whole), ("after", whole), ("norm", True)]
 
 
 def test_one_rank_dispatches_plainly_under_a_graph():

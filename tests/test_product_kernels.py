@@ -39,6 +39,25 @@ def how(request, small_tiles, monkeypatch):  # noqa: F811
     return request.param
 
 
+@pytest.fixture(autouse=True)
+def strides_in_bytes(monkeypatch):
+    """A GPU wants strides of 16 bytes. Triton 3.4's interpreter, which refuses 40 numbers, counts numbers."""
+    if DEVICE == "cuda":
+        return
+    from triton.runtime import interpreter
+    real = interpreter.TensorDescHandle.validate
+
+    def validate(self):
+        try:
+            real(self)
+        except AssertionError as e:
+            size = self.base.dtype.element_ty.primitive_bitwidth // 8
+            odd = [stride for stride in self.strides[:-1] if stride.data.item() * size % 16]
+            if odd or "stride must be" not in str(e):
+                raise
+    monkeypatch.setattr(interpreter.TensorDescHandle, "validate", validate)
+
+
 ODD, EVEN = (17, 33), (16, 32)
 # The rows of a descriptor begin at multiples of 16 bytes. The test's tiles have 16 columns.
 ALIGNED = (24, 40)

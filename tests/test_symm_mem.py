@@ -294,7 +294,7 @@ def gloo_steps(world, flags):
     return three_steps(world, flags, bucket_elements=300)
 
 
-@pytest.mark.parametrize("layout", [dict(), dict(tp=2), dict(ep=2), dict(cp=2)], ids=str)
+@pytest.mark.parametrize("layout", [dict(), dict(tp=2), dict(ep=2), dict(cp=2), dict(shard=2)], ids=str)
 def test_gradients_and_weights_by_copies_between_gpus(layout):
     """Without a graph (slack 0) each bucket's weights set out when it is stepped; with one only the
     embedding's do. At slack 1.0 a step of experts is done again."""
