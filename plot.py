@@ -220,17 +220,11 @@ def table_of_runs(folder):
     left_out = []
     for path in [folder, *sorted(folder.iterdir())]:
         try:
-            if path.is_dir() and is_run(path):
+            if path.is_dir() and paths.is_run(path):
                 table.append(describe(path))
         except OSError as e:
             left_out.append(printable(f"{path.name} is left out: {e.strerror}"))
     return table, left_out
-
-
-def is_run(path):
-    """Whether a folder has what a run writes: rows, or checkpoints. OSError: it cannot be read."""
-    names = os.listdir(path)  # PermissionError: which glob() does not say
-    return "metrics.jsonl" in names or bool(checkpoint.steps(path))
 
 
 def describe(run):

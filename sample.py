@@ -40,7 +40,7 @@ from convert import is_theirs, read_run
 from corpus import text, tokenizer
 from corpus.chat import MARKERS, Template
 from corpus.masked import MASK
-from interface.command_line import as_program, command_line, given_flags, wrong_input
+from interface.command_line import as_program, check_utf8, command_line, given_flags, wrong_input
 from interface.console import Console, converse
 from interface.schema import Range, check_schema, load_json
 from interface.serve import Server
@@ -85,6 +85,10 @@ class Flags:
             raise ValueError(f"--temperature {self.temperature} is too small; try 0, the likeliest token")
         if not self.chat and self.tp * self.ep > 1:
             raise ValueError("--tp and --ep are for --chat; samples and --serve come from one process")
+        typed = [*(("--prompt", prompt) for prompt in self.prompt), ("--fill", self.fill),
+                 ("--system", self.system)]
+        for flag, said in typed:
+            check_utf8(flag, said)
         ignored = given_flags(self, ("n", "max_new_tokens", "temperature", "top_k", "seed"))
         if self.score is not None and ignored:
             raise ValueError(f"--score draws no text; leave out {', '.join(ignored)}")
@@ -188,7 +192,6 @@ def main(argv=None):
             answer = partial(print_samples, vocabulary=vocabulary, prompts=prompts, flags=flags)
         model = load_model(cfg, vocab_size, weights)
         print(said, end="", file=sys.stderr, flush=True)
-        plain_stdout()
         answer(model)
 
 
@@ -208,12 +211,6 @@ def refuse_several_ranks():
     if n_ranks != 1:
         with_it = launcher.STARTED_WITH.get(name, name)
         raise ValueError(f"only --chat takes several ranks; leave out {with_it}")
-
-
-def plain_stdout():
-    """Let a terminal that lacks a character of the text print a question mark."""
-    if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(errors="replace")
 
 
 def read_prompts(flags, vocabulary):
@@ -481,7 +478,6 @@ def chat_main(flags, argv):
         chat = Chat(load_model(cfg, vocab_size, weights, world), vocabulary, flags, console.agree)
     if world.rank == 0:
         print(said, end="", file=sys.stderr, flush=True)
-    plain_stdout()
     converse(chat, console)
     with launch.exit_together(world):
         # It is no error if the reader of stdout leaves.

@@ -15,7 +15,8 @@ from interface.packages import check_packages
 
 check_packages()
 
-from interface.command_line import command_line, wrong_input
+from interface import nearest
+from interface.command_line import command_line, program_of, wrong_input
 from runtime.launcher import env_rank, started_by, wrong_environment
 
 
@@ -46,6 +47,16 @@ def read_flags(cls, argv, prog, about):
         if hasattr(flags, "check"):
             flags.check()
         return flags
+
+
+def check_ranks(cfg, world, prog, argv=None):
+    """Raise ValueError unless the flags, a Config, fit these ranks. The message has what fits everything."""
+    from runtime.launch import same_command  # It imports torch, which some programs here do without.
+    program = program_of(prog)
+    if world.size == 1:
+        nearest.check_alone(cfg, sys.argv[1:] if argv is None else argv, program)
+    with nearest.with_fix(cfg, world.size, lambda ranks: same_command(world, ranks, program)):
+        nearest.check_all(cfg, world.size)
 
 
 def start(main):

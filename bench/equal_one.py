@@ -15,14 +15,15 @@ import math
 import sys
 from dataclasses import dataclass
 
-from common import one_rank_speaks, start
+from common import check_ranks, one_rank_speaks, start
 from runtime.launch import World, exit_together, launch, shutdown
 
 import equality
 
 from config import Config, Outcome
 from corpus.batches import open_data
-from interface.command_line import parse
+from interface import nearest
+from interface.command_line import parse, program_of
 from parallel import make_mesh
 from runtime.launcher import NO_TIMEOUT
 
@@ -50,13 +51,15 @@ def read_flags(argv):
         return flags, Config(**{**values, "dtype": "fp64", "compile": False})
 
 
-def check(cfg, world):
-    """Return (Config with the number of sequences in a step, vocabulary size, source). ValueError: no proof.
+def check(cfg, world, argv=None):
+    """Return (Config with the number of sequences in a step, vocabulary size, source).
 
-    train_steps() checks the layout itself.
+    ValueError: there is nothing to prove, or the layout does not fit.
     """
+    check_ranks(cfg, world, "equal_one.py", argv)
     if world.size == 1:
-        raise ValueError("one process has no layout to compare: mpiexec -n 2 python bench/equal_one.py ...")
+        again = nearest.command(2, sys.argv[1:] if argv is None else argv, program=program_of("equal_one.py"))
+        raise ValueError(f"one process has no layout to compare; start 2: {again}")
     if cfg.dropout and cfg.tp * cfg.cp * cfg.pp > 1:
         raise ValueError("ranks of tp, cp and pp draw other dropout masks than one process; add --dropout 0")
     mesh = make_mesh(world, cfg.tp, cfg.pp, cfg.ep, n_experts=cfg.n_experts, cp=cfg.cp, shard=cfg.shard)
@@ -178,7 +181,7 @@ def main(argv=None):
     flags, cfg = read_flags(argv)
     world = launch(NO_TIMEOUT)
     with exit_together(world):
-        cfg, vocab_size, source = check(cfg, world)
+        cfg, vocab_size, source = check(cfg, world, argv)
     want, results = both_runs(cfg, vocab_size, source, world, flags.compared_steps)
     outcome = judge(cfg, want, results, flags.tolerance) if world.rank == 0 else None
     outcome = world.tree.broadcast_object(outcome)  # one number, over the world

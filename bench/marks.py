@@ -14,6 +14,8 @@ in none of the sets along an axis is equal on all of its ranks. A zero fits ever
 While `Marks.by_sides` is set, in Muon's iteration, tensors hold matrices: rows and features are then their
 two sides, the last two dimensions. marks_of_muon.py sets it.
 """
+import contextlib
+import itertools
 from typing import NamedTuple
 from unittest import mock
 
@@ -24,6 +26,8 @@ from torch.utils._pytree import tree_leaves
 import attention
 import layers
 import lora
+from interface import nearest
+from interface.layout import check_ranks
 from parallel import Axis
 
 DATA = 1
@@ -555,3 +559,27 @@ def moved(bits, source, target):
 def own_memory(master):
     """Return the tensor that has a master's memory: with --split-masters, its low bits beside the weight."""
     return getattr(master, "low", master)
+
+
+# -----------------------------------------------------------------------------
+# Layouts without common digits
+
+def with_common_digits(mesh, n_experts):
+    """Return the --ep and --shard nearest to the mesh's that have common digits with its other axes."""
+    tp, cp, ep, stage, world = (axis.size for axis in (mesh.tp, mesh.cp, mesh.ep, mesh.stage, mesh.world))
+    block = mesh.stage.sharing().shard.size
+    shard = block // tp if mesh.stage.cut else 0
+    parts = [size for size in range(1, stage + 1) if stage % size == 0]
+
+    def distance(option):
+        return (option[0] != ep) + (option[1] != shard), abs(option[0] - ep), abs(option[1] - shard)
+
+    for new_ep, new_shard in sorted(itertools.product(parts, parts if shard else [0]), key=distance):
+        borders = sorted({1, tp, tp * cp, tp * new_shard or block, stage, world, new_ep})
+        if n_experts % new_ep or any(high % low for low, high in itertools.pairwise(borders)):
+            continue
+        with contextlib.suppress(ValueError):
+            check_ranks(world, tp, mesh.pp.size, new_ep, n_experts, cp, shard=new_shard)
+            changed = {"ep": new_ep} if new_ep != ep else {}
+            return nearest.as_flags(changed | ({"shard": new_shard} if new_shard != shard else {}))
+    return "--ep 1 --shard 1"

@@ -17,7 +17,6 @@ a wrong mask, a wrong order. For these, compare the layout with one rank, as tes
 import contextlib
 import dataclasses
 import itertools
-import math
 import sys
 import time
 from typing import NamedTuple
@@ -41,6 +40,7 @@ from marks import (
     moved,
     own_memory,
     union,
+    with_common_digits,
 )
 from marks_of_muon import MuonMarks
 
@@ -53,6 +53,7 @@ import zero
 from config import Config, Outcome
 from corpus import masked
 from corpus.synthetic import Synthetic
+from interface import nearest
 from interface.command_line import parse, wrong_input
 from interface.layout import check_layout
 from optim import Optimizer
@@ -72,15 +73,6 @@ def mesh_of(cfg, ranks, rank):
                      n_experts=cfg.n_experts, shard=cfg.shard, groups=False)
 
 
-def nearest_ep(mesh, others, n_experts):
-    """Return the --ep nearest to the mesh's that has common digits with the other borders; 1 if none has."""
-    def fits(size):
-        borders = itertools.pairwise(sorted({*others, size}))
-        return n_experts % size == 0 and not any(high % low for low, high in borders)
-    sizes = filter(fits, range(1, mesh.stage.size + 1))
-    return min(sizes, key=lambda size: abs(size - mesh.ep.size), default=1)
-
-
 class Digits:
     """A rank's number in digits: each axis of the mesh is a set of them, and a set is a sum of bits.
 
@@ -93,18 +85,16 @@ class Digits:
         tp = mesh.tp.size
         cp = mesh.cp.size
         block = mesh.stage.sharing().shard.size
-        others = {1, tp, tp * cp, block, mesh.stage.size, mesh.world.size}
-        borders = sorted({*others, mesh.ep.size})
+        borders = sorted({1, tp, tp * cp, block, mesh.stage.size, mesh.world.size, mesh.ep.size})
         self.strides = borders[:-1]
         self.sizes = []
         self.known = {}  # bits of an axis, by its ranks
         for low, high in itertools.pairwise(borders):
             if high % low:
-                part, fix = f"ep {mesh.ep.size}", f"--ep {nearest_ep(mesh, others, n_experts)}"
-                if mesh.stage.cut and block in (low, high):
-                    part, fix = f"shard {block // tp}", f"--shard {max(1, math.gcd(low, high) // tp)}"
+                is_shard = mesh.stage.cut and block in (low, high)
+                part = f"shard {block // tp}" if is_shard else f"ep {mesh.ep.size}"
                 raise ValueError(f"one_rule.py cannot follow {part} beside tp {tp} * cp {cp}: "
-                                 f"{low} does not divide {high}; try {fix}")
+                                 f"{low} does not divide {high}; try {with_common_digits(mesh, n_experts)}")
             self.sizes.append(high // low)
         # The set of the first and the last stage. With two stages, that is the digit of pp, the slowest one.
         self.ends = 1 << len(self.sizes) + (mesh.pp.size > 2)
@@ -581,8 +571,9 @@ def main(argv=None):
         flags = parse(sys.argv[1:] if argv is None else argv, Flags, "one_rule.py",
                       "Derive over which ranks each gradient must be summed, for any flags of train.py.",
                       data="synthetic")
+        with nearest.with_fix(flags, flags.ranks):
+            nearest.check_all(flags, flags.ranks)
         mesh = mesh_of(flags, flags.ranks, 0)
-        check_layout(flags, mesh, flags.global_batch or flags.micro_batch * mesh.dp.size)
         verdict = derive(small(flags, mesh.dp.size), flags.ranks)
     print("\n".join(printed(verdict, flags.n_layer)))
     wrong = [row for row in verdict.rows if not row.right]

@@ -16,7 +16,7 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from common import ROOT, one_rank_speaks, start
+from common import ROOT, check_ranks, one_rank_speaks, start
 from runtime.launch import exit_together, launch, shutdown
 
 from training import Training
@@ -187,6 +187,7 @@ def main(argv=None):
         if world.device.type != "cpu":
             raise ValueError("on a GPU backward runs in a thread of its own, which cannot be watched; type "
                              "CUDA_VISIBLE_DEVICES= in front of the command")
+        check_ranks(cfg, world, "one_step.py", argv)
         shown = watch_step(cfg, world)
     if world.rank == 0:
         for line in shown:

@@ -1,8 +1,9 @@
 """How well does it scale? python bench/scaling.py out/*/metrics.jsonl      (or the runs' folders)
 
 The table has a row per run, by number of ranks: medians over the later rows of its metrics.jsonl, and the
-efficiency: tokens per second and rank relative to the run with the fewest ranks. The table says whether a run
-shows weak scaling (the same batch per rank) or strong scaling (the same global batch). Each model has a plot.
+efficiency: tokens per second and rank relative to the run with the fewest ranks. A run that went on in
+another layout has a row for each: RUN@100 is after step 100. The table says whether a run shows weak scaling
+(the same batch per rank) or strong scaling (the same global batch). Each model has a plot.
 --published prints Megatron-LM's table of BERT 345M next to plan.py's prediction and to runs of bert-345m.
 """
 import json
@@ -23,21 +24,58 @@ MODEL = ("preset", "n_layer", "n_embd", "seq_len", "ffn_hidden", "n_experts", "t
          "dtype")  # runs that agree in these are one curve
 
 
+# A run that goes on with others of these is another row.
+LAYOUT = ("world", "nodes", "dp", "tp", "cp", "pp", "pp_chunks", "ep", "zero", "shard", "micro_batch",
+          "global_batch", "compile", "machine")
+
+
+def parts(folder):
+    """Return [(first step, config, rows)] of a run, one for each layout in which it trained.
+
+    history.jsonl has every start. A start at an earlier step than the ones before it has replaced them.
+    """
+    starts = []
+    if (folder / "history.jsonl").exists():
+        for line in (folder / "history.jsonl").read_text().splitlines():
+            start = json.loads(line)
+            starts = [before for before in starts if before["step"] < start["step"]] + [start]
+    starts = starts or [{"step": 0, "config": json.loads((folder / "config.json").read_text())}]
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    found = []
+    for start in starts:
+        cfg = start["config"]
+        if not found or any(cfg.get(key) != found[-1][1].get(key) for key in LAYOUT):
+            found.append((start["step"], cfg, []))
+    for row in rows:
+        [*_, mine] = (part for part in found if part[0] < row["step"] or part is found[0])
+        mine[2].append(row)
+    return found
+
+
 def read(path, share=0.5):
-    """Return a run's row of the table, from the last `share` of its timed rows.
+    """Return a run's rows of the table, one for each layout, from the last `share` of its timed rows.
 
     path: the run's folder or its metrics.jsonl. ValueError, OSError: why there is no row.
     """
     path = Path(path)
     folder = path.parent if path.name == "metrics.jsonl" else path
-    cfg = json.loads((folder / "config.json").read_text())
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    timed = [r for r in rows if "ms" in r and r["step"] > 1]  # the first step compiles and connects
-    if not timed:
+    there = parts(folder)
+    found = []
+    for first, cfg, rows in there:
+        timed = [r for r in rows if "ms" in r and r["step"] > first + 1]  # the first compiles and connects
+        if timed:
+            name = folder.name if len(there) == 1 else f"{folder.name}@{first}"
+            found.append(row_of(name, cfg, timed, rows, share))
+    if not found:
         raise ValueError(f"{folder}/metrics.jsonl has no timed row after step 1; run more steps")
+    return found
+
+
+def row_of(name, cfg, timed, rows, share):
+    """Return a row of the table, of a run in one layout."""
     late = timed[min(int(len(timed) * (1 - share)), len(timed) - 1):]
     row = {key: statistics.median(r[key] for r in late) for key in ("ms", "tok_s", "tok_s_gpu")}
-    row.update(run=folder.name, ranks=cfg["world"],
+    row.update(run=name, ranks=cfg["world"],
                layout={k: cfg[k] for k in ("dp", "tp", "pp", "ep", "zero")},
                batch=late[-1]["global_batch"], rows=len(late), loss=rows[-1].get("loss"),
                model=" ".join(f"{cfg.get(k)}" for k in MODEL), preset=cfg["preset"])
@@ -159,10 +197,10 @@ def main(argv=None):
         try:
             if not Path(path).exists():
                 raise ValueError(f"it is not there; {meant_run(path)}")
-            found.append(read(path, flags.last))
+            found += read(path, flags.last)
         # A run that ended early does not hide the other runs.
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
-            why = f"has no {e}" if isinstance(e, KeyError) else e
+            why = f"has no {e}" if isinstance(e, KeyError) else one_line(e)
             print(f"nanoshard: {one_line(f'{path}: {why}')}; left out", file=sys.stderr)
     if flags.published and not flags.json:
         print_quietly("\n".join(published_table(found)) + "\n")

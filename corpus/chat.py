@@ -112,7 +112,7 @@ def read_conversation(line, where):
         record = json.loads(line)
         check_schema(record, RECORD, "it")
         check_keys(record["messages"])
-        json.dumps(record, ensure_ascii=False).encode()  # half of a surrogate pair cannot be encoded
+        text.check_characters(json.dumps(record, ensure_ascii=False))
     except (ValueError, RecursionError) as e:
         why = e.msg if isinstance(e, json.JSONDecodeError) else one_line(e).removeprefix("it: ")
         raise ValueError(f"{where}: {why[:200]}{form_of(line)}") from None

@@ -314,13 +314,22 @@ def read_json_lines(span, key, report):
             continue
         try:
             text = json.loads(line)[key]
-            text.encode()  # half of a surrogate pair cannot be encoded
+            check_characters(text)
         except (KeyError, IndexError, TypeError, AttributeError):
             report("broken", f"{span.path} at byte {at:,}: no text under {key!r}")
         except (ValueError, RecursionError) as e:
             report("broken", f"{span.path} at byte {at:,}: {one_line(e)[:120]}")
         else:
             yield text
+
+
+def check_characters(text):
+    """Raise ValueError if a text has half of a surrogate pair, which JSON can say and UTF-8 cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as e:
+        raise ValueError(f"\\u{ord(text[e.start]):04x} is half of a surrogate pair, which is no character; "
+                         "write both halves, or leave it out") from None
 
 
 def read_lines(span, report):

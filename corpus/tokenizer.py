@@ -23,7 +23,7 @@ import numpy as np
 
 from corpus.shards import first_folder, load_meta
 from interface import paths
-from interface.command_line import one_line
+from interface.command_line import check_utf8, one_line
 from interface.schema import Range, check_schema, load_json_of_others
 
 EOD = "<|endoftext|>"  # written after each document; in text these characters are encoded as any others
@@ -473,5 +473,6 @@ def prompt_tokenizer(cfg):
     if tokenizer.n_vocab > expected:
         raise ValueError(f"{folder}: tokenizer.json has {tokenizer.n_vocab} symbols, meta.json {expected};"
                          " make the data again: python prepare.py")
+    check_utf8("--prompt", cfg.prompt)
     tokenizer.encode(cfg.prompt)  # so that a wrong character ends the run now, not at its first evaluation
     return tokenizer

@@ -10,10 +10,13 @@
 import contextlib
 import dataclasses
 import difflib
+import errno
 import inspect
 import io
 import itertools
+import os
 import re
+import shlex
 import shutil
 import signal
 import sys
@@ -253,6 +256,7 @@ def refuse_words_of_launchers(argv, cls, prog):
         return
     wrong = ""
     rest = words.in_our_words(rest, ours)
+    program = program_of(prog)
     try:
         cfg = parse(rest, cls, prog)
         ranks = ranks or nearest.needed(cfg)
@@ -260,8 +264,17 @@ def refuse_words_of_launchers(argv, cls, prog):
             rest = nearest.change_words(rest, nearest.search(cfg, ranks))
     except ValueError as e:
         wrong = f"; and {e}"
+    if "ranks" in ours:
+        rest = nearest.change_words(rest, {"ranks": ranks}) if ranks else rest
+        raise ValueError(f"{', '.join(found)} starts ranks, and {prog} starts none: "
+                         f"{shlex.join(['python', program, *rest])}{wrong}")
     raise ValueError(f"{', '.join(found)} starts the ranks, before the program: "
-                     f"{nearest.command(ranks or 'N', rest, program=prog)}{wrong}")
+                     f"{nearest.command(ranks or 'N', rest, program=program)}{wrong}")
+
+
+def program_of(prog):
+    """Return how a program was typed, such as bench/one_step.py; else its name."""
+    return sys.argv[0] if Path(sys.argv[0]).name == prog else prog
 
 
 def plain_switches(argv, cls):
@@ -375,8 +388,10 @@ def format_help(cls, prog, about, default, everything):
     for base in cls.__mro__[-2::-1]:  # from the one below object up to cls
         comments.update(help_comments(base))
     is_train = issubclass(cls, Config)
-    words = [positional_word(field) for field in dataclasses.fields(cls)]
-    lines = [f"usage: {' '.join([prog, *filter(None, words)])} [flags]", "", wrap(about)]
+    words = [prog]
+    if " " not in prog:  # else it says itself which words follow the program
+        words += filter(None, map(positional_word, dataclasses.fields(cls)))
+    lines = [f"usage: {' '.join(words)} [flags]", "", wrap(about)]
     last = None
     # A program's own flags come first, then those that it has from Config.
     for field in sorted(dataclasses.fields(cls), key=lambda field: field.name not in cls.__annotations__):
@@ -442,6 +457,16 @@ def print_quietly(text):
         send_nowhere(sys.stdout)
 
 
+def check_utf8(flag, text):
+    """Raise ValueError if the text of a flag had bytes that are not UTF-8. Python gives each a surrogate."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as e:
+        raise ValueError(f"{flag} is not UTF-8: behind {e.start:,} characters is the byte "
+                         f"0x{ord(text[e.start]) & 0xFF:02x}; type it in a terminal of UTF-8, or convert it: "
+                         f"{flag} \"$(iconv -f LATIN1 -t UTF-8 FILE)\"") from None
+
+
 # 128 + SIGINT. Nothing was saved after this Ctrl-C, in a run the second, so no job script may requeue on it.
 INTERRUPTED = 130
 
@@ -493,7 +518,11 @@ def as_program(main):
 
 
 def one_line(text):
-    """Return a message as one line that is printable."""
+    """Return a message, a text or an error, as one line that is printable."""
+    if isinstance(text, OSError) and text.errno == errno.ENAMETOOLONG:
+        path = os.fsdecode(text.filename or "")
+        text = (f"{path[:60]}... is too long, with {len(os.fsencode(path)):,} bytes: most disks take names "
+                "of at most 255, and paths of 4,095; give a shorter one")
     return printable(" ".join(str(text).split()))
 
 

@@ -118,7 +118,8 @@ def must_write(path, flag="--out", reads=False, left=None):
     try:
         yield
     except OSError as e:
-        if e.errno is None or reads and e.errno not in NO_ROOM:  # None: one of ours, which says what to do
+        # None: one of ours, which says what to do. one_line() says it of a name that is too long.
+        if e.errno in (None, errno.ENAMETOOLONG) or reads and e.errno not in NO_ROOM:
             raise
         stays = ""
         if left is not None and left.exists():
@@ -130,8 +131,12 @@ def must_write(path, flag="--out", reads=False, left=None):
 def move_aside(out):
     """Rename the directory of a run, and return its new name, NAME.DATE_TIME_stepN.
 
-    It says when the run last wrote a row, and of which step.
+    It says when the run last wrote a row, and of which step. Where OUT is a symbolic link, the folder that it
+    leads to gets the new name, and the link stays: the next run goes to the same disk.
     """
+    named = out
+    if out.is_symlink() or out.name == "..":
+        out = out.resolve()
     metrics = out / "metrics.jsonl"
     last_file = metrics if metrics.exists() else out
     when = time.strftime("%Y-%m-%d_%H%M", time.localtime(last_file.stat().st_mtime))
@@ -147,10 +152,29 @@ def move_aside(out):
     except OSError as e:
         if e.errno != errno.EBUSY:
             raise
-        raise ValueError(f"--out {out} holds another run and is a mount point, which cannot be renamed; give "
-                         "another --out, or --resume auto to go on") from None
+        raise ValueError(f"--out {named} holds another run and is a mount point, which cannot be renamed; "
+                         "give another --out, or --resume auto to go on") from None
     hold_inside(out, new)
     return new
+
+
+def copy_rows(out):
+    """Copy the rows of a run, NAME.jsonl, as NAME.jsonl.aside. Return the new names.
+
+    So the curve of the checkpoints that are moved aside stays, which the run that goes on removes.
+    """
+    names = []
+    for name in ("metrics.jsonl", "experts.jsonl", "notes.jsonl"):
+        if not (out / name).exists():
+            continue
+        new = out / f"{name}.aside"
+        number = 0
+        while new.exists():
+            number += 1
+            new = out / f"{name}.aside{number}"
+        write_whole(new, read_file(out / name))
+        names.append(new.name)
+    return names
 
 
 # -----------------------------------------------------------------------------
@@ -191,8 +215,8 @@ def lock(out, wait=0.0, start=None):
     waits = False
     for path in _lock_files(out):
         if path.parent == out.resolve() and not out.is_dir():
-            out.mkdir()
-            _made.append(out)
+            path.parent.mkdir()  # A link that leads to no folder yet is no name for a new one.
+            _made.append(path.parent)
         while (holder := _claim(path)) is not None:
             if time.monotonic() >= until:
                 raise ValueError(f"{out} is in use by {holder}; wait for that run, stop it, or give another "
@@ -222,7 +246,7 @@ def hold_inside(out, moved_to=None):
     for fd, held in list(_held.items()):
         if held != path or _is_at(path, os.fstat(fd)):
             continue
-        out.mkdir(exist_ok=True)
+        path.parent.mkdir(exist_ok=True)
         holder = _claim(path)
         if holder is not None:
             raise ValueError(f"{out} is in use by {holder}")

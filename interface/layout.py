@@ -6,10 +6,13 @@
 
 train.py refuses a layout that cannot be, plan.py leaves it out. cost/fits.py asks whether memory suffices.
 """
+import functools
 import itertools
+import math
 
 from config import ceil_div, head_width, largest_divisor, must_divide
 
+MOST_PHASES = 1000  # of --rampup-batch-size
 FP8_MULTIPLE = 16  # --fp8: torch's product takes matrices whose rows have a multiple of 16 bytes
 
 
@@ -108,17 +111,42 @@ def check_ramp(full, ramp, unit):
         return
     start, increment, over = ramp
     flag = f"--rampup-batch-size {start} {increment} {over}"
+    fix = f"give START and INCREMENT as multiples of {unit}, and a --global-batch beyond START"
+    for _, near in near_ramps(full, ramp, unit)[:1]:
+        fix = f"try --rampup-batch-size {' '.join(map(str, near))}"
     if not 0 < start <= full or (full - start) % increment:
         increments = max(1, ceil_div(full - start, increment))
-        raise ValueError(f"{flag} does not reach global-batch {full} in whole increments; "
-                         f"try --global-batch {start + increments * increment}")
-    if full - start > 1000 * increment:
-        raise ValueError(f"{flag} has {(full - start) // increment} phases, more than 1000; "
-                         f"try an INCREMENT of {ceil_div(full - start, 1000)} or more")
+        if start % unit == increment % unit == 0:
+            fix = f"try --global-batch {start + increments * increment}"
+        raise ValueError(f"{flag} does not reach global-batch {full} in whole increments; {fix}")
+    if full - start > MOST_PHASES * increment:
+        raise ValueError(f"{flag} has {(full - start) // increment} phases, more than {MOST_PHASES}; {fix}")
     for size in start, min(full, start + increment):  # If these two divide, all that follow do.
         if size % unit:
             raise ValueError(f"{flag} has a phase of {size}, which does not divide by micro-batch * dp = "
-                             f"{unit}; give START and INCREMENT as multiples of {unit}")
+                             f"{unit}; {fix}")
+
+
+@functools.lru_cache(4096)
+def near_ramps(full, ramp, unit):
+    """Return [(how far, ramp)] of ramps that check_ramp() takes, the nearest first; [] if there is none near.
+
+    START is the multiple of the unit below or above, and INCREMENT the nearest one that leads to `full`.
+    """
+    found = []
+    start, increment, over = ramp
+    if min(ramp) < 1:
+        return []
+    for first in {start // unit * unit, (start // unit + 1) * unit}:
+        if not 0 < first < full or (full - first) % unit:
+            continue
+        units = (full - first) // unit
+        low = [n for n in range(1, min(math.isqrt(units), 10**4) + 1) if units % n == 0]
+        steps = [unit * n for n in {*low, *(units // n for n in low)} if units // n <= MOST_PHASES]
+        for step in steps:
+            away = abs(math.log(first / start)) + abs(math.log(step / increment))
+            found.append((away, (first, step, over)))
+    return sorted(found)
 
 
 def check_pipeline(cfg, pp, cp):

@@ -31,7 +31,7 @@ from config import (
     check_masked_model,
     check_sharing,
 )
-from interface.layout import balanced_counts, check_layout, check_ranks
+from interface.layout import balanced_counts, check_layout, check_ranks, near_ramps
 from interface.presets import PRESETS
 
 CHANGE = 0.4     # what another changed flag costs, in the units of a ratio's logarithm
@@ -110,6 +110,10 @@ def candidates(flags, ranks):
         value = getattr(flags, name)
         if (name, value) not in (("recompute", "none"), ("zero", 0)):
             found[name] = sorted((cost, word) for word, cost in costs.items() if word != value)
+    if flags.rampup_batch_size:
+        dp = ceil_div(ranks or needed(flags), flags.tp * flags.pp * flags.cp)
+        unit = flags.micro_batch * dp
+        found["rampup_batch_size"] = near_ramps(flags.global_batch or unit, flags.rampup_batch_size, unit)
     if flags.shard:
         if not flags.zero:
             found["zero"] = [(0.1, 1)]

@@ -3,6 +3,7 @@
     meant_data     a data set of prepare.py
     meant_run      the directory of a run of train.py; meant_checkpoint: a step_N in it
     meant_file     a file
+    is_run         whether a folder is a run's; has_flags: whether it tells its model, too
     download       a model of the Hugging Face hub
     elsewhere      a path that is in the programs' folder
     program        how a program is typed from here
@@ -45,8 +46,8 @@ def is_data(folder):
     return (folder / "meta.json").is_file() and (folder / "tokenizer.json").is_file()
 
 
-def is_run(folder):
-    """Whether a folder holds a run, or what convert.py imported."""
+def has_flags(folder):
+    """Whether a folder has the flags of a model: it is a run, or what convert.py imported."""
     return (folder / "config.json").is_file()
 
 
@@ -192,16 +193,16 @@ def meant_run(run):
         return f"that run has {listed(steps_of(path.parent)[-MOST_NAMES:])}"
     if (path / "adapter_config.json").is_file():
         return f"it holds adapters: python convert.py import {shlex.quote(run)} --base RUN --out out/NAME"
-    there = elsewhere(path, is_run)
+    there = elsewhere(path, has_flags)
     if there:
         return there
-    close = close_paths(path, "out", is_run)
+    close = close_paths(path, "out", has_flags)
     if close:
         return f"perhaps {listed(close)} is meant"
     asked = download(run, "python sample.py {}")
     if asked:
         return asked
-    runs = [entry for entry in entries("out") if safe(is_run, entry)]
+    runs = [entry for entry in entries("out") if safe(has_flags, entry)]
     runs.sort(key=lambda entry: (bool(steps_of(entry)), when_changed(entry)))
     if runs:  # those with checkpoints, and of these the newest, are named last
         return f"give the --out directory of a run of train.py: {listed(runs[-MOST_NAMES:])}"
@@ -224,6 +225,15 @@ def meant_checkpoint(path):
     if any(path.glob("model*")):
         return "use python convert.py import for models of others"
     return ""
+
+
+def is_run(folder):
+    """Whether a folder has what a run writes: rows, or checkpoints. OSError: it is there and not readable."""
+    try:
+        names = os.listdir(folder)
+    except FileNotFoundError:
+        return False
+    return "metrics.jsonl" in names or bool(steps_of(folder))
 
 
 def steps_of(run):

@@ -14,7 +14,12 @@ import unicodedata
 STANDARD_STREAMS = (("stdin", "r"), ("stdout", "w"), ("stderr", "w"))  # by descriptor
 # They turn the direction of a line, so that a terminal shows it in another order than it has.
 TURNING = {*range(0x202A, 0x202F), *range(0x2066, 0x206A)}
-
+# What plots are drawn with, in ASCII: the dots of a cell of Braille are the eight low bits of its number, and
+# 0x1b are those of its upper half.
+PLAIN = {**dict.fromkeys(range(0x2801, 0x2900), ":"), 0x2800: " ", ord("│"): "|", ord("─"): "-",
+         **dict.fromkeys(map(ord, "┌┐└┘├┤┬┴┼"), "+")}
+PLAIN.update({0x2800 + dots: "'" for dots in range(1, 256) if not dots & ~0x1B})
+PLAIN.update({0x2800 + dots: "." for dots in range(1, 256) if not dots & 0x1B})
 
 # How a fix begins, by the number of the error that keeps something from being written
 ROOM = {errno.ENOSPC: "free space there, or ", errno.EDQUOT: "free space there, or ",
@@ -36,6 +41,11 @@ def visible_character(c):
     if unicodedata.category(c) == "Cc" or ord(c) in TURNING:
         return c.encode("unicode_escape").decode()
     return c
+
+
+def drawn_plainly(text, encoding):
+    """Return text in the characters of an encoding: curves and frames as ASCII draws them, ? for others."""
+    return text.translate(PLAIN).encode(encoding, "replace").decode(encoding)
 
 
 def open_closed():
@@ -67,7 +77,10 @@ def send_nowhere(stream):
 
 
 class Printed:
-    """Takes the place of sys.stdout or sys.stderr until close(). A terminal gets what visible() gives."""
+    """Takes the place of sys.stdout or sys.stderr until close().
+
+    A terminal gets what visible() gives. A stream without the characters of a text gets drawn_plainly().
+    """
 
     def __init__(self, name):
         self.name = name
@@ -83,6 +96,10 @@ class Printed:
     def write(self, text):
         if self.to_terminal:
             text = visible(text)
+        try:
+            return self._try(self.stream.write, text)
+        except UnicodeEncodeError:
+            text = drawn_plainly(text, self.stream.encoding)
         return self._try(self.stream.write, text)
 
     def flush(self):

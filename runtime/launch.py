@@ -22,8 +22,11 @@ from datetime import timedelta
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # --trace: torch prints lines of its own
 
-import torch
-import torch.distributed as dist
+from runtime.launcher import torch_reads_environment
+
+with torch_reads_environment():
+    import torch
+    import torch.distributed as dist
 
 from config import Outcome, ceil_div
 from interface import nearest
@@ -83,9 +86,9 @@ class World:
 
 
 # -----------------------------------------------------------------------------
-def same_command(world, ranks):
+def same_command(world, ranks, program="train.py"):
     """Return the command line of this run, for another number of ranks."""
-    return nearest.command(ranks, sys.argv[1:], world.launcher, nodes=world.n_nodes)
+    return nearest.command(ranks, sys.argv[1:], world.launcher, program, world.n_nodes)
 
 
 # -----------------------------------------------------------------------------
@@ -367,6 +370,8 @@ def _join(start, timeout, joining):
             backend = dist.get_default_backend_for_device(device)
             with agree_on_input(tree):
                 limits.check(size, size if backend == "gloo" else 0, limit)
+                if backend == "gloo":
+                    _check_interfaces(os.environ.get("GLOO_SOCKET_IFNAME", ""))
             _prepare_backends(n_nodes)
             dist.init_process_group(backend, timeout=wait, store=store, rank=rank, world_size=size,
                                     device_id=None if device.type == "cpu" else device)
@@ -404,6 +409,18 @@ def _place(start, comm):
     leader = host.bcast(start.rank)
     leaders = sorted(set(comm.allgather(leader)))
     return comm.size, host.size, leaders.index(leader), len(leaders)
+
+
+def _check_interfaces(names):
+    """ValueError: gloo cannot take one of these interfaces, NAME or NAME,NAME, for example a misspelt one."""
+    for name in filter(None, names.split(",")):
+        try:
+            dist.ProcessGroupGloo.create_device(interface=name)
+        except RuntimeError:
+            there = ", ".join(interface for _, interface in socket.if_nameindex())
+            raise ValueError(f"GLOO_SOCKET_IFNAME={names[:60]} in the environment: this host has no network "
+                             f"interface {name[:60]} with an address; unset it, or give one of {there}"
+                             ) from None
 
 
 def _prepare_backends(n_nodes):

@@ -277,6 +277,30 @@ def job_start():
 
 
 @contextlib.contextmanager
+def torch_reads_environment():
+    """Turn torch's error about a variable that it reads when it is imported into one line and exit code 2.
+
+    Of the ranks of a launcher, the first of each node says it. TORCH_LOGS may name a module, which torch then
+    looks for.
+    """
+    try:
+        yield
+    except (ValueError, ImportError) as e:
+        module = getattr(e, "name", None)
+        for name, value in sorted(os.environ.items()):
+            is_named = re.search(rf"\b{name}\b", str(e)) or module in re.findall(r"\w+", value)
+            if name.startswith("TORCH") and is_named:
+                break
+        else:
+            raise
+        if is_first_of_node():
+            why = str(e).strip().splitlines()[0][:120]
+            complain(one_line(f"nanoshard: {name}={value[:60]} in the environment is nothing that torch "
+                              f"knows ({why}): unset it"))
+        raise SystemExit(Outcome.WRONG_INPUT) from None
+
+
+@contextlib.contextmanager
 def wrong_environment():
     """Turn a ValueError, of variables that can start no rank, into one line and exit code 2."""
     try:

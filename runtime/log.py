@@ -427,8 +427,6 @@ class Log:
         self.last_experts = None
         self.notes = Rows(self.out / "notes.jsonl", resumed or -1)
         self.tracker = None if wandb == "off" else Tracker(wandb, self.out, config)
-        if hasattr(sys.stdout, "reconfigure"):  # a notebook's stdout has none
-            sys.stdout.reconfigure(errors="replace")  # an ascii terminal shows ? for the unicode of plots
 
     def _write_start(self):
         """Write what is known at the start: history.jsonl, config.json, and the tokenizer."""

@@ -24,6 +24,7 @@ import checkpoint
 from config import SHAPE, SILENT, Config, Outcome, flags_of_kind, has_effect, pad_vocab, unknown_flags
 from interface import files
 from interface.command_line import one_line
+from interface.paths import is_run
 from interface.schema import load_json
 from interface.tensor_file import write_safetensors
 from interface.terminal import complain, say
@@ -237,11 +238,6 @@ def refuse_foreign_folder(out):
                          f"--out {out / 'run'}")
 
 
-def is_run(out):
-    """Whether a folder has what a run writes: rows, or checkpoints."""
-    return (out / "metrics.jsonl").exists() or bool(checkpoint.steps(out))
-
-
 def holds_other_run(cfg, out):
     """Whether --out has the files of a run that this one does not continue.
 
@@ -299,9 +295,14 @@ def set_aside(cfg, out, state, found):
         if could_go_on:
             say("(train.py --list shows all runs; --resume auto would have gone on with it)")
     elif found is not None:
+        copies = []
+        if any(checkpoint.step_of(path) > state.step for path in checkpoint.steps(out)):
+            copies = files.copy_rows(out)  # first: a kill between the two loses none
         moved = checkpoint.archive_later(out, state.step)
         if moved:
             say(f"going on from {found}: later checkpoints are now {', '.join(moved)}")
+        if copies:
+            say(f"(all rows until now are also in {', '.join(copies)})")
 
 
 def find_checkpoint(cfg, world, out):

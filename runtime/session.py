@@ -252,7 +252,7 @@ def parse_flags(parse, argv):
             _, n_ranks = launcher.started_by()
             if n_ranks == 1:
                 raise
-            return None, str(e), _timeout(argv)
+            return None, one_line(e), _timeout(argv)
     in_debugger = cfg.pdb >= 0
     return cfg, None, launcher.NO_TIMEOUT if in_debugger else cfg.timeout
 

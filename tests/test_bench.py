@@ -225,6 +225,10 @@ def test_every_program_has_help_and_one_line_for_a_wrong_flag(name, capsys):
             program.main(argv)
         assert end.value.code == code
     said, errors = capsys.readouterr()
+    usage = said.splitlines()[0].split()
+    assert "flags]" in usage[-1] and len(set(usage)) == len(usage), "no word stands twice"
+    names = [word.strip("[.]").upper().rstrip("S") for word in usage[2:-1]]
+    assert len(set(names)) == len(names), "no word stands twice under another name"
     assert said.startswith(f"usage: {name}.py") and max(map(len, said.splitlines())) <= 100
     assert len(said.splitlines()) > 3, "it says what the program does"
     assert errors.count("\n") == 1 and "--no-such-flag" in errors and f"{name}.py --help" in errors

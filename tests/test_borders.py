@@ -21,7 +21,9 @@ from pool import ROOT
 from runs import TINY, assert_refused, refused, session
 from safetensors.torch import save_file
 from test_data import make_text, run
+from test_wrong_commands import MAIN, typed
 
+import checkpoint
 import convert
 import plan
 import plot
@@ -423,3 +425,19 @@ def test_ctrl_c_is_one_line_and_exit_code_130(capsys):
     with pytest.raises(SystemExit) as leaving, command_line.wrong_input():
         raise KeyboardInterrupt
     assert leaving.value.code == 130 and capsys.readouterr().err == "nanoshard: interrupted by Ctrl-C\n"
+
+
+@pytest.mark.parametrize("command", [
+    "train.py tiny --data synthetic --out {}", "train.py tiny --data {}", "train.py {}",
+    "train.py --config {}", "train.py tiny --data synthetic --resume {}", "plot.py {}", "sample.py {}",
+    "train.py tiny --data synthetic --init-from {}", "convert.py import {} --out out/x",
+    "prepare.py {} --name x", "prepare.py prose.txt --name {}", "prepare.py prose.txt --name x --out {}",
+    "checkpoint.py diff {} {}"])
+def test_a_name_that_no_disk_takes_is_one_line(command, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(MAIN, "checkpoint.py", checkpoint.main)
+    Path("prose.txt").write_text("some words of a text\n" * 300)
+    result = typed(command.replace("{}", "n" * 300))
+    assert result["code"] == 2 and result["err"].count("\n") == 1
+    assert "... is too long, with 3" in result["err"] and "give a shorter one" in result["err"]
+    assert len(result["err"]) < 300

@@ -186,7 +186,7 @@ def test_fill_windows_opens_no_more_than_it_must():
     ('{"messages": [{"role": "user", "content": "x"}]}', "no assistant speaks"),
     ('{"messages": [{"role": "user"', "Expecting"), ('{"text": "x"}', "lacks messages"),
     ('{"messages": [{"role": "assistant", "content": 3}]}', "content is 3, not text"),
-    ('{"messages": [{"role": "assistant", "content": "\\ud800"}]}', "surrogate"),
+    ('{"messages": [{"role": "assistant", "content": "\\ud83d"}]}', "\\ud83d is half of a surrogate pair"),
     ('{"messages": [{"role": "assistant", "content": "x", "weight": 0}]}', "each answer has the weight 0"),
     ('{"messages": [{"role": "assistant", "content": "x", "weight": 0.5}]}', "weight is 0.5, not one of 0"),
     ('{"messages": [{"role": "assistant", "content": "x", "tool_calls": []}]}', "has 'tool_calls', which")])

@@ -231,15 +231,16 @@ def test_a_folder_that_cannot_be_read_is_left_out_of_the_table(tmp_path, monkeyp
         raise PermissionError(13, "Permission denied")
 
     (tmp_path / "closed").mkdir()
-    monkeypatch.setattr(plot, "is_run", is_run)
+    monkeypatch.setattr(paths, "is_run", is_run)
     table, left_out = plot.table_of_runs(tmp_path)
     assert not table and left_out[-1] == "closed is left out: Permission denied"
 
 
 def test_a_run_has_metrics_or_a_checkpoint(tmp_path):
-    assert not plot.is_run(tmp_path)
-    (tmp_path / "metrics.jsonl").touch()
-    assert plot.is_run(tmp_path)
+    (tmp_path / "config.json").touch()  # as a model of Hugging Face has
+    (tmp_path / "a/step_000001").mkdir(parents=True)
+    (tmp_path / "metrics.jsonl").mkdir()
+    assert [paths.is_run(tmp_path / name) for name in ("none", "a/step_000001", "a", "")] == [0, 0, 1, 1]
 
 
 def test_a_picture_is_written_by_matplotlib(tmp_path, monkeypatch):

@@ -361,6 +361,20 @@ def test_scaling(tmp_path, capsys):
     assert (done.returncode, done.stderr) == (0, b"")
 
 
+def test_a_run_that_went_on_in_another_layout_has_a_row_for_each(tmp_path, capsys):
+    """The start at step 9 was replaced by that at step 6, and the one at step 3 changed nothing."""
+    run_folder(tmp_path / "a", 2, 8, 10.0, rows=12)
+    cfg = json.loads((tmp_path / "a/config.json").read_text())
+    one = {**cfg, "world": 1, "dp": 1}
+    starts = [(0, one), (3, one), (9, {**cfg, "tp": 2}), (6, cfg)]
+    (tmp_path / "a/history.jsonl").write_text(
+        "".join(json.dumps({"step": step, "config": config}) + "\n" for step, config in starts))
+    scaling.main([str(tmp_path / "a")])
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()[1:3]]
+    assert [line[:8] for line in lines] == [["a@0", *"1111108"], ["a@6", *"2211108"]]
+    assert [line[8] for line in lines] == ["1000.0", "10.0"], "no row has the milliseconds of both"
+
+
 def test_the_published_table_stands_beside_the_prediction(tmp_path, capsys):
     run_folder(tmp_path / "one", 1, 64, 200.0)
     saved = json.loads((tmp_path / "one/config.json").read_text())

@@ -19,6 +19,7 @@ from ops import backend, grouped_mm, tiles
 from ops.cross_entropy import cross_entropy_rows
 from runtime import early, launcher
 from runtime.launch import World
+from runtime.launcher import bare_environment
 from train import Step, build
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -373,3 +374,23 @@ def test_the_process_ends_without_a_driver():
     command = [sys.executable, "fast/ahead.py", "triton", "[]"]
     process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert process.returncode != 0 and "libcuda" in process.stderr
+
+
+# -----------------------------------------------------------------------------
+# Variables that torch reads at the start
+
+@pytest.mark.parametrize("ranks,name,value,why", [
+    (1, "TORCH_LOGS", "nonsense", "Invalid log settings"),
+    (1, "TORCH_LOGS", "+dynamo,no.module", "No module named 'no'"),
+    (2, "TORCH_DISTRIBUTED_DEBUG", "nonsense", "must be OFF, INFO, or DETAIL"),
+    (2, "GLOO_SOCKET_IFNAME", "nonsense", "no network interface nonsense with an address")])
+def test_a_variable_that_torch_does_not_understand_is_one_line(ranks, name, value, why, tmp_path):
+    command = [sys.executable, ROOT / "train.py", "tiny", "--data=synthetic", f"--out={tmp_path}"]
+    if ranks > 1:
+        command = [Path(sys.executable).with_name("mpiexec"), "-n", str(ranks), *command]
+    env = {**bare_environment(), name: value}
+    job = subprocess.run(command, capture_output=True, text=True, env=env)
+    assert job.returncode == 2 and job.stderr.count("\n") == 1, job.stderr
+    assert f"{name}={value} in the environment" in job.stderr
+    assert why in job.stderr and "unset it" in job.stderr
+    assert list(tmp_path.iterdir()) == []

@@ -123,7 +123,10 @@ def test_an_element_that_nobody_owns_is_not_equal():
 
 
 @pytest.mark.parametrize("n,argv,words", [
-    (1, [], "one process has no layout to compare"),
+    (1, ["--compared-steps=2"], "to compare; start 2: mpiexec -n 2 python equal_one.py tiny {shape} "
+                                "--compared-steps=2"),
+    (1, ["--tp=2"], "start 2: mpiexec -n 2 python equal_one.py tiny {shape} --tp=2"),
+    (2, ["--global-batch=3"], "3 does not divide by micro-batch 2 * dp 2; try --global-batch 4"),
     (2, ["--tp=2", "--dropout=0.1"], "add --dropout 0"),
     (2, ["--tp=4"], "try --tp 2"), (2, ["--zero=7"], "--zero"),
     (2, ["--init-from=out/a"], "leave out --init-from"), (2, ["--compared-steps=0"], "at least 1")],
@@ -133,4 +136,4 @@ def test_wrong_input(n, argv, words):
         results = run_ranks(n, verdict, ["tiny", *SHAPE, *argv])
     assert [result["code"] for result in results] == [2] * n
     said = "".join(result["err"] for result in results)
-    assert words in said
+    assert words.format(shape=" ".join(SHAPE)) in said

@@ -216,6 +216,19 @@ def test_a_directory_that_was_renamed_is_locked_under_its_name_again(tmp_path):
     assert list(tmp_path.iterdir()) == [moved]
 
 
+def test_out_may_be_a_link_to_another_disk(tmp_path):
+    """The link stays, the folder behind it is renamed there. It may lead to a folder that comes later."""
+    out, real = tmp_path / "out", tmp_path / "scratch/me"
+    out.symlink_to(real)
+    real.parent.mkdir()
+    go(1, out, "--steps=2")
+    said = go(1, out, "--steps=1")["out"]
+    [old] = [path for path in real.parent.glob("me.*") if path.is_dir()]
+    assert f"{out} held another run: it is now {old}\n" in said
+    assert out.is_symlink() and out.resolve() == real and [path.name for path in tmp_path.glob("out.*")] == []
+    assert [len(rows(folder)) for folder in (old, out)] == [2, 1]
+
+
 def test_a_lock_that_made_its_directory_removes_it_if_nothing_came(tmp_path):
     files.lock(tmp_path / "new/run")
     files.unlock()

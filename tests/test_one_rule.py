@@ -162,6 +162,26 @@ def test_the_nearest_ep_with_common_digits_is_suggested(flags, fix, capsys):
     assert one_rule.main([*argv, f"--ep={fix}"]) == 0
 
 
+@pytest.mark.parametrize("wrong,fix", [
+    ("--ranks 6 --tp 4", "--tp 2"), ("--global-batch 9", "--micro-batch 2 --global-batch 16"),
+    ("--np 8 --tp 2", "python one_rule.py tiny --n-layer 1 --tp 2 --ranks 8"),
+    ("--ranks 36 --cp 3 --zero 3 --shard 2 --ep 2", "--ep 1 --shard 1"),
+    ("--ranks 36 --cp 3 --zero 3 --shard 4 --ep 4", "--ep 3 --shard 3")])
+def test_what_is_proposed_is_accepted(wrong, fix, capsys):
+    base = "tiny --n-layer 1"
+    if "--ep" in wrong:
+        base = "tiny-moe --n-layer 1 --n-head 6 --n-kv-head 6 --n-embd 24 --seq-len 144 --n-experts 36"
+    argv = [*base.split(), *wrong.split()]
+    with pytest.raises(SystemExit):
+        one_rule.main(argv)
+    said = capsys.readouterr().err
+    assert said.endswith(f" {fix}\n"), said
+    if fix.startswith("python"):
+        assert one_rule.main(fix.split()[2:]) == 0
+    else:
+        assert one_rule.main([*argv, *fix.split()]) == 0
+
+
 def test_both_at_once_are_refused_in_one_line(capsys):
     with pytest.raises(SystemExit) as left:
         one_rule.main([*SMALL, "--optimizer=muon", "--lora=2"])

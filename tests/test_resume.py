@@ -91,6 +91,20 @@ def test_resume_removes_the_rows_of_later_steps(tmp_path):
     assert [r["step"] for r in rows(tmp_path)] == [1, 2, 3, 5]  # the first step of a session is logged
 
 
+def test_the_rows_of_checkpoints_that_are_moved_aside_stay_beside_them(tmp_path):
+    """With other flags they would never be written again."""
+    go(1, tmp_path, "--steps=4", "--save-every=2")
+    losses = []
+    for lr, copy in (("0.5", "metrics.jsonl.aside"), ("0.1", "metrics.jsonl.aside1")):
+        losses.append([row["loss"] for row in rows(tmp_path)])
+        said = go(1, tmp_path, "--steps=4", "--save-every=2", f"--resume={tmp_path}/step_000002",
+                  f"--lr={lr}")["out"]
+        assert f"(all rows until now are also in {copy})" in said
+        copied, damaged = files.sound_rows(tmp_path / copy)
+        assert [row["loss"] for row in copied] == losses[-1] and not damaged
+    assert losses[0][:2] == losses[1][:2] and losses[0][3] != losses[1][3]
+
+
 def test_going_on_from_another_folder_keeps_the_run_that_is_in_out(tmp_path):
     """Its checkpoints and rows would otherwise be deleted or mixed with those of the new run."""
     go(1, tmp_path / "a", "--steps=2", "--save-every=2")

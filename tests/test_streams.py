@@ -52,6 +52,24 @@ def test_a_program_sends_a_terminal_no_control_characters(monkeypatch, capsys):
     assert sys.stdout is out and sys.stderr is err
 
 
+@pytest.mark.parametrize("encoding,said", [("ascii", "|'.: +- ? ?"), ("latin-1", "|'.: +- é ?")])
+def test_a_stream_without_the_characters_of_a_plot_gets_one_in_ascii(encoding, said, monkeypatch):
+    raw = io.BytesIO()
+    stream = io.TextIOWrapper(raw, encoding)
+    monkeypatch.setattr(sys, "stdout", stream)
+    with streams.guarded():
+        print("\u2502\u2811\u28c0\u28a3 \u253c\u2500 é \u65e5", end="")
+    assert raw.getvalue().decode(encoding) == said
+
+
+def test_a_plot_is_drawn_on_an_ascii_terminal(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("".join(f'{{"step": {i}, "loss": {i}}}\n' for i in range(1, 9)))
+    job = subprocess.run([sys.executable, ROOT / "plot.py", tmp_path], capture_output=True, text=True,
+                         env={**os.environ, "PYTHONIOENCODING": "ascii"})
+    assert (job.returncode, job.stderr) == (0, "") and job.stdout.isascii()
+    assert "+----" in job.stdout and "..''" in job.stdout and "?" not in job.stdout
+
+
 @pytest.fixture(scope="module")
 def jobs(tmp_path_factory):
     """Return a folder and {(program, redirection): its process}, all at once."""
