@@ -35,7 +35,7 @@ TRANSLATED = {
                  "check_experts check_adapters check_sharing check_precision n_masked "
                  "LARGEST_BF16_DECAY ceil_div pad_vocab head_width draws_random_numbers",
     "interface/layout.py": "check_ranks check_shard check_layout check_tensor_parallel check_sequence "
-                           "check_batch check_ramp check_pipeline FP8_MULTIPLE check_fp8 next_multiple "
+                           "check_batch check_pipeline FP8_MULTIPLE check_fp8 next_multiple "
                            "stage_layers empty_stage balanced_counts",
     "parallel.py": "reduction_axis parameter",
     "ops/flat.py": "ALIGNMENT padded_elements",

@@ -221,8 +221,9 @@ def test_norms_of_layers_are_summed_in_fp64_on_a_cpu(monkeypatch):
     grad = torch.full((4,), 1e25)
     piece = SimpleNamespace(name="blocks.0.attn.wq.weight", view=grad)
     monkeypatch.setattr("runtime.layer_norms.bucket_pieces", lambda *args, **how: [piece])
-    data_parallel = SimpleNamespace(buckets=[SimpleNamespace(count_factor=1.0)])
-    norms = LayerNorms(Config(n_layer=1), data_parallel, SimpleNamespace(grads=[grad], unscale=lambda x: x))
+    bucket = SimpleNamespace(count_factor=1.0, flat=grad, gradient=lambda: grad)
+    norms = LayerNorms(Config(n_layer=1), SimpleNamespace(buckets=[bucket]),
+                       SimpleNamespace(unscale=lambda x: x))
     norms.measure()
     assert norms.squares.max().item() == pytest.approx(4e50)
 
