@@ -267,6 +267,7 @@ def compile_norms():
             assert shared <= LEAST_SHARED_MEMORY, (function, width, itemsize, shared)
 
 
+@pytest.mark.long
 def test_the_kernels_of_norms_fit_into_small_gpus(monkeypatch):
     pytest.importorskip("triton.backends.nvidia", reason="Triton has no wheel for this system")
     without_interpreter("compile_norms", monkeypatch)

@@ -243,6 +243,7 @@ def products_by_quack(world):
     return line, library.calls - before, len(over_ranks)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("n, runs", [(1, 2), pytest.param(2, 2, marks=pytest.mark.long)])
 def test_quack_has_the_losses_of_our_products(n, runs):
     """With two ranks also where rows come from the other one."""

@@ -164,6 +164,7 @@ const answer = (addresses) => addresses.map((hash) => {
 });"""
 
 
+@pytest.mark.long
 def test_the_page_plans_a_preset_with_all_its_flags():
     """Also with those that the form does not ask for; and what an address adds."""
     flags = [({}, 1), ({"zero": 2, "shard": 4, "doc_mask": "on", "window": 300}, 16), ({"lora": 16}, 1),

@@ -261,6 +261,7 @@ def compile_for_hopper():
         assert compiled.metadata.shared <= 227 * 1024
 
 
+@pytest.mark.long
 def test_the_experts_products_compile_for_hopper(monkeypatch):
     """conftest.py lets this process interpret kernels, so another process compiles them."""
     pytest.importorskip("triton.backends.nvidia", reason="Triton has no wheel for this system")

@@ -26,6 +26,7 @@ def counted(tmp_path_factory):
     return {int(n): found for n, found in json.loads(file.read_text()).items()}
 
 
+@pytest.mark.long
 def test_the_bytes_through_one_process_grow_no_faster_than_n_log_n(counted):
     for n, found in counted.items():
         assert 0 < 1e6 * found["host: MB through one process"] < ALWAYS + PER_RANK * n * math.log2(n), found

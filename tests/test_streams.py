@@ -123,6 +123,7 @@ LOST = {  # redirection: (exit code of a program whose result is what it prints,
 RESULTS = {"plan": "plan.py tiny", "checkpoint": "checkpoint.py show {}",
            "sample": "sample.py {} --prompt so", "chat": "sample.py {} --chat"}
 
+@pytest.mark.long
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 def test_a_result_that_is_lost_is_one_line(tmp_path):
     convert.main(["import", str(write_foreign(tmp_path / "theirs")), "--out", str(tmp_path / "model")])
