@@ -566,7 +566,11 @@ def own_memory(master):
 
 def with_common_digits(mesh, n_experts):
     """Return the --ep and --shard nearest to the mesh's that have common digits with its other axes."""
-    tp, cp, ep, stage, world = (axis.size for axis in (mesh.tp, mesh.cp, mesh.ep, mesh.stage, mesh.world))
+    tp = mesh.tp.size
+    cp = mesh.cp.size
+    ep = mesh.ep.size
+    stage = mesh.stage.size
+    world = mesh.world.size
     block = mesh.stage.sharing().shard.size
     shard = block // tp if mesh.stage.cut else 0
     parts = [size for size in range(1, stage + 1) if stage % size == 0]

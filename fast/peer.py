@@ -133,7 +133,7 @@ class PeerComm(Comm):
     backward made them. There grad_total has a row for each rank, and the optimizer adds up the rows. With
     --shard they are added up here, because the sum over the replicas, which are on other nodes, comes after.
 
-    Nobody waits before he writes. The others have read their rows for the last time in Optimizer.step, and
+    No rank waits before it writes. The others have read their rows for the last time in Optimizer.step, and
     this rank begins a bucket only after their new weights, or, if the step was vetoed, after the all-reduce
     of Optimizer.stats. The others copy from this rank's weights in their forward, and this rank overwrites
     these only after that all-reduce. There is one instance per bucket; all instances share a CopyStream.

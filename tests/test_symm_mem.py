@@ -322,6 +322,23 @@ def test_gradients_that_are_copied_stay_in_the_model_s_dtype():
     assert_equal_steps(run_ranks(2, peer_steps, flags), run_ranks(2, gloo_steps, flags))
 
 
+def test_each_part_goes_to_the_rank_that_updates_it():
+    """A parameter without a gradient sends zeros, over what an earlier step has left; padding stays."""
+    old = -7.0
+    received = Some(peers=[torch.full((2, 4), old) for _ in range(2)])
+    params = [torch.nn.Parameter(torch.zeros(shape)) for shape in ((3,), (2,), (2,))]
+    params[0].grad = torch.tensor([1.0, 2.0, 3.0])
+    params[2].grad = torch.tensor([6.0, 7.0])
+    bucket = Some(shard=Some(rank=1, size=2), params=params, starts=lambda: [0, 3, 5], flat=torch.zeros(8),
+                  slice_of_rank=lambda rank, n: slice(rank * n // 2, (rank + 1) * n // 2))
+    comm = PeerComm(peer.CopyStream(), torch.float32)
+    comm.received = received
+    comm.collect(bucket)
+    assert received.peers[0].tolist() == [[old] * 4, [1.0, 2.0, 3.0, 0.0]]
+    assert received.peers[1].tolist() == [[old] * 4, [0.0, 6.0, 7.0, old]]
+    assert all(p.grad is None for p in params)
+
+
 @pytest.mark.parametrize("zero", [1, 3])
 @pytest.mark.parametrize("without", ["", "gradients", "start_gather"])
 def test_a_rank_whose_gradients_are_late_is_waited_for(without, zero):
