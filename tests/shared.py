@@ -9,6 +9,7 @@ import time
 
 import torch
 import torch.distributed as dist
+from pool import COLLECTIVE
 
 from corpus.synthetic import Synthetic
 from fast import symm_mem
@@ -35,40 +36,83 @@ class Masked(Synthetic):
         return sum(self.seq_len - self.n_masked(i) for i in range(first, first + n))
 
 
+def shared_folder(axis):
+    """Return the name of a new folder in memory, the same on all ranks of an axis."""
+    box = [tempfile.mkdtemp(dir="/dev/shm" if os.path.isdir("/dev/shm") else None)]
+    dist.broadcast_object_list(box, axis.ranks[0], group=axis.group)
+    return box[0]
+
+
+class LateRank:
+    """Keeps rank 1 of two behind rank 0, so that a missing barrier shows, however fast each of them runs.
+
+    Both count the barriers, all-reduces and all-gathers that they begin, in memory that both read. When
+    rank 1 falls behind, it waits until rank 0 has begun one more than rank 1 itself: from there rank 0 cannot
+    go on alone.
+    """
+
+    def __init__(self, world):
+        assert world.size == 2, "which of several ranks is ahead is not decided here"
+        folder = shared_folder(world)
+        self.rank = world.rank
+        self.begun = torch.from_file(f"{folder}/begun", shared=True, size=2, dtype=torch.int64)
+        dist.barrier()
+        if self.rank == 0:
+            shutil.rmtree(folder)  # the mapping stays
+
+    def begin(self):
+        self.begun[self.rank] += 1
+
+    def fall_behind(self):
+        if self.rank == 1:
+            deadline = time.monotonic() + COLLECTIVE
+            while self.begun[0] <= self.begun[1]:
+                assert time.monotonic() < deadline, "rank 0 has begun nothing for which it needs this rank"
+                time.sleep(0.0002)
+
+    def counted(self, collective):
+        """The method of Axis, which begins a collective."""
+        def counted_collective(axis, *args):
+            if axis.size > 1:
+                self.begin()
+            return collective(axis, *args)
+        return counted_collective
+
+
 class SharedBuffer(symm_mem.SymmetricBuffer):
-    delay = 0.0  # seconds that the last rank sleeps before each operation, so that a missing barrier shows
+    late = None  # the run's LateRank; None: no rank is kept behind
     without = ""  # name of a function whose barrier is left out
 
     def __init__(self, axis, rows, width, dtype, device):
-        folder = tempfile.mkdtemp(dir="/dev/shm" if os.path.isdir("/dev/shm") else None)
-        box = [folder]
-        dist.broadcast_object_list(box, axis.ranks[0], group=axis.group)
-        [shared] = box
+        shared = shared_folder(axis)
         self.axis, self.rows = axis, rows
         self.peers = [torch.from_file(f"{shared}/{r}", shared=True, size=rows * width, dtype=dtype)
                       .view(rows, width) for r in range(axis.size)]
         self.local = self.peers[axis.rank]
         self.local.fill_(torch.nan)  # rows that nobody wrote hold garbage
         dist.barrier(axis.group)
-        shutil.rmtree(folder)  # the mappings stay
+        if axis.rank == 0:
+            shutil.rmtree(shared)  # the mappings stay
 
-    def sleep(self):
-        if self.axis.rank == self.axis.size - 1:
-            time.sleep(self.delay)
+    def fall_behind(self):
+        if self.late is not None:
+            self.late.fall_behind()
 
     def put(self, *args):
-        self.sleep()
+        self.fall_behind()
         super().put(*args)
 
     def publish(self, x):
-        self.sleep()
+        self.fall_behind()
         super().publish(x)
 
     def get(self, dst):
-        self.sleep()
+        self.fall_behind()
         return super().get(dst)
 
     def barrier(self):
-        self.sleep()
+        self.fall_behind()
         if sys._getframe(1).f_code.co_name != self.without:
+            if self.late is not None:
+                self.late.begin()
             dist.barrier(self.axis.group)

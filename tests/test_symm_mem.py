@@ -16,7 +16,7 @@ import torch
 from pool import run_ranks
 from runs import TINY as RUN
 from runs import session, unfolded
-from shared import SharedBuffer
+from shared import LateRank, SharedBuffer
 from test_moe import TINY, block, block_over_ep, gpu_branches, owned, tokens, whole_layer
 
 import moe
@@ -56,12 +56,13 @@ def test_symmetric_memory_gives_the_results_of_one_rank(kind, slack, flags):
 # -----------------------------------------------------------------------------
 # Whole steps
 
-def three_steps(world, flags, slack=0.0, delay=0.0, without="", peer_copies=False,
+def three_steps(world, flags, slack=0.0, late=False, without="", peer_copies=False,
                 bucket_elements=BUCKET_ELEMENTS):
     """Take three training steps.
 
     slack: 0 for the plain step; otherwise the --ep-slack of a GraphedStep, which captures nothing during its
-    first graph.WARMUP_STEPS steps. peer_copies: whether PeerComm moves gradients and weights.
+    first graph.WARMUP_STEPS steps. late: whether rank 1 of two is kept behind rank 0. without: the function
+    whose barrier is left out. peer_copies: whether PeerComm moves gradients and weights.
 
     Return the StepStats of each step, the pieces of this rank, how many steps were done again, and the
     sizer's slack.
@@ -98,11 +99,17 @@ def three_steps(world, flags, slack=0.0, delay=0.0, without="", peer_copies=Fals
             sizer = step.sizer
         if sizer:  # use the buffers from the first step on
             sizer.interval, sizer.wait, sizer.slack = 2, 2, sizer.limit
-        stack.enter_context(mock.patch.multiple(SharedBuffer, delay=delay, without=without))
+        keeper = LateRank(mesh.world) if late else None
+        stack.enter_context(mock.patch.multiple(SharedBuffer, late=keeper, without=without))
+        if late:
+            for name in ("all_reduce", "start_all_reduce", "all_gather"):
+                patch(Axis, name, keeper.counted(getattr(Axis, name)))
         for number in range(1, 4):
             batches = micro_batches(cfg, mesh, source, (number - 1) * 8, 8, device)
             stats.append(torch.stack(step(batches, number)[0]).tolist())
         model.provide_weights(model)
+        if late:
+            keeper.begin()  # rank 1 need not stay behind any more
     return stats, owned(data_parallel, opt), sizer and sizer.n_retries, sizer and sizer.slack
 
 
@@ -208,11 +215,10 @@ def test_a_step_whose_messages_overflowed_is_done_again(layout):
 
 @pytest.mark.parametrize("without", ["", "forward", "backward", "publish"])
 def test_a_late_rank_is_waited_for(without):
-    """One rank sleeps 20 ms before each operation. Without one of the barriers the results are wrong, or NaN,
-    for which the step is done again."""
+    """Without one of the barriers the results are wrong, or NaN, for which the step is done again."""
     flags = dict(TINY, ep=2, top_k=1)
     want = run_ranks(2, three_steps, flags)
-    got = run_ranks(2, three_steps, flags, 2.0, 0.02, without)
+    got = run_ranks(2, three_steps, flags, 2.0, True, without)
     right = steps_are_equal(got, want) and not any(n_retries for *_, n_retries, _ in got)
     assert right == (not without)
 
@@ -279,15 +285,21 @@ def test_buffers_grow_as_far_as_memory_is_free(capsys):
 # -----------------------------------------------------------------------------
 # ZeRO by copies between GPUs
 
-def peer_steps(world, flags, slack=0.0, delay=0.0, without=""):
-    """three_steps(), gradients and weights of many small buckets carried by PeerComm; the last rank is late
-    in every update."""
-    def late(self, *args):
-        SharedBuffer.sleep(Some(axis=self.data_parallel.mesh.world, delay=SharedBuffer.delay))
-        return step(self, *args)
-    step = Optimizer.step
-    with mock.patch.object(Optimizer, "step", late):
-        return three_steps(world, flags, slack, delay, without, peer_copies=True, bucket_elements=300)
+def peer_steps(world, flags, slack=0.0, late=False, without=""):
+    """three_steps(), gradients and weights of many small buckets carried by PeerComm."""
+    with contextlib.ExitStack() as stack:
+        for kind, name in ((Optimizer, "step"), (PeerComm, "collect"), (PeerSlotComm, "collect")):
+            stack.enter_context(mock.patch.object(kind, name, late_function(getattr(kind, name))))
+        return three_steps(world, flags, slack, late, without, peer_copies=True, bucket_elements=300)
+
+
+def late_function(function):
+    """The function, before which SharedBuffer.late keeps rank 1 behind."""
+    def called_late(self, *args):
+        if SharedBuffer.late is not None:
+            SharedBuffer.late.fall_behind()
+        return function(self, *args)
+    return called_late
 
 
 def gloo_steps(world, flags):
@@ -346,7 +358,7 @@ def test_a_rank_whose_gradients_are_late_is_waited_for(without, zero):
     want = run_ranks(2, gloo_steps, flags)
     if without == "gradients":
         without = {1: "meet", 3: "start_reduce"}[zero]
-    got = run_ranks(2, peer_steps, flags, 0.0, 0.02, without)
+    got = run_ranks(2, peer_steps, flags, 0.0, True, without)
     assert steps_are_equal(got, want) == (not without)
 
 
