@@ -41,7 +41,7 @@ over bucket.replicas, whose ranks keep the same slice.
 Four things are different in special cases, which a first reading can leave out. With
 --split-masters, a master is own and the 16 bits that own lacks (ops/split_master.py). In bf16 on a
 GPU, with one micro-batch per step, a bucket that NCCL does not sum can be a CopyBucket, which keeps
-grad in bf16. A LoneBucket has no copy: grad is what backward made. In fast/peer.py there is no
+grad in bf16. A LoneBucket has no copy: grad is what backward made. For ZeRO-1, fast/peer.py has no
 grad: each rank sends its gradients of a slice to the rank that updates the slice. There grad_total
 has a row for each rank, and the optimizer adds them up.
 """
@@ -161,7 +161,7 @@ class Comm:
         self.grad_dtype = grad_dtype
 
     def allocate(self, shard, own_slice, weights, dtype):
-        """Return a bucket's buffers flat (n,), grad (n,), grad_total (n/n_slices,).
+        """Return a bucket's buffers flat (n,), grad (n,) or None, grad_total (n/n_slices,).
 
         weights (n,), in at least fp32, will hold the initial weights. dtype: of flat. In an fp32
         model flat is weights itself. shard: the Axis of the ranks that share the buffers.
@@ -386,8 +386,8 @@ class Bucket(FlatBuffers):
 class CopyBucket(Bucket):
     """A Bucket for one micro-batch per step, so that no gradients are added up on this rank.
 
-    Each gradient stays in p.grad until all have come. Then one kernel copies them into grad, or in
-    fast/peer.py into the memory of the rank that updates their slice.
+    Each gradient stays in p.grad until all have come. Then they are copied into grad, or in
+    fast/peer.py, each part of them, into the memory of the rank that updates it.
     """
 
     def take_gradient(self, i):
@@ -548,7 +548,7 @@ class DataParallel:
         self.completes_grads = completes_grads
 
     def finish_grad_sync(self):
-        """Wait until every bucket's grad_total is the sum over its axis."""
+        """Wait until every bucket's grad_total holds the sum over its axis, or its addends."""
         with self.timers("grad_sync"):  # the time that backward did not hide
             for bucket in self.buckets:
                 bucket.wait_grads()

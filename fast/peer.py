@@ -1,17 +1,17 @@
-"""ZeRO's gradients and weights between the GPUs of one node, without NCCL: plain copies between symmetric
+"""ZeRO's gradients and weights between the GPUs of one node, without NCCL: plain copies to and from symmetric
 buffers (fast/symm_mem.py).
 
     gradients  each rank gets its own slice from all others and adds up what came: a reduce-scatter
     weights    each rank copies the others' slices from them: an all-gather
 
-The GPU's copy engines carry the data while forward and backward run. NCCL's kernels would take
+The GPU's copy engines carry almost all of the data while forward and backward run. NCCL's kernels would take
 multiprocessors away from forward and backward. The gradients travel in the model's dtype, as backward made
 them, which is half the bytes of fp32, and each rank adds them up in fp32. The result equals the sum of fp32
 gradients: ZeRO-1 has only one micro-batch, so no rank adds gradients in the model's dtype; ZeRO-2 and 3 send
 every micro-batch's gradients.
 
     CopyStream                 where the copies run
-    Arrival                    the handle of gradients that the others send
+    Arrival, ReplicaSum        the handles of gradients that the others send
     PeerComm                   ddp.Comm by copies, for ZeRO-1
     PeerSlot, PeerSlotComm     zero.Slot and zero.SlotComm by copies, for ZeRO-2 and 3
 """
@@ -72,12 +72,22 @@ class CopyStream:
         """Keep the memory of gradients that the copies issued so far read.
 
         The compute stream waits for the copies of the bucket before the last KEPT ones, whose memory it gets
-        back. They have long been done.
+        back. They have long been done. release() gives back the memory of the last ones.
         """
         self.sending.append((self.record_event(), gradients))
         if len(self.sending) > KEPT:
             handle, _ = self.sending.popleft()
             handle.wait()
+
+    def release(self):
+        """Make the compute stream wait for all copies issued so far, and give back what they have read.
+
+        Each step does so once its gradients are summed. A handle that was kept until the next step could
+        not be waited for in there: if that step is captured as a CUDA graph, the handle is not part of it.
+        """
+        if self.sending:
+            self.record_event().wait()
+            self.sending.clear()
 
     def meet(self, buffer):
         """Return a handle. Its wait() waits until all that the axis' ranks have sent so far is here."""
@@ -106,7 +116,8 @@ class Arrival:
     """The handle of a bucket's gradients that all ranks of an axis send to this one.
 
     The ranks meet when the first handle is waited for, after backward. This one barrier serves all buckets
-    that were sent before it. A barrier for each bucket would make a GPU wait each time for the slowest one.
+    that the same ranks have sent before it. A barrier for each bucket would make a GPU wait each time for the
+    slowest one.
     """
 
     def __init__(self, stream, received):
@@ -123,7 +134,19 @@ class Arrival:
                 arrival.handle = handle
             self.expected.clear()
         self.handle.wait()
-        self.stream.sending.clear()
+        self.stream.release()
+
+
+class ReplicaSum:
+    """The handle of a bucket's sum over the replicas, which follows the sum over the shard (--shard)."""
+
+    def __init__(self, stream, handle):
+        self.stream = stream
+        self.handle = handle
+
+    def wait(self):
+        self.handle.wait()
+        self.stream.release()
 
 
 class PeerComm(Comm):
@@ -131,12 +154,13 @@ class PeerComm(Comm):
 
     Each rank writes its gradients of a slice into the memory of the rank that updates the slice, from where
     backward made them. There grad_total has a row for each rank, and the optimizer adds up the rows. With
-    --shard they are added up here, because the sum over the replicas, which are on other nodes, comes after.
+    --shard they are added up here, before the sum over the replicas.
 
-    No rank waits before it writes. The others have read their rows for the last time in Optimizer.step, and
-    this rank begins a bucket only after their new weights, or, if the step was vetoed, after the all-reduce
-    of Optimizer.stats. The others copy from this rank's weights in their forward, and this rank overwrites
-    these only after that all-reduce. There is one instance per bucket; all instances share a CopyStream.
+    No rank waits before it writes. The others have read their rows for the last time in Optimizer.step, or
+    with --shard before the sum over the replicas, and this rank begins a bucket only after their new weights,
+    or, if the step was vetoed, after the all-reduce of Optimizer.stats. The others have copied from this
+    rank's weights by the end of their forward, and this rank overwrites these only after that all-reduce.
+    There is one instance per bucket; all instances share a CopyStream.
     """
 
     def __init__(self, stream, grad_dtype, has_replicas=False):
@@ -187,7 +211,7 @@ class PeerComm(Comm):
         with self.stream.side_stream():
             self.received.barrier()  # the gradients of all ranks are complete
             sum_slices(bucket.grad_total, rows[0], rows[1:])
-            return self.start_replica_sum(bucket)  # in fp32, over NCCL
+            return ReplicaSum(self.stream, self.start_replica_sum(bucket))  # in fp32, over NCCL
 
     def start_gather(self, bucket):
         axis = bucket.shard

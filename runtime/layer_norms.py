@@ -52,8 +52,9 @@ class LayerNorms:
             pieces = bucket_pieces(bucket, grad, prefix="", owned_only=False)
             if not pieces:
                 continue  # This rank's slice is padding.
-            # On a CPU the fp32 norm of torch is a plain sum.
-            dtype = torch.float64 if device.type == "cpu" else grad.dtype
+            # On a CPU the fp32 norm of torch is a plain sum. Gradients can be in bf16, norms are not.
+            wide = torch.float64 if device.type == "cpu" else torch.float32
+            dtype = torch.promote_types(grad.dtype, wide)
             norms = torch._foreach_norm([piece.view for piece in pieces], 2, dtype=dtype)
             # fp16's loss scale changes in the update, so it is taken out here.
             norms = self.opt.unscale(torch.stack(norms).double())

@@ -44,18 +44,19 @@ def shared_folder(axis):
 
 
 class LateRank:
-    """Keeps rank 1 of two behind rank 0, so that a missing barrier shows, however fast each of them runs.
+    """Keeps the last rank behind the one before it, so that a missing barrier between these two shows,
+    however fast each of them runs.
 
-    Both count the barriers, all-reduces and all-gathers that they begin, in memory that both read. When
-    rank 1 falls behind, it waits until rank 0 has begun one more than rank 1 itself: from there rank 0 cannot
-    go on alone.
+    All count the barriers, all-reduces and all-gathers that they begin, in memory that all read. When the
+    last rank falls behind, it waits until its neighbour has begun one more than it has itself: from there the
+    neighbour cannot go on alone.
     """
 
     def __init__(self, world):
-        assert world.size == 2, "which of several ranks is ahead is not decided here"
         folder = shared_folder(world)
         self.rank = world.rank
-        self.begun = torch.from_file(f"{folder}/begun", shared=True, size=2, dtype=torch.int64)
+        self.is_late = world.rank == world.size - 1
+        self.begun = torch.from_file(f"{folder}/begun", shared=True, size=world.size, dtype=torch.int64)
         dist.barrier()
         if self.rank == 0:
             shutil.rmtree(folder)  # the mapping stays
@@ -64,10 +65,10 @@ class LateRank:
         self.begun[self.rank] += 1
 
     def fall_behind(self):
-        if self.rank == 1:
+        if self.is_late:
             deadline = time.monotonic() + COLLECTIVE
-            while self.begun[0] <= self.begun[1]:
-                assert time.monotonic() < deadline, "rank 0 has begun nothing for which it needs this rank"
+            while self.begun[-2] <= self.begun[-1]:
+                assert time.monotonic() < deadline, "the neighbour waits for nothing of this rank"
                 time.sleep(0.0002)
 
     def counted(self, collective):

@@ -61,8 +61,8 @@ def three_steps(world, flags, slack=0.0, late=False, without="", peer_copies=Fal
     """Take three training steps.
 
     slack: 0 for the plain step; otherwise the --ep-slack of a GraphedStep, which captures nothing during its
-    first graph.WARMUP_STEPS steps. late: whether rank 1 of two is kept behind rank 0. without: the function
-    whose barrier is left out. peer_copies: whether PeerComm moves gradients and weights.
+    first graph.WARMUP_STEPS steps. late: whether the last rank is kept behind. without: the function whose
+    barrier is left out. peer_copies: whether PeerComm moves gradients and weights.
 
     Return the StepStats of each step, the pieces of this rank, how many steps were done again, and the
     sizer's slack.
@@ -107,9 +107,11 @@ def three_steps(world, flags, slack=0.0, late=False, without="", peer_copies=Fal
         for number in range(1, 4):
             batches = micro_batches(cfg, mesh, source, (number - 1) * 8, 8, device)
             stats.append(torch.stack(step(batches, number)[0]).tolist())
+            assert not any(bucket.comm.stream.sending for bucket in data_parallel.buckets
+                           if isinstance(bucket.comm, PeerComm)), "a captured step cannot wait for these"
         model.provide_weights(model)
         if late:
-            keeper.begin()  # rank 1 need not stay behind any more
+            keeper.begin()  # the last rank need not stay behind any more
     return stats, owned(data_parallel, opt), sizer and sizer.n_retries, sizer and sizer.slack
 
 
@@ -132,7 +134,7 @@ def steps_are_equal(got, want):
 def capacity_steps(world, flags):
     operations = []
     with gpu_branches(), mock.patch.object(choose, "grouped_mm_possible", lambda *_: True), \
-            mock.patch.object(SharedBuffer, "sleep", lambda self: operations.append(1)):
+            mock.patch.object(SharedBuffer, "fall_behind", lambda self: operations.append(1)):
         return *three_steps(world, flags, 1.0), len(operations)
 
 
@@ -294,7 +296,7 @@ def peer_steps(world, flags, slack=0.0, late=False, without=""):
 
 
 def late_function(function):
-    """The function, before which SharedBuffer.late keeps rank 1 behind."""
+    """The function, before which SharedBuffer.late keeps the last rank behind."""
     def called_late(self, *args):
         if SharedBuffer.late is not None:
             SharedBuffer.late.fall_behind()
@@ -351,15 +353,51 @@ def test_each_part_goes_to_the_rank_that_updates_it():
     assert all(p.grad is None for p in params)
 
 
-@pytest.mark.parametrize("zero", [1, 3])
+@pytest.mark.parametrize("layout, of_gradients", [
+    (dict(zero=1), "meet"), (dict(zero=3), "start_reduce"), (dict(zero=1, shard=2), "start_reduce")], ids=str)
 @pytest.mark.parametrize("without", ["", "gradients", "start_gather"])
-def test_a_rank_whose_gradients_are_late_is_waited_for(without, zero):
-    flags = dict(TINY, zero=zero, micro_batch=4)
-    want = run_ranks(2, gloo_steps, flags)
-    if without == "gradients":
-        without = {1: "meet", 3: "start_reduce"}[zero]
-    got = run_ranks(2, peer_steps, flags, 0.0, True, without)
+def test_a_rank_whose_gradients_are_late_is_waited_for(without, layout, of_gradients):
+    size = 2 * layout.get("shard", 1)
+    flags = dict(TINY, micro_batch=8 // size, **layout)
+    want = run_ranks(size, gloo_steps, flags)
+    left_out = of_gradients if without == "gradients" else without
+    got = run_ranks(size, peer_steps, flags, 0.0, True, left_out)
     assert steps_are_equal(got, want) == (not without)
+
+
+class LoggedStream:
+    """A stream on a CPU that writes down what it is told, and hands out events that do the same."""
+
+    def __init__(self):
+        self.log = []
+
+    def record_event(self):
+        number = len(self.log)
+        self.log.append(f"event {number}")
+        return Some(wait=lambda: self.log.append(f"wait for {number}"))
+
+
+@pytest.mark.parametrize("handle", ["Arrival", "ReplicaSum"])
+def test_the_memory_of_gradients_comes_back_after_their_copies(handle):
+    """Whichever handle a step waits for: the compute stream waits for all copies first."""
+    copies = peer.CopyStream()
+    copies.stream = LoggedStream()
+    for bucket in range(4):
+        copies.keep_while_sending([bucket])
+        copies.stream.log.append(f"kept {[number for _, (number,) in copies.sending]}")
+    received = Some(axis=Some(ranks=(0, 1)))
+    if handle == "Arrival":
+        arrival = peer.Arrival(copies, received)
+        arrival.handle = copies.stream.record_event()
+    else:
+        arrival = peer.ReplicaSum(copies, copies.stream.record_event())
+    arrival.wait()
+    arrival.wait()
+    assert not copies.sending
+    assert copies.stream.log == [
+        "event 0", "kept [0]", "event 2", "kept [0, 1]", "event 4", "wait for 0", "kept [1, 2]",
+        "event 7", "wait for 2", "kept [2, 3]", "event 10", "wait for 10", "event 12", "wait for 12",
+        "wait for 10"]
 
 
 # -----------------------------------------------------------------------------
