@@ -76,6 +76,7 @@ def cell(workload, trainer, path=""):
     return peer_cell.run(flags, World())
 
 
+@pytest.mark.long
 def test_a_table_of_ours_and_others(stand_in, tmp_path, capsys, monkeypatch):
     """One peer runs, one has no path; each cell is a line of JSON, and the ratio is that of their rates."""
     rows, finish = tmp_path / "rows.jsonl", peers.finish

@@ -688,6 +688,7 @@ def test_wrong_arguments_of_checkpoint_py_are_refused_in_one_line(tmp_path):
         assert p.stderr.startswith("nanoshard: ") and p.stderr.count("\n") == 1, p.stderr
 
 
+@pytest.mark.long
 def test_the_benchmarks_of_saving_run(tmp_path, capsys, monkeypatch):
     sys.path.insert(0, str(ROOT / "bench"))
     import dcp_compare

@@ -65,6 +65,7 @@ def test_a_rank_that_ends_between_two_checks_is_not_waited_for():
     assert time.monotonic() - t0 < 60
 
 
+@pytest.mark.long
 def test_a_killed_rank_under_mpiexec_ends_all_and_the_run_resumes(folder):
     row = kill.drill(43, folder, "tp2", kill.MpiRanks, typical=6.0)  # kills one rank in the fourth save
     assert row["ok"], row["why"]

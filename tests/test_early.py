@@ -150,7 +150,9 @@ print(json.dumps(calls), file=sys.stderr)
 """
 
 
-@pytest.mark.parametrize("flags", [[], ["--train-range-to-skip", "1", "1"]], ids=["a step", "a skipped step"])
+@pytest.mark.parametrize("flags", [
+    pytest.param([], id="a step"),
+    pytest.param(["--train-range-to-skip", "1", "1"], id="a skipped step", marks=pytest.mark.long)])
 def test_train_py_calls_what_is_here(flags, tmp_path):
     """begin() comes before torch is imported; first_step_ends() after the first step, skipped or not."""
     argv = ["train.py", "tiny", *SMALL, "--steps=2", "--eval-every=0", "--save-every=0", "--no-plot",
@@ -384,7 +386,8 @@ def test_the_process_ends_without_a_driver():
     (1, "TORCH_LOGS", "nonsense", "Invalid log settings"),
     (1, "TORCH_LOGS", "+dynamo,no.module", "No module named 'no'"),
     (2, "TORCH_DISTRIBUTED_DEBUG", "nonsense", "must be OFF, INFO, or DETAIL"),
-    (2, "GLOO_SOCKET_IFNAME", "nonsense", "no network interface nonsense with an address")])
+    pytest.param(2, "GLOO_SOCKET_IFNAME", "nonsense", "no network interface nonsense with an address",
+                 marks=pytest.mark.long)])
 def test_a_variable_that_torch_does_not_understand_is_one_line(ranks, name, value, why, tmp_path):
     command = [sys.executable, ROOT / "train.py", "tiny", "--data=synthetic", f"--out={tmp_path}"]
     if ranks > 1:

@@ -329,6 +329,7 @@ def test_the_time_of_the_host_by_operation():
     assert floor.kind_of_kernel("c10d::allreduce_") == "sent"
 
 
+@pytest.mark.long
 def test_a_whole_run_at_a_tiny_size(capsys, tmp_path):
     path = tmp_path / "floor.jsonl"
     with pytest.raises(SystemExit) as end:

@@ -78,8 +78,9 @@ def results_and_what_began(said):
     return [line for line in lines if line[0] != " "], [line for line in lines if line[0] == " "]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("check_layouts, numbers", [
-    (layouts_of_one_family, (2, 1, 1)), pytest.param(CHECK_LAYOUTS, (4, 4, 4), marks=pytest.mark.long)],
+    (layouts_of_one_family, (2, 1, 1)), (CHECK_LAYOUTS, (4, 4, 4))],
     ids=["a family for each dtype", "all families"])
 def test_every_part_runs_on_two_ranks_of_a_cpu(check_layouts, numbers):
     first, second = run_ranks(2, rehearsed, check_layouts)
@@ -182,6 +183,7 @@ def flash_on_a_cpu(*faults):
         return gpu_matrix.check_flash(World())
 
 
+@pytest.mark.long
 def test_the_flash_kernel_has_the_losses_of_the_mask():
     assert flash_on_a_cpu().startswith("2 fp32 steps through the flash kernel: 3 runs, losses within ")
 
@@ -200,6 +202,7 @@ def flash_attn():
         yield
 
 
+@pytest.mark.long
 def test_flash_attn_4_has_the_losses_of_torchs_attention(flash_attn):
     assert gpu_matrix.check_attention(World()).startswith("2 bf16 steps with flash-attn-4: 3 runs, losses ")
 

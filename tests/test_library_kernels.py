@@ -450,7 +450,8 @@ PRODUCTS = 3 * ["cu_seqlens_m"] + 2 * ["cu_seqlens_k"]
 
 
 @pytest.mark.parametrize("kernels, quack, calls", [
-    ("auto", QUACK.tested, [*ATTENTION, *PRODUCTS]), ("auto", "9.9", ATTENTION), ("plain", QUACK.tested, [])])
+    ("auto", QUACK.tested, [*ATTENTION, *PRODUCTS]),
+    pytest.param("auto", "9.9", ATTENTION, marks=pytest.mark.long), ("plain", QUACK.tested, [])])
 def test_the_kernels_of_moe_4b(kernels, quack, calls, monkeypatch, tmp_path):
     """Only the versions that were tried compile them, also where Python does not trust this folder."""
     versions = {"flash_attn_4": FLASH_ATTN.tested, "quack_kernels": quack}

@@ -53,7 +53,8 @@ START = {"mpiexec": [BIN / "mpiexec", "-n", 2, sys.executable],
          "torchrun": [BIN / "torchrun", "--standalone", "--nproc-per-node", 2]}
 
 
-@pytest.mark.parametrize("launcher", ["mpiexec", pytest.param("torchrun", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("launcher", ["mpiexec", "torchrun"])
 def test_the_chosen_rank_stops_and_the_others_wait(launcher, tmp_path):
     t = Terminal([*START[launcher], ROOT / "train.py", *FLAGS, f"--out={tmp_path}", "--timeout=2", "--pdb=1"])
     assert "rank 1 of 2 stops in pdb, the others wait" in t.read(r"\(Pdb\) ")

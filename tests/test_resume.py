@@ -43,7 +43,7 @@ MOE = ["--n-experts=4", "--top-k=2", "--router=sigmoid", "--router-bias-rate=0.0
 
 @pytest.mark.parametrize("n,zero,model", [
     (1, 0, []), (1, 1, MOE), (2, 0, []), (2, 1, []), (2, 1, [*MOE, "--ep=2"]), (2, 3, []),
-    (2, 1, ["--cp=2"])],
+    pytest.param(2, 1, ["--cp=2"], marks=pytest.mark.long)],
     ids=["1", "1moe", "2", "2zero", "2zero-moe-ep2", "2zero3", "2zero-cp2"])
 def test_resumed_equals_uninterrupted(n, zero, model, toy, tmp_path):
     """With dropout, evaluation and token files: weights, moments and every row of metrics.jsonl."""
@@ -326,7 +326,8 @@ def test_keep_bounds_the_number_of_checkpoints(tmp_path):
 GPT2 = ["--n-kv-head=2", "--norm=layer", "--mlp=gelu", "--pos=learned", "--bias", "--tied"]
 
 
-@pytest.mark.parametrize("family", [[], GPT2], ids=["llama", "gpt2"])
+@pytest.mark.parametrize("family", [
+    pytest.param([], id="llama"), pytest.param(GPT2, id="gpt2", marks=pytest.mark.long)])
 def test_any_layout_loads_any_other(family, tmp_path):
     """ZeRO-3 -> tp 2 with ZeRO-2 -> one rank -> pp 2 -> ZeRO-1 -> cp 2, in fp64: one rank's losses."""
     flags = [*family, "--dtype=fp64", "--decay-steps=10", "--save-every=2", "--keep=0"]

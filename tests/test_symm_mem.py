@@ -321,8 +321,9 @@ def test_gradients_and_weights_by_copies_between_gpus(layout):
         assert_equal_steps(got, want)
 
 
-@pytest.mark.parametrize("layout", [dict(zero=2), dict(zero=3), dict(zero=2, ep=2), dict(zero=3, tp=2),
+@pytest.mark.parametrize("layout", [dict(zero=3), dict(zero=2, ep=2), dict(zero=3, tp=2),
                                     dict(zero=3, ep=2, cp=2), dict(zero=2, shard=2),
+                                    pytest.param(dict(zero=2), marks=pytest.mark.long),
                                     pytest.param(dict(zero=3, shard=2), marks=pytest.mark.long)], ids=str)
 def test_zero_2_and_3_by_copies_between_gpus(layout):
     """Two micro-batches a step; two slots for many small buckets."""

@@ -258,6 +258,7 @@ def test_every_folder_that_a_command_reads_was_written_by_an_earlier_one():
             assert {f"out/{name}" for name in names.split(",")} <= made, line
 
 
+@pytest.mark.long
 def test_the_training_commands_run(tmp_path):
     """Each command, two steps long and on a small text: train.main in as many processes as it has ranks.
     Commands that differ in what is made small, or only in names and seeds, run once."""
