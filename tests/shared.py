@@ -1,11 +1,13 @@
 """fast.symm_mem.SymmetricBuffer between processes on a CPU, shared memory in the place of NVLink; and samples
 of which some targets take no part.
 """
+import contextlib
 import os
 import shutil
 import sys
 import tempfile
 import time
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -78,6 +80,74 @@ class LateRank:
                 self.begin()
             return collective(axis, *args)
         return counted_collective
+
+
+class CapturedStreams:
+    """torch.cuda's streams on a CPU, where everything runs in line. They follow the rules of a capture.
+
+    A stream that waits for an event of the capture is captured too, from then on. A captured stream cannot
+    wait for an event from outside of the capture, and no other stream for one of the inside, also later. When
+    the capture ends, the stream that computes has waited for all that the others do.
+    """
+
+    def __init__(self):
+        self.n_captures = 0
+        self.all = []
+        self.compute = self.now = self.Stream()
+
+    def Stream(self, device=None, priority=0):
+        self.all.append(CapturedStream(self))
+        return self.all[-1]
+
+    def current_stream(self):
+        return self.now
+
+    @contextlib.contextmanager
+    def stream(self, stream):
+        before, self.now = self.now, stream
+        yield
+        stream.work += 1
+        self.now = before
+
+    @contextlib.contextmanager
+    def captured(self):
+        self.n_captures += 1
+        self.compute.capture = self.n_captures
+        yield
+        for stream in self.all:
+            assert stream is self.compute or not stream.capture or stream.seen == stream.work, \
+                "the capture ends before the stream that computes has waited for all that another one does"
+            stream.capture = None
+
+
+class CapturedStream:
+    def __init__(self, streams):
+        self.streams = streams
+        self.capture = None  # the number of the capture of which its work is a part
+        self.work = 0  # how often something was done on it
+        self.seen = 0  # for how much of its work the stream that computes has waited
+
+    def record_event(self):
+        return CapturedEvent(self, self.capture, self.work)
+
+    def wait_stream(self, other):
+        self.wait_event(other.record_event())
+
+    def wait_event(self, event):
+        if self.capture is None and event.capture == self.streams.compute.capture:
+            self.capture = event.capture  # None, or it joins the capture
+        assert event.capture == self.capture, f"capture {self.capture} waits for an event of {event.capture}"
+        if self is self.streams.compute:
+            event.stream.seen = max(event.stream.seen, event.work)
+
+
+class CapturedEvent(NamedTuple):
+    stream: CapturedStream
+    capture: int | None
+    work: int
+
+    def wait(self):
+        self.stream.streams.now.wait_event(self)
 
 
 class SharedBuffer(symm_mem.SymmetricBuffer):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from pool import run_ranks
 from runs import TINY, rows, same, session
-from shared import Masked, SharedBuffer
+from shared import CapturedStreams, Masked, SharedBuffer
 from test_model_flags import FORMS as MODELS
 from test_model_flags import SHORT
 
@@ -17,7 +17,7 @@ import train
 from config import Config
 from corpus.batches import micro_batches, trained_tokens
 from corpus.synthetic import Synthetic
-from fast import choose, graph, symm_mem
+from fast import choose, graph, peer, symm_mem
 from fast.graph import WARMUP_STEPS, DeferredGather, GraphedStep
 from parallel import make_mesh
 from runtime import watch
@@ -87,10 +87,11 @@ class GpuStragglers(watch.Stragglers):
 
 @contextlib.contextmanager
 def graphs_on_a_cpu(seen):
-    """Give CPU tensors torch.cuda's graphs.
+    """Give CPU tensors torch.cuda's graphs, and the copies between GPUs torch.cuda's streams.
 
     seen: counts captures, replays, first collectives of captured steps.
     """
+    streams = CapturedStreams()
     generator = DefaultGenerator()
 
     def replay():
@@ -105,10 +106,12 @@ def graphs_on_a_cpu(seen):
     def capture(_):
         seen["captures"] += 1
         generator.capturing = True
-        yield
+        with streams.captured():
+            yield
         generator.capturing = False
 
     patches = [(choose, "static_shapes", lambda *_: True), (symm_mem, "SymmetricBuffer", SharedBuffer),
+               (peer, "SymmetricBuffer", SharedBuffer), (peer, "stream_module", lambda device: streams),
                (graph, "GraphedStep", EmulatedStep), (watch, "Stragglers", GpuStragglers),
                (torch.cuda, "graph", capture), (torch.cuda, "CUDAGraph", new_graph),
                (torch.cuda, "default_generators", {None: generator}),
@@ -193,7 +196,7 @@ def take_steps(world, flags, graphed, evaluated=(), kind=Synthetic):
     model, masters and moments; and the path of each step.
     """
     cfg, seen, device = Config(**flags), {"captures": 0, "replays": 0, "first": 0}, torch.device("cpu")
-    mesh = make_mesh(world, cfg.tp, cfg.pp, cfg.ep, cp=cfg.cp)
+    mesh = make_mesh(world, cfg.tp, cfg.pp, cfg.ep, cp=cfg.cp, shard=cfg.shard)
     data, val_data = (kind(cfg.vocab_size, cfg.seq_len, seed) for seed in (0, 1))
     batch = cfg.global_batch or cfg.micro_batch * mesh.dp.size
     with graphs_on_a_cpu(seen) if graphed else contextlib.nullcontext():
@@ -208,8 +211,9 @@ def take_steps(world, flags, graphed, evaluated=(), kind=Synthetic):
             stats, refused = step(batches, number, n_trained=tokens)
             results.append((*torch.stack(stats).tolist(), refused.item()))
             paths.append(getattr(step, "path", None))
+            outside = getattr(step, "eager_buckets", ())  # their weights travel before the graph begins
             deferred = [isinstance(b.gather_handle, DeferredGather)
-                        for b in data_parallel.buckets if b.n_slices > 1]
+                        for b in data_parallel.buckets if b.n_slices > 1 and b not in outside]
             assert bool(deferred) == bool(cfg.zero) and set(deferred) <= {graphed}
             if number in evaluated:
                 val_losses.append(train.evaluate(cfg, model, val_data, batch, device))
@@ -340,6 +344,33 @@ def with_a_guard(*args):
     """In lone buckets, where the host reads the loss before each update, as with --skip-spikes."""
     with mock.patch.object(GraphedStep, "host_looks_first", lambda *_: True):
         return in_lone_buckets(*args)
+
+
+def through_peer_copies(world, *args):
+    """In small buckets, whose gradients and weights are copied between the ranks."""
+    real_choose = choose.choose
+    copy_streams = []
+
+    def choose_copies(*arguments):
+        return real_choose(*arguments)._replace(peer_copies=True, single_microbatch=True)
+
+    class Listed(peer.CopyStream):
+        def __init__(self):
+            super().__init__()
+            copy_streams.append(self)
+    with mock.patch.object(choose, "choose", choose_copies), mock.patch.object(choose, "CopyStream", Listed):
+        result = in_small_buckets(world, *args)
+    [copies] = copy_streams
+    assert copies.stream.work > 0
+    return result
+
+
+@pytest.mark.parametrize("n, flags", [
+    (2, dict(SMALL, zero=1)), (4, dict(SMALL, zero=1, shard=2)),
+    pytest.param(2, dict(EXPERTS, zero=1), marks=pytest.mark.long)], ids=["all", "shard-2", "experts"])
+def test_copies_between_gpus_are_captured(n, flags):
+    """Also with --shard, where NCCL sums what the copies have brought."""
+    assert_same_bits(n, flags, take=through_peer_copies, take_plain=in_small_buckets)
 
 
 BEFORE = ("plain",) * (1 + WARMUP_STEPS) + ("graph",)  # the first step tells what the warm-up steps need
