@@ -128,7 +128,7 @@ BERT_LAYOUTS = [("bert", 4, dict(tp=2, zero=1)), ("bert", 2, dict(pp=2)), ("bert
                 ("bert", 2, dict(cp=2, recompute="selective"))]
 
 
-# make long has those that cut in one way.
+# `make long` has those that cut in one way.
 @pytest.mark.parametrize("family,n,layout", [
     pytest.param(*row, marks=[] if len(row[2]) > 1 else [pytest.mark.long]) for row in BERT_LAYOUTS],
     ids=lambda x: str(x).replace(" ", ""))
