@@ -4,11 +4,13 @@ import re
 
 import test_convert
 import test_doc_mask
+import test_faults
 import test_layouts
 import test_lora
 import test_model_flags
 import test_muon
 import test_shard
+from faults import BERT
 from pool import ROOT
 from test_laws import ROOMS
 
@@ -45,6 +47,8 @@ def test_the_readme_counts_the_layouts():
     assert f"in {sum(found)} comparisons" in " ".join((ROOT / "README.md").read_text().split())
     row = "| {} dense, {} expert, {} BERT, {} masked layouts |".format(*found)
     assert row in BENCH, f"say: {row}"
+    experts = (ROOT / "docs/experts.md").read_text()
+    assert f"compares {found[1]} layouts of models with experts" in experts, f"docs/experts.md: {found[1]}"
 
 
 def test_what_equals_what():
@@ -78,6 +82,18 @@ def test_the_page_counts_the_faults():
     assert f"| {total} planted faults;" in BENCH, f"say: {total}"
 
 
+def test_the_table_of_dense_models_names_every_fault():
+    """Six faults of the table have tests of their own; those of chunks and BERT are in other tables."""
+    rows = [fault for fault, *_ in table_below("Dense models") if not fault.startswith("**")]
+    chunks = [name for name, (_, (_, layout), *_) in test_faults.FAULTS.items() if "pp_chunks" in layout]
+    bert = [name for name, (base, *_) in test_faults.FAULTS.items() if base is BERT]
+    dense = test_faults.FAULTS.keys() - {*chunks, *bert}
+    assert dense - set(rows) == set()
+    assert len(rows) == len(dense) + 6 and f"## Dense models: {len(rows)}\n" in PAGE
+    assert (len(chunks), len(bert)) == (6, 5)
+    assert f"{len(dense)} of these faults are entries of `FAULTS`, which also has six of" in PAGE
+
+
 def test_each_table_names_its_faults():
     """A cell names several, with semicolons between them; a row of groups has several levels of ZeRO."""
     flags, groups, lora = (table_below(heading) for heading in (
@@ -92,6 +108,19 @@ def table_below(heading):
     section = PAGE[PAGE.index(f"## {heading}: "):]
     rows = re.search(r"(?:^\|.*\n)+", section, re.MULTILINE)[0].splitlines()
     return [row.strip("| ").split(" | ") for row in rows[2:]]
+
+
+def test_the_list_of_measurements_has_every_section():
+    contents = BENCH.partition("\n## ")[0]
+    for heading in re.findall("^## (.+)$", BENCH, re.MULTILINE):
+        anchor = re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
+        assert f"](#{anchor})" in contents, f"the list at the top of bench/README.md: {heading}"
+
+
+def test_every_file_of_results_is_named_on_a_page():
+    pages = "".join(page.read_text() for page in (*ROOT.glob("docs/*.md"), *ROOT.glob("*/README.md")))
+    files = (ROOT / "bench/results").iterdir()
+    assert [file.name for file in files if file.stem not in pages] == []
 
 
 def test_the_readme_counts_the_lines_of_today():

@@ -113,7 +113,7 @@ def test_fp16_equals_fp32_but_for_rounding(name):
                 np.testing.assert_allclose(two[layer][key], value, rtol=5e-3, err_msg=f"{layer} {key}")
 
 
-def test_the_balancing_losses_have_a_gradient_that_counts():
+def test_the_router_losses_have_a_gradient_that_counts():
     """Else the comparison above could not see that fp16 leaves their scale out."""
     grads = [assemble(run_ranks(1, train_in, "fp16", dict(EXPERTS, **flags), 8))
              for flags in ({}, dict(aux_coef=0.0), dict(z_coef=0.0))]
@@ -171,7 +171,7 @@ def test_the_scale_doubles_after_2000_good_steps_and_halves_at_an_overflow():
     assert [(step(n, bad=True), opt.scaler()) for n in (4, 5)] == [(1, [1024, 0]), (1, [512, 0])]
     assert all(torch.equal(*pair) for pair in
                zip(moments, opt.adam.state[opt.masters[0]].values(), strict=True))
-    assert (step(6), opt.scaler(), opt.adam_t()) == (0, [512, 1], 4)
+    assert (step(6), opt.scaler(), opt.adam_step_count()) == (0, [512, 1], 4)
 
 
 def test_only_fp16_has_a_scale():

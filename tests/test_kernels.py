@@ -371,7 +371,7 @@ def test_adamw(kernels, dtype, split, moments, clip, keeps_dtype):
             is_narrow = value.dtype == torch.bfloat16
             assert opt.adam.state[m][key].dtype == value.dtype
             assert_near(opt.adam.state[m][key], value, 2**-6 if is_narrow else 1e-6)
-    assert opt.adam_t() == opt2.adam_t() == 3
+    assert opt.adam_step_count() == opt2.adam_step_count() == 3
 
 
 def test_adamw_rounds_moments_and_not_what_updates_the_weights(kernels):
@@ -523,7 +523,7 @@ def check_norm_beside(width, rows, dtype, is_layer_norm, has_bias, eps=1e-3):
 
     def both(x, weight, bias=None):
         if x.dtype != torch.float64:
-            return norms.NormBeside.apply(x, weight, bias, eps, is_layer_norm)
+            return norms.InputAndNorm.apply(x, weight, bias, eps, is_layer_norm)
         if is_layer_norm:
             return x.clone(), torch.nn.functional.layer_norm(x, weight.shape, weight, bias, eps)
         return x.clone(), torch.nn.functional.rms_norm(x, weight.shape, weight, eps)
