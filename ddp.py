@@ -48,7 +48,7 @@ has a row for each rank, and the optimizer adds them up.
 import contextlib
 import itertools
 import weakref
-from collections import Counter
+from collections import Counter, deque
 from typing import NamedTuple
 
 import torch
@@ -344,14 +344,16 @@ class Bucket(FlatBuffers):
 
         completes_grads: whether this is the last micro-batch (with --pp-chunks, of this chunk), so
         that parameter i gets no more gradients in this step. When all parameters of the bucket have
-        their last gradient, the sum over the ranks starts. A "tied" sum waits: see wait_grads().
+        their last gradient, DataParallel.start_sums() can start the sum over the ranks.
         """
         self.take_gradient(i)
         self.untouched[i] = False
         if completes_grads:
             self.pending_params -= 1
-            if self.pending_params == 0 and self.axis.name != "tied":
-                self.start_sum()
+
+    def sum_starts_in_backward(self):
+        """Whether DataParallel.start_sums() starts the sum. A "tied" sum waits: see wait_grads()."""
+        return self.axis.name != "tied"
 
     def take_gradient(self, i):
         """Put p.grad into its window of grad. The first of the step overwrites it, others add."""
@@ -462,6 +464,7 @@ class DataParallel:
         self.draw = draw
         self.completes_grads = True  # of the next backward: see announce_backward
         self.buckets = []
+        self.to_sum = deque()  # buckets whose sums are to start in this backward, in their order
         trained = trained_parameters(model)
         lone_axes = [name for name, axis in mesh.axes().items() if axis.size == 1]
         for contents in assign_buckets(trained, zero, bucket_elements, optimizer, lone_axes):
@@ -517,8 +520,20 @@ class DataParallel:
 
         def hook(parameter):
             weak_bucket.on_grad_ready(i, weak_self.completes_grads)
+            weak_self.start_sums()
 
         return hook
+
+    def start_sums(self):
+        """Start the sum of each bucket that is complete, unless one before it is not.
+
+        Backward can complete the buckets in another order on another rank: a rank computes its
+        experts' gradients by other functions if no token has chosen them. But the ranks must start
+        their sums in one order, because NCCL adds up what each rank starts first, what each starts
+        second, and so on.
+        """
+        while self.to_sum and self.to_sum[0].pending_params == 0:
+            self.to_sum.popleft().start_sum()
 
     def make_bucket(self, contents, axis, dtype, comm):
         """Return a bucket of the class that this data parallelism uses."""
@@ -539,8 +554,11 @@ class DataParallel:
 
     def reset(self):
         """Begin an optimizer step."""
+        self.to_sum = deque()
         for bucket in self.buckets:
             bucket.reset()
+            if bucket.sum_starts_in_backward():
+                self.to_sum.append(bucket)
 
     def announce_backward(self, completes_grads):
         """Say whether the next backward is that of the last micro-batch, so that it completes grad.

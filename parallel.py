@@ -240,7 +240,7 @@ def cut_into_blocks(table, block, stage):
 
 def make_mesh(world, tp=1, pp=1, ep=1, *, cp=1, n_experts=0, shard=0, groups=True):
     """Return this rank's Mesh. world: a runtime.launch.World, or what has its rank, size, calls
-    and, with groups, its tree.
+    and, with groups, its tree and timeout.
 
     world describes this process; the axis mesh.world has the collectives over all processes.
     shard: see --shard. groups=False makes no process groups, for plans. ValueError: the sizes do
@@ -258,7 +258,8 @@ def make_mesh(world, tp=1, pp=1, ep=1, *, cp=1, n_experts=0, shard=0, groups=Tru
         tables[f"{name}.shard"] = shards
         tables[f"{name}.replicas"] = replicas
     made = {}  # (is pp, ranks): process group
-    axes = {"tied": Axis("tied")}  # Stages between the first and the last have no tied embedding.
+    # Stages between the first and the last have no tied embedding.
+    axes = {"tied": Axis("tied", ranks=(world.rank,))}
     # Every rank creates every group, in the same order. Axes with the same ranks share a group, but
     # pp has groups of its own: NCCL matches the calls on a communicator by their order, and the
     # stages mix sends and sums in different orders.
@@ -267,7 +268,9 @@ def make_mesh(world, tp=1, pp=1, ep=1, *, cp=1, n_experts=0, shard=0, groups=Tru
             key = (name == "pp", ranks)
             if groups and len(ranks) > 1 and key not in made:
                 is_world = len(ranks) == world.size and name != "pp"
-                made[key] = dist.group.WORLD if is_world else dist.new_group([*ranks])
+                made[key] = dist.group.WORLD
+                if not is_world:
+                    made[key] = dist.new_group([*ranks], timeout=world.timeout)
             if world.rank in ranks:
                 rank = ranks.index(world.rank)
                 tree = world.tree if name == "world" and groups else None

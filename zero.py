@@ -114,6 +114,10 @@ class SlotBucket(FlatBuffers):
         if not self.missing:
             self.start_sum()
 
+    def sum_starts_in_backward(self):
+        """Say that DataParallel.start_sums() does not start this sum: on_grad_ready() does."""
+        return False
+
     def start_sum(self):
         """Copy this micro-batch's gradients into the slot, and start to sum them over the ranks."""
         self.comm.slot.give_to(self)

@@ -168,9 +168,10 @@ class GraphedStep:
         # A graph reads n_trained where it is a tensor, and holds it as a constant where it is a number.
         made_for = [x.shape for x, *_ in batches], torch.is_tensor(n_trained)
         if made_for != self.made_for:
+            if self.graph is not None:
+                self.drop_graph()
             self.calls = 0
             self.made_for = made_for
-            self.graph = None
         self.path = "plain"
         if self.sizer is not None:
             self.sizer.enable(True)

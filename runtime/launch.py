@@ -64,6 +64,7 @@ class World:
     backend: str = "none"
     threads: int = 1
     shown: str | None = None  # the launcher's CUDA_VISIBLE_DEVICES for this process
+    timeout: timedelta | None = None  # how long a collective may wait; None: as torch does, 10 to 30 minutes
     calls: CollectiveLog = field(default_factory=CollectiveLog, compare=False)
     tree: Tree = field(default_factory=Tree, compare=False)  # what the ranks' programs tell each other
     hosts: list = field(default_factory=list, compare=False)  # the host of each rank; empty for a single rank
@@ -379,7 +380,7 @@ def _join(start, timeout, joining):
 
     return World(rank=rank, size=size, local_rank=local_rank, local_size=local_size, node=node,
                  n_nodes=n_nodes, launcher=launcher, device=device, backend=backend, threads=threads,
-                 shown=shown, calls=calls, tree=tree, hosts=hosts)
+                 shown=shown, timeout=wait, calls=calls, tree=tree, hosts=hosts)
 
 
 def _keep_messages_short_for_pmi2(launcher):

@@ -19,7 +19,7 @@ from config import Config
 from corpus.synthetic import Synthetic
 from ddp import Bucket, Comm, CopyBucket, DataParallel, LoneBucket, assign_buckets
 from ops.flat import rectangles
-from parallel import Axis, make_mesh
+from parallel import Axis, describe_parameters, make_mesh
 from runtime.launch import World
 from runtime.resume import broadcast_and_verify, own_pieces
 
@@ -41,6 +41,46 @@ def test_rectangles_cover_every_element_once():
             at += math.prod(size)
         assert at == b if a < b else not found
         assert count.sum() == b - a and len(found) <= max(1, 2 * len(shape) - 1)
+
+
+# -----------------------------------------------------------------------------
+# The order of the sums
+
+def sums_of_two_orders(world, zero):
+    """Rank 1's backward makes the gradients in another order, and no rank's makes one of the first parameter.
+
+    Return the names of the sums that this rank starts in backward, of all that it starts, and {name: sum}.
+    """
+    model = torch.nn.ParameterDict({name: torch.nn.Parameter(torch.ones(32, 32)) for name in "abc"})
+    describe_parameters(model)
+    data_parallel = DataParallel(model, make_mesh(world), zero, bucket_elements=1)
+    assert len(data_parallel.buckets) == 3
+    data_parallel.reset()
+    uses = [(2 * model["b"]).sum(), (3 * model["c"]).sum()]
+    if world.rank == 1:
+        uses = [(3 * model["c"]).sum(), (2 * model["b"]).sum()]
+    order = []
+    with mock.patch.object(Comm, "start_reduce", note_order(Comm.start_reduce, order)):
+        sum(uses).backward()
+        in_backward = list(order)
+        data_parallel.finish_grad_sync()
+    totals = {bucket.names[0]: bucket.grad_total.mean().item() for bucket in data_parallel.buckets}
+    return in_backward, order, totals
+
+
+def note_order(start_reduce, order):
+    def noted(comm, bucket):
+        order.append(bucket.names[0])
+        return start_reduce(comm, bucket)
+    return noted
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_all_ranks_start_their_sums_in_one_order(zero):
+    """In whichever order backward makes the gradients: else other buckets would be added up."""
+    for in_backward, order, totals in run_ranks(2, sums_of_two_orders, zero):
+        assert in_backward == ["c", "b"] and order == ["c", "b", "a"]
+        assert totals == {"a": 0.0, "b": 4.0, "c": 6.0}
 
 
 # -----------------------------------------------------------------------------

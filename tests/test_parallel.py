@@ -1,6 +1,8 @@
 """The collectives of an Axis, one by one: what each rank receives, and the bytes that it counts as sent."""
+import dataclasses
 import itertools
 import re
+from datetime import timedelta
 
 import pytest
 import torch
@@ -95,6 +97,21 @@ def test_what_each_collective_gives_and_counts():
             seen = torch.from_numpy(got[name][0])
             assert torch.equal(seen.double(), value.double()), f"rank {r}: {name}"
             assert got[name][1] == pytest.approx(counted), f"rank {r}: {name}"
+
+
+def timeouts(world):
+    """Return {name of an axis: how long its collectives may wait} of a mesh with every kind of group."""
+    world = dataclasses.replace(world, timeout=timedelta(days=3))
+    axes = make_mesh(world, tp=2, pp=2, shard=1).axes()
+    cpu = torch.device("cpu")
+    return {name: axis.group._get_backend(cpu).options._timeout for name, axis in axes.items()
+            if axis.size > 1 and axis.size < world.size}
+
+
+def test_no_group_ends_a_wait_before_the_watchdog_does():
+    for found in run_ranks(8, timeouts):
+        assert {"tp", "pp", "dp", "stage", "stage.replicas", "dp.replicas"} <= set(found)
+        assert set(found.values()) == {timedelta(days=3)}
 
 
 def test_over_one_rank_nothing_is_sent():

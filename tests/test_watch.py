@@ -303,6 +303,21 @@ def test_a_slow_rank_is_named(tmp_path):
     assert "slow rank 1: 70.0 ms of its own per step, the median" in got[0]["out"], got[0]["out"]
 
 
+def report_of(rank, begun):
+    """What rank of four stages with a tied embedding reports: the ranks of its axes, what it has begun."""
+    seen = SimpleNamespace(heartbeat=lambda *_: None)
+    watch.Watch.set_mesh(seen, make_mesh(World(rank=rank, size=4), pp=4, groups=False))
+    return {"axes": seen.axes, "begun": begun}
+
+
+def test_the_late_rank_is_named_beside_a_tied_embedding():
+    """The stages between the first and the last have no part in its sums."""
+    ends, between = {"world": 7, "tied": 30}, {"world": 7}
+    reports = {0: report_of(0, ends), 1: report_of(1, between), 2: report_of(2, {"world": 6}),
+               3: report_of(3, ends)}
+    assert watch.late_ranks(reports) == ([2], "world", 6, 7)
+
+
 def test_a_stopwatch_measures_a_pause():
     clock = timing.Stopwatch(torch.device("cpu"))
     begin = clock.mark()
