@@ -106,7 +106,7 @@ def assign_buckets(named_parameters, zero=0, bucket_elements=BUCKET_ELEMENTS, op
     Backward reaches the last layers first, so buckets are filled in reverse. Vectors (norms,
     biases) have buckets of their own, because they are not decayed and each bucket is one tensor of
     the optimizer. With Muon, the matrices inside blocks have buckets of their own, too. Buckets
-    that are still open at the end come last, in the order in which they were begun.
+    that are still open at the end come last, in the order of their last parameters.
 
     lone_axes: the names of the axes of one rank, which has nobody to sum with. Under ZeRO-0 and
     ZeRO-1 a parameter of such an axis that has at least half a bucket gets one of its own, which
@@ -139,6 +139,7 @@ def assign_buckets(named_parameters, zero=0, bucket_elements=BUCKET_ELEMENTS, op
             axis, decayed, updated_by = key
             filling[key] = Contents(axis, decayed, [], [], updated_by)
             elements[key] = 0
+        filling[key] = filling.pop(key)  # It is now the last of those that are open.
         filling[key].names.append(name)
         filling[key].params.append(p)
         elements[key] += p.numel()
@@ -352,7 +353,7 @@ class Bucket(FlatBuffers):
             self.pending_params -= 1
 
     def sum_starts_in_backward(self):
-        """Whether DataParallel.start_sums() starts the sum. A "tied" sum waits: see wait_grads()."""
+        """Whether DataParallel.start_sums() starts it. A "tied" sum waits: see wait_grads()."""
         return self.axis.name != "tied"
 
     def take_gradient(self, i):

@@ -379,9 +379,9 @@ class Ring:
             # This rank also starts to receive what others send at this time of the table. The Op
             # that needs it comes later, and waits for it in receive().
             self.start_exchange(ended_ops, made)
-            # Without this wait, a rank could run ahead of the others and fill its memory. (With NCCL
-            # it is the GPU's stream that waits.) Any limit gives the same numbers. This limit lets
-            # 2 * pp Exchanges of this rank be in flight.
+            # Without this wait, a rank could run ahead of the others and fill its memory. With NCCL
+            # the GPU's stream waits, not the host. Any limit gives the same numbers. This limit
+            # lets 2 * pp Exchanges of this rank be in flight.
             self.wait_for_oldest(may_remain=2 * self.axis.size)
         self.wait_for_oldest(may_remain=0)
 

@@ -1,4 +1,4 @@
-"""--compile: torch.compile of a model's blocks; with tp 1 and cp 1 each is one graph.
+"""--compile: torch.compile of a model's blocks; with tp 1 and cp 1 a dense one is one graph.
 
     compile_blocks          compile the blocks, all with one graph
     compile_stages_at_once  the same over several stages, where each would wait for the one before

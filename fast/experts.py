@@ -83,8 +83,8 @@ class QuackProducts:
     """The products of one layer and micro-batch.
 
     ends (e,) int32: where each expert's rows end. balanced: how many rows this rank's experts have if the
-    load is balanced. Tiles follow from it and not from the size of a buffer, which changes: so no kernel is
-    compiled in the middle of a run.
+    load is balanced. Tiles follow from it and not from the size of a buffer, which changes: so a run needs
+    few kernels. A buffer that grows or shrinks across a border can still need another one.
     """
 
     def __init__(self, ends, balanced):

@@ -64,8 +64,8 @@ def make_step(plain, choice, folder=None):
 class DeferredGather:
     """The handle of a gather that the next captured step starts.
 
-    A reader that cannot wait for that step (evaluation, --check-every) calls wait(), which gathers at once,
-    so that no reader sees stale weights.
+    A reader that cannot wait for that step (evaluation, --check-every) calls wait() on every rank, which
+    gathers at once, so that no reader sees stale weights.
     """
 
     def __init__(self, bucket):
@@ -84,8 +84,8 @@ class GraphedStep:
          makes the loss NaN on every rank, so all ranks make the same decision.
       2. The update is launched before the host looks. With a NaN norm it is a no-op, and the GPU stays busy.
       3. The host reads the loss. If it is not finite, whatever the cause, the plain step repeats the same
-         batches with all_to_all, whose messages have the exact size. The buffers grow, and the next step is
-         captured again.
+         batches with all_to_all, whose messages have the exact size. Before that the graph gives its memory
+         back. If rows had no place, the buffers grow. The next step is captured again.
     ZeRO-1's new weights are gathered by the first nodes of the graph. With peer copies, the bucket of the
     embedding, which the forward needs first, is gathered right after its update.
     """
@@ -143,7 +143,7 @@ class GraphedStep:
             norm_or_nan = stats.grad_norm + 0 * stats.loss  # NaN in a void step
             result = stats, plain.update(stats._replace(grad_norm=norm_or_nan), number)
             is_void = not math.isfinite(stats.loss.item())  # sync point
-        self.resize_buffers(is_void, number)  # It may drop the gradients, which the update has read.
+        self.resize_buffers(is_void, number)  # It may drop the graph's gradients, which the update has read.
         if is_void:
             self.path = "redone"
             return plain(batches, number, full, guard, n_trained)
@@ -189,7 +189,7 @@ class GraphedStep:
         self.graph.replay()
         for bucket, grad_total in zip(self.data_parallel.buckets, self.grad_totals, strict=True):
             bucket.gather_handle = None  # the graph gathered the weights, and its forward waited for them
-            bucket.grad_total = grad_total  # where the graph writes; a plain step may have been in between
+            bucket.grad_total = grad_total  # where the graph writes
         return self.output
 
     def body(self, batches, number, n_trained, set_seed=torch.manual_seed):
@@ -244,9 +244,14 @@ class GraphedStep:
             generator.manual_seed(seed)
 
     def resize_buffers(self, is_void, number):
-        """Choose the buffers' size after step `number`. is_void: whether some rows had no place in them."""
-        if self.sizer.resize(is_void, number):
+        """Choose the buffers' size after step `number`.
+
+        is_void: whether the step is done again, because some rows had no place, or the loss is not finite.
+        """
+        is_other_size = self.sizer.resize(is_void, number)
+        if is_other_size or is_void:
             self.drop_graph()
+        if is_other_size:
             self.sizer.grow()
         self.sizer.enable(False)
 
@@ -316,9 +321,8 @@ class BufferSizer:
     def resize(self, overflowed, number=0):
         """Choose the number of rows after step `number`, alike on all ranks.
 
-        Return whether the graph has to go: the number changed, or a void step is done again where memory is
-        short. The number changes after an overflow, or every `interval` steps, because a balanced load needs
-        fewer rows.
+        Return whether the number changed, or memory is short for a void step that is done again. The number
+        changes after an overflow, or every `interval` steps, because a balanced load needs fewer rows.
         """
         self.wait -= 1
         self.n_retries += overflowed

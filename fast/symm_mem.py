@@ -120,8 +120,8 @@ class Buffers(NamedTuple):
     """The buffers of one expert layer.
 
     A buffer is overwritten only when its readers are known to be done: `rows` is safe after the next exchange
-    of counts, which each rank joins after reading. The other two are safe because a barrier on another buffer
-    lies between any two of their uses.
+    of counts, which each rank joins after reading. In --recompute full, which exchanges no counts again, it
+    is safe as the other two are: a barrier on another buffer lies between any two of their uses.
     """
     rows: SymmetricBuffer     # rows for this rank's experts arrive here; the layer's own: backward reads them
     results: SymmetricBuffer  # results leave from here, in backward the rows' gradients; shared by all layers

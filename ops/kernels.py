@@ -1,11 +1,11 @@
 """Triton kernels for operations in which torch reads or writes memory more often than it must.
 
-The other files of ops/, optim.py and fast/symm_mem.py hold a torch twin of each kernel, and decide which of
-the two runs. ops/product_kernels.py has the matrix products. This file is imported on a GPU only, and by
-tests/test_kernels.py, which runs it in Triton's interpreter.
+The other files of ops/, optim.py, muon.py and fast/symm_mem.py hold a torch twin of each kernel, and decide
+which of the two runs. ops/product_kernels.py has the matrix products. This file is imported on a GPU only,
+and by tests/test_kernels.py, which runs it in Triton's interpreter.
 
-One program handles one row, or BLOCK elements of a flat buffer. Row numbers are int64. `x + 0 * at`
-broadcasts the scalar x to the shape of `at`.
+Most programs handle one row, or BLOCK elements of a flat buffer. A row number is int64 before it is
+multiplied by a width. `x + 0 * at` broadcasts the scalar x to the shape of `at`.
 """
 import triton
 import triton.language as tl

@@ -2,6 +2,7 @@
 import contextlib
 import errno
 
+from fast.graph import DeferredGather
 from interface.files import best_effort, new_part, write_whole
 from interface.terminal import say
 
@@ -54,11 +55,14 @@ def end_traced_step(profiler, parts):
     """Tell the profiler of tracer() that a step is over, where there is one.
 
     A handle of gloo that outlives the profiler ends some processes in a fault when it is freed (seen
-    with torch 2.13). So whatever this step still sends is waited for: ZeRO's new weights. parts: a
+    with torch 2.13). So whatever this step still sends is waited for: ZeRO's new weights. A gather that
+    the next step starts must not start here, where the other ranks do not take part. parts: a
     runtime.parts.Parts.
     """
     if profiler is not None:
-        parts.model.provide_weights(parts.model)
+        for bucket in parts.data_parallel.buckets_of[parts.model]:
+            if not isinstance(bucket.gather_handle, DeferredGather):
+                bucket.wait_for_weights()
         profiler.step()
 
 

@@ -153,6 +153,14 @@ def test_a_run_with_a_graph_is_the_run_without(flags, tmp_path):
     assert logged[:3] == [0, 0, 0] and logged[-1] == 1 and set(logged) == {0, 1}
 
 
+def test_rank_0_traces_without_a_collective_of_its_own(tmp_path):
+    """The others have no profiler, and the gathers of the next graph have not begun."""
+    argv = [*TINY, "--zero=1", "--steps=6", "--save-every=0", "--trace", f"--out={tmp_path}"]
+    for result, seen in run_ranks(2, graphed_session, argv):
+        assert result["code"] == 0 and seen["replays"] > 1, result["err"]
+    assert (tmp_path / "trace.json").exists()
+
+
 def test_the_log_has_the_share_of_steps_on_each_path(tmp_path, capsys):
     """Ten steps in two rows. With --ep-slack 1 some are done again, and the graph is kept."""
     argv = [*TINY, *MOE, "--ep-slack=1", "--log-every=5", "--steps=10", "--save-every=0", f"--out={tmp_path}"]
@@ -307,14 +315,19 @@ def in_small_buckets(*args):
 
 
 def in_lone_buckets(*args):
-    """The same, where no rank adds anything to gradients. After a void step the graph stays, as it does if
-    the loss was not finite but no buffer overflowed."""
+    """The same, where no rank adds anything to gradients. After a void step the buffers stay as they are, as
+    they do if the loss was not finite but no buffer overflowed. The graph's memory is free all the same."""
     real_choose = choose.choose
     real_resize = graph.BufferSizer.resize
+    real_plain = train.Step.__call__
     made = []
 
     def resize(sizer, overflowed, number):
         return not overflowed and real_resize(sizer, overflowed, number)
+
+    def plain(step, *arguments):
+        assert EmulatedStep.latest.graph is None and EmulatedStep.latest.output is None
+        return real_plain(step, *arguments)
 
     def choose_single(*arguments):
         return real_choose(*arguments)._replace(single_microbatch=True)
@@ -331,7 +344,8 @@ def in_lone_buckets(*args):
     kept = []
     with contextlib.ExitStack() as stack:
         for patch in ((choose, "choose", choose_single), (ddp, "LoneBucket", Counted),
-                      (graph.BufferSizer, "resize", resize), (torch.cuda, "empty_cache", empty_cache)):
+                      (graph.BufferSizer, "resize", resize), (torch.cuda, "empty_cache", empty_cache),
+                      (train.Step, "__call__", plain)):
             stack.enter_context(mock.patch.object(*patch))
         result = in_small_buckets(*args)
     experts = [names for names in made if "moe.w" in names[0]]

@@ -20,7 +20,7 @@ sys.path.insert(0, str(ROOT / "bench"))
 
 import training
 
-NO_RANKS = SimpleNamespace(model=SimpleNamespace(provide_weights=lambda module: None))
+NO_RANKS = SimpleNamespace(model=None, data_parallel=SimpleNamespace(buckets_of={None: []}))
 
 
 def test_trace_says_where_it_is_and_how_to_look_at_it(tmp_path, capfd):
