@@ -349,12 +349,13 @@ def parameter(shape, mesh, tp_dim=None, expert=False, *, used=None, tied=False):
     return p
 
 
-def adopt_parameters(module):
-    """Give the parameters of any module what `parameter` gives ours; each rank holds all of them.
+def describe_parameters(module):
+    """Give the parameters of any module the attributes that `parameter` gives ours.
 
-    After this, ddp.DataParallel(module, mesh, zero) sums their gradients over all ranks of a mesh
-    without stages, and with zero=1 also divides the work of the optimizer. A parameter that needs
-    no gradient stays out of the buckets. The weights must already be equal on all ranks.
+    Each rank holds every parameter whole. After this, ddp.DataParallel(module, mesh, zero) sums
+    their gradients over all ranks of a mesh without stages, and with zero=1 also divides the work
+    of the optimizer. A parameter that needs no gradient stays out of the buckets. The weights must
+    already be equal on all ranks.
     """
     for p in module.parameters():
         p.full_shape = tuple(p.shape)

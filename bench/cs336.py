@@ -1,9 +1,10 @@
 """Our data parallelism behind the functions that the tests of Stanford's CS336, assignment 2, call.
 
 Those tests are public: https://github.com/stanford-cs336/assignment2-systems. This file takes the place of
-their tests/adapters.py; docs/cs336.md says how. Their modules are torch's own, so parallel.adopt_parameters
-gives the parameters what ddp.DataParallel reads. In those tests each rank's loss is the mean over its own
-sequences. Our gradients are sums, so the functions below divide them by the number of ranks.
+their tests/adapters.py; docs/cs336.md says how. Their modules are torch's own, so
+parallel.describe_parameters gives the parameters what ddp.DataParallel reads. In those tests each rank's loss
+is the mean over its own sequences. Our gradients are sums, so the functions below divide them by the number
+of ranks.
 
     get_ddp, ddp_on_after_backward    a module whose gradients are summed while backward runs
     get_sharded_optimizer             ZeRO-1 with any elementwise optimizer
@@ -15,12 +16,12 @@ import torch
 import torch.distributed as dist
 
 from ddp import DataParallel
-from parallel import adopt_parameters, make_mesh
+from parallel import describe_parameters, make_mesh
 
 
 def adopted(module, zero=0):
     """Return the DataParallel of a module over all ranks of the process group."""
-    adopt_parameters(module)
+    describe_parameters(module)
     return DataParallel(module, make_mesh(World(rank=dist.get_rank(), size=dist.get_world_size())), zero)
 
 

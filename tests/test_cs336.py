@@ -1,4 +1,4 @@
-"""parallel.adopt_parameters: a module that is not ours, through bench/cs336.py, equals one process."""
+"""parallel.describe_parameters: a module that is not ours, through bench/cs336.py, equals one process."""
 import sys
 
 import pytest
@@ -96,7 +96,7 @@ def test_a_sharded_optimizer_of_a_foreign_module_equals_one_process():
 
 
 def test_the_axis_of_the_parameters_decides():
-    fault = ("parallel.adopt_parameters", '"stage"', '"tp"')
+    fault = ("parallel.describe_parameters", '"stage"', '"tp"')
     first, _ = run_ranks(2, with_faults, [fault], replicated)
     with pytest.raises(AssertionError):
         assert_equal(first, one_process(lambda params: torch.optim.SGD(params, lr=0.1)))
