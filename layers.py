@@ -48,13 +48,14 @@ class Norm(nn.Module):
         gain = factor(self)
         return F.rms_norm(x, gain.shape, gain, self.eps)
 
-    def beside(self, x):  # (n, C) -> (n, C) twice
+    def input_and_norm(self, x):  # (n, C) -> (n, C) twice
         """Return x, with which the caller goes on, and its norm.
 
         In backward, x has a gradient from each. On a GPU one kernel adds them up: ops/norms.py.
         """
         if norms.has_kernel(x):
-            return norms.NormBeside.apply(x, factor(self), self.bias, self.eps, self.is_layer_norm)
+            gain = factor(self)
+            return norms.InputAndNorm.apply(x, gain, self.bias, self.eps, self.is_layer_norm)
         return x, self(x)
 
 

@@ -134,11 +134,11 @@ class Block(nn.Module):
 
     def attention_half(self, x, t, cos, sin, cache, places):
         """(n, C) -> (n, C), and what the MLP or the experts read of it, (n, C)."""
-        x, inner = self.beside_norm(x, self.norm1)
+        x, inner = self.residual_and_norm(x, self.norm1)
         y = self.attn(inner, t, cos, sin, cache, places)
         y = self.norm_after(y, self.norm1, self.out_norm1)
         x = x + F.dropout(y, self.dropout, self.training)
-        return self.beside_norm(x, self.norm2)
+        return self.residual_and_norm(x, self.norm2)
 
     def dense_block(self, x, t, cos, sin, cache, places):  # (n, C) -> (n, C)
         x, inner = self.attention_half(x, t, cos, sin, cache, places)
@@ -150,9 +150,9 @@ class Block(nn.Module):
         y = self.norm_after(y, self.norm2, self.out_norm2)
         return x + F.dropout(y, self.dropout, self.training)
 
-    def beside_norm(self, x, norm):  # (n, C) -> (n, C) twice
+    def residual_and_norm(self, x, norm):  # (n, C) -> (n, C) twice
         """Return x and its norm, or x twice with --norm-place after."""
-        return (x, x) if self.norm_place == "after" else norm.beside(x)
+        return (x, x) if self.norm_place == "after" else norm.input_and_norm(x)
 
     def norm_after(self, y, norm, out_norm):  # (n, C) -> (n, C)
         """Return y, normed only if --norm-place is after or both."""

@@ -32,7 +32,7 @@ def norm(x, weight, bias, eps, is_layer_norm):
     return out
 
 
-class NormBeside(torch.autograd.Function):
+class InputAndNorm(torch.autograd.Function):
     """The rows x (n, C) themselves, and their norm (n, C).
 
     weight (C,). bias (C,), which only a LayerNorm can have, or None.

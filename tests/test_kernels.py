@@ -523,7 +523,7 @@ def check_norm_beside(width, rows, dtype, is_layer_norm, has_bias, eps=1e-3):
 
     def both(x, weight, bias=None):
         if x.dtype != torch.float64:
-            return norms.NormBeside.apply(x, weight, bias, eps, is_layer_norm)
+            return norms.InputAndNorm.apply(x, weight, bias, eps, is_layer_norm)
         if is_layer_norm:
             return x.clone(), torch.nn.functional.layer_norm(x, weight.shape, weight, bias, eps)
         return x.clone(), torch.nn.functional.rms_norm(x, weight.shape, weight, eps)

@@ -22,7 +22,7 @@ def test_a_norms_weight_has_a_gradient_that_is_rounded_once(monkeypatch):
     x = randn(240, 200)
     weight = randn(200).requires_grad_()
     grad = randn(240, 200)
-    outputs = norms.NormBeside.apply(x, weight, None, 1e-3, False)
+    outputs = norms.InputAndNorm.apply(x, weight, None, 1e-3, False)
     found, = torch.autograd.grad(outputs, weight, [torch.zeros_like(x), grad])
     wide = weight.detach().double().requires_grad_()
     y = torch.nn.functional.rms_norm(x.double(), wide.shape, wide, 1e-3)
@@ -40,9 +40,9 @@ def test_a_norm_of_a_model_by_the_kernel_and_without(flags, few_programs, monkey
     grads = [randn(9, 40, dtype=torch.float32), randn(9, 40, dtype=torch.float32)]
 
     def results():
-        outputs = norm.beside(x)
+        outputs = norm.input_and_norm(x)
         return [*outputs, *torch.autograd.grad(outputs, [x, *norm.parameters()], grads)]
-    with mock.patch.object(norms.NormBeside, "backward", wraps=norms.NormBeside.backward) as called:
+    with mock.patch.object(norms.InputAndNorm, "backward", wraps=norms.InputAndNorm.backward) as called:
         got = results()
     assert called.call_count == 1
     monkeypatch.setattr(backend, "use_triton", lambda x: False)
