@@ -190,9 +190,9 @@ def dropout_seeder(cfg, mesh, step, n_micro_batches, set_seed):
 # Stages
 
 def rank_layers(cfg, axis):
-    """Return the blocks of this rank's stages, [(first, last + 1)]. axis: that of the pipeline, pp.
+    """Return the blocks of this rank's stages, [(first, last + 1)]. axis: that of the pipeline.
 
-    Where pp has p ranks, a rank holds the stages rank, rank + p, rank + 2 p, ...
+    With pp ranks in the axis, a rank holds the stages rank, rank + pp, rank + 2 * pp, ...
     """
     return stage_layers(cfg, axis.size * cfg.pp_chunks)[axis.rank::axis.size]
 
@@ -217,7 +217,7 @@ class Op(NamedTuple):
         return 1 if self.kind == "F" else 2
 
 
-def schedule(rank, ranks, chunks, micro_batches, backward=True):
+def schedule(rank, pp, chunks, micro_batches, backward=True):
     """Return the Ops of one rank, in the order in which the rank does them.
 
     One chunk, plain 1F1B, 2 ranks and 4 micro-batches:
@@ -225,25 +225,25 @@ def schedule(rank, ranks, chunks, micro_batches, backward=True):
         rank 0    F0 F1 B0 F2 B1 F3 B2 B3    (warmup 1)
         rank 1    F0 B0 F1 B1 F2 B2 F3 B3    (warmup 0)
 
-    forwards is F0 F1 F2 ... and backwards B0 B1 B2 ..., up to a multiple of p, the number of ranks;
-    existing() drops those that are not there. warmup is then p - 1 - rank. With several chunks,
-    micro-batches go through a chunk p at a time. When rank 0 has sent the p-th on, the first has
-    come around the ring of ranks.
+    pp is the number of ranks. forwards is F0 F1 F2 ... and backwards B0 B1 B2 ..., up to a multiple
+    of pp; existing() drops those that are not there. warmup is then pp - 1 - rank. With several
+    chunks, micro-batches go through a chunk pp at a time. When rank 0 has sent the last of them on,
+    the first has come around the ring of ranks.
     """
     forwards = []
     backwards = []
-    for first in range(0, micro_batches, ranks):
+    for first in range(0, micro_batches, pp):
         for chunk in range(chunks):
-            for i in range(first, first + ranks):
+            for i in range(first, first + pp):
                 forwards.append(Op("F", i, chunk))
                 backwards.append(Op("B", i, chunks - 1 - chunk))
     if not backward:
         return existing(forwards, micro_batches)
-    # Warm-up: one forward for each later rank. With several chunks, the first p micro-batches go
+    # Warm-up: one forward for each later rank. With several chunks, the first pp micro-batches go
     # through all chunks except the last, and each later rank counts for two forwards, as in the
     # paper: a message in flight has that time to arrive.
     per_rank = 1 if chunks == 1 else 2
-    warmup = (chunks - 1) * ranks + (ranks - 1 - rank) * per_rank
+    warmup = (chunks - 1) * pp + (pp - 1 - rank) * per_rank
     warmup = min(warmup, len(forwards))
     ops = forwards[:warmup]
     # Steady: one forward, one backward, until all forwards are done.
@@ -261,24 +261,24 @@ def existing(ops, micro_batches):
 
 
 @functools.cache
-def timetable(ranks, chunks, micro_batches, backward=True):
+def timetable(pp, chunks, micro_batches, backward=True):
     """Return the Ops by the time when they end: {time: [the Op of each rank, or None]}, in order.
 
-    A forward takes one unit of time, a backward two, and messages none.
+    pp is the number of ranks. A forward takes one unit of time, a backward two, and messages none.
     """
     todo = []
-    for rank in range(ranks):
-        todo.append(collections.deque(schedule(rank, ranks, chunks, micro_batches, backward)))
-    free = [0] * ranks  # the time when each rank has ended its latest Op
+    for rank in range(pp):
+        todo.append(collections.deque(schedule(rank, pp, chunks, micro_batches, backward)))
+    free = [0] * pp  # the time when each rank has ended its latest Op
     ended = {}  # (kind, micro-batch, stage): the time when it ended
     table = {}
 
     def input_time(rank, op):
         """Return the time when an Op's input is there, or None if it has not been sent yet."""
-        source = op.chunk * ranks + rank - op.direction  # the stage that sends it
+        source = op.chunk * pp + rank - op.direction  # the stage that sends it
         # Nothing is sent to a forward of the first stage, which reads tokens, or to a backward of
         # the last, which begins at the loss of its own forward, an earlier Op in the rank's list.
-        if not 0 <= source < ranks * chunks:
+        if not 0 <= source < pp * chunks:
             return 0
         return ended.get((op.kind, op.micro_batch, source))
 
@@ -291,13 +291,13 @@ def timetable(ranks, chunks, micro_batches, backward=True):
         for rank in ready:
             op = todo[rank].popleft()
             free[rank] = max(free[rank], input_time(rank, op)) + op.duration
-            ended[op.kind, op.micro_batch, op.chunk * ranks + rank] = free[rank]
-            table.setdefault(free[rank], [None] * ranks)[rank] = op
+            ended[op.kind, op.micro_batch, op.chunk * pp + rank] = free[rank]
+            table.setdefault(free[rank], [None] * pp)[rank] = op
     return dict(sorted(table.items()))
 
 
 # -----------------------------------------------------------------------------
-# The ring of ranks: chunk c of rank r is stage c p + r, so messages go around a ring
+# The ring of ranks: chunk c of rank r is stage c * pp + r, so messages go around a ring
 
 class Message(NamedTuple):
     """What a rank sends when an Op of its own has ended."""
@@ -308,15 +308,15 @@ class Message(NamedTuple):
 
 def messages_between(ended_ops, chunks):
     """Return the Messages that are sent when these Ops have ended, one Op per rank or None."""
-    ranks = len(ended_ops)
+    pp = len(ended_ops)  # the number of ranks
     messages = []
     for sender, op in enumerate(ended_ops):
         if op is None:
             continue
-        stage = op.chunk * ranks + sender + op.direction
-        if 0 <= stage < ranks * chunks:
-            waiting = op._replace(chunk=stage // ranks)
-            messages.append(Message(sender, stage % ranks, waiting))
+        stage = op.chunk * pp + sender + op.direction
+        if 0 <= stage < pp * chunks:
+            receiver_op = op._replace(chunk=stage // pp)
+            messages.append(Message(sender, stage % pp, receiver_op))
     return messages
 
 

@@ -290,11 +290,11 @@ def same_in_every_chunk(original, cfg, mesh, step, n_micro_batches, chunk=0):
 WAITS = test_no_rank_waits_for_ever_and_the_bubble_is_what_is_promised
 FAULTS = {  # name: (a fault as arguments of planted, the test that detects it)
     "warm-up of one group less": (
-        "pipeline.schedule", "(chunks - 1) * ranks +", "(chunks - 2) * ranks +", WAITS),
+        "pipeline.schedule", "(chunks - 1) * pp +", "(chunks - 2) * pp +", WAITS),
     "backwards through the chunks as forwards": (
         "pipeline.schedule", "chunks - 1 - chunk", "chunk", WAITS),
     "all micro-batches through a chunk before the next": (
-        "pipeline.schedule", "range(first, first + ranks)", "range(micro_batches if first == 0 else 0)",
+        "pipeline.schedule", "range(first, first + pp)", "range(micro_batches if first == 0 else 0)",
         WAITS),
     "the short warm-up of 1F1B": (
         "pipeline.schedule", "1 if chunks == 1 else 2", "1",
@@ -302,7 +302,7 @@ FAULTS = {  # name: (a fault as arguments of planted, the test that detects it)
     "timetable of equally long ops": (
         "pipeline.Op.duration", functools.partial(constant, value=1), WAITS),
     "the last rank's message to the same chunk": (
-        "pipeline.messages_between", "chunk=stage // ranks", "chunk=op.chunk",
+        "pipeline.messages_between", "chunk=stage // pp", "chunk=op.chunk",
         test_messages_pair_by_their_order_alone),
     "gradients sent on, not back": (
         "pipeline.messages_between", "+ op.direction", "+ 1",
