@@ -127,8 +127,10 @@ def assign_buckets(named_parameters, zero=0, bucket_elements=BUCKET_ELEMENTS, op
                 is_full = zero == 3 or elements[key] >= bucket_elements
                 if filling[key].decayed and is_full:
                     closed.append(filling.pop(key))
-        is_muons = optimizer == "muon" and uses_muon(p, name)
-        key = p.reduction_axis, uses_weight_decay(p), "muon" if is_muons else "adamw"
+        updated_by = "adamw"
+        if optimizer == "muon" and uses_muon(p, name):
+            updated_by = "muon"
+        key = p.reduction_axis, uses_weight_decay(p), updated_by
         is_large = p.numel() >= bucket_elements / 2
         is_alone = is_large and zero < 2 and p.reduction_axis in lone_axes
         if is_alone and key in filling:

@@ -63,7 +63,7 @@ class Axis:
     ranks: tuple[int, ...] = (0,)
     calls: Any = None  # this rank's runtime.launch.CollectiveLog, which the watchdog reads
     tree: Any = None  # the world's Axis has one: interface/tree.py, for what the programs agree on
-    cut: Any = None  # the Sharing that --shard makes of these ranks; None where all share
+    shard_sharing: Any = None  # the Sharing that --shard makes of these ranks; None: all share
 
     # No field: in torch 2.8, a graph that gets an axis is compiled anew when a field has changed.
     @functools.cached_property
@@ -79,7 +79,7 @@ class Axis:
         """
         if zero == 0:
             return Sharing(Axis(self.name), self)  # Axis(name) has this rank alone.
-        return self.cut or Sharing(self, Axis(self.name))
+        return self.shard_sharing or Sharing(self, Axis(self.name))
 
     def record(self, kind, tensor=None, nbytes=0.0):
         """Note that this rank is about to start a collective, in which it sends nbytes."""
@@ -194,7 +194,7 @@ class Mesh:
         """Return {name: Axis}: these, and those into which --shard cuts some of them."""
         found = dict(vars(self))
         for axis in vars(self).values():
-            found.update({part.name: part for part in axis.cut or ()})
+            found.update({part.name: part for part in axis.shard_sharing or ()})
         return found
 
 
@@ -274,8 +274,8 @@ def make_mesh(world, tp=1, pp=1, ep=1, *, cp=1, n_experts=0, shard=0, groups=Tru
                 axes[name] = Axis(name, rank, len(ranks), made.get(key), ranks, world.calls, tree)
     for name in cut_axes:
         if f"{name}.shard" in axes:
-            cut = Sharing(axes.pop(f"{name}.shard"), axes.pop(f"{name}.replicas"))
-            axes[name] = replace(axes[name], cut=cut)
+            sharing = Sharing(axes.pop(f"{name}.shard"), axes.pop(f"{name}.replicas"))
+            axes[name] = replace(axes[name], shard_sharing=sharing)
     return Mesh(**axes)
 
 
@@ -305,7 +305,8 @@ def reduction_axis(mesh, tp_dim, expert=False, tied=False):
     return "dp" if mesh.cp.size == 1 else "dpcp"
 
 
-_gives_memory = contextvars.ContextVar("gives_memory", default=True)  # whether `parameter` does
+# Whether parameter() gives its parameters memory. Within parameters_without_memory() it does not.
+_gives_memory = contextvars.ContextVar("gives_memory", default=True)
 
 
 @contextlib.contextmanager

@@ -572,7 +572,7 @@ def with_common_digits(mesh, n_experts):
     stage = mesh.stage.size
     world = mesh.world.size
     block = mesh.stage.sharing().shard.size
-    shard = block // tp if mesh.stage.cut else 0
+    shard = block // tp if mesh.stage.shard_sharing else 0
     parts = [size for size in range(1, stage + 1) if stage % size == 0]
 
     def distance(option):

@@ -91,7 +91,7 @@ class Digits:
         self.known = {}  # bits of an axis, by its ranks
         for low, high in itertools.pairwise(borders):
             if high % low:
-                is_shard = mesh.stage.cut and block in (low, high)
+                is_shard = mesh.stage.shard_sharing and block in (low, high)
                 part = f"shard {block // tp}" if is_shard else f"ep {mesh.ep.size}"
                 raise ValueError(f"one_rule.py cannot follow {part} beside tp {tp} * cp {cp}: "
                                  f"{low} does not divide {high}; try {with_common_digits(mesh, n_experts)}")

@@ -273,7 +273,7 @@ def groups_over_nodes(cfg, mesh, nodes, vocab_size):
     batch = cfg.global_batch or cfg.micro_batch * mesh.dp.size
     sent = traffic(cfg, mesh, vocab_size, batch)
     lines = []
-    shard = cfg.shard if mesh.stage.cut else 1
+    shard = cfg.shard if mesh.stage.shard_sharing else 1
     for name, size, stride in (("tp", cfg.tp, 1), ("cp", cfg.cp, cfg.tp), ("ep", cfg.ep, 1),
                                ("shard", shard, cfg.tp)):
         groups = nodes_of_groups(nodes, size, stride)

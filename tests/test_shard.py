@@ -51,9 +51,10 @@ def test_which_ranks_share_and_which_are_replicas():
         "tied.shard": (9, 11), "tied.replicas": (3, 7, 11, 15)}
     assert mesh.dp.sharing(zero=0).shard.size == 1 and mesh.dp.sharing(zero=0).replicas is mesh.dp
     everyone = make_mesh(World(rank=11, size=16), tp=2, ep=4, shard=8, groups=False)
-    assert everyone.dp.cut is None and everyone.dp.sharing().shard is everyone.dp
+    assert everyone.dp.shard_sharing is None and everyone.dp.sharing().shard is everyone.dp
     both_ends = make_mesh(World(rank=13, size=16), pp=4, shard=2, groups=False)
-    assert both_ends.tied.cut.shard.ranks == (0, 1, 12, 13) and both_ends.tied.cut.replicas.ranks == (13, 15)
+    tied = both_ends.tied.shard_sharing
+    assert tied.shard.ranks == (0, 1, 12, 13) and tied.replicas.ranks == (13, 15)
 
 
 def test_in_every_layout_a_shard_is_in_one_block_and_the_replicas_hold_the_same_slice():
@@ -70,7 +71,7 @@ def test_in_every_layout_a_shard_is_in_one_block_and_the_replicas_hold_the_same_
             for rank, mesh in enumerate(meshes):
                 axis = getattr(mesh, name)
                 mine, same = axis.sharing()
-                if axis.cut is None:
+                if axis.shard_sharing is None:
                     assert (mine, same.size) == (axis, 1)
                     continue
                 assert sorted({r for other in same.ranks for r in
@@ -172,7 +173,7 @@ def gather_over_the_replicas(original, comm, bucket):
 
 def another_seed(original, p, name, model, seed):
     """initial_weights that draws other weights in each group."""
-    return original(p, name, model, seed + model.mesh.dp.cut.replicas.rank)
+    return original(p, name, model, seed + model.mesh.dp.shard_sharing.replicas.rank)
 
 
 SHARE, GATHER = "ddp.Comm.start_replica_sum", "ddp.Comm.start_gather"

@@ -236,11 +236,11 @@ const _flags_of_any_layout = (cfg) =>
 
 // -- one rank's mesh: the sizes of its axes and its place on each, instead of the tables of all ranks
 
-// at(i) is the i-th rank of the axis; cut the shard and the replicas of --shard.
-function Axis(name, rank = 0, size = 1, at = () => 0, cut = null) {
-  const axis = { name, rank, size, cut, get ranks() { return Array.from({ length: size }, (_, i) => at(i)); } };
+// at(i) is the i-th rank of the axis; shard_sharing has the shard and the replicas of --shard, or is null.
+function Axis(name, rank = 0, size = 1, at = () => 0, shard_sharing = null) {
+  const axis = { name, rank, size, shard_sharing, get ranks() { return Array.from({ length: size }, (_, i) => at(i)); } };
   axis.sharing = (zero = 1) => {
-    const [shard, replicas] = zero === 0 ? [Axis(name), axis] : cut ?? [axis, Axis(name)];
+    const [shard, replicas] = zero === 0 ? [Axis(name), axis] : shard_sharing ?? [axis, Axis(name)];
     return Object.assign([shard, replicas], { shard, replicas });
   };
   return axis;
@@ -248,7 +248,7 @@ function Axis(name, rank = 0, size = 1, at = () => 0, cut = null) {
 Axis.$p = ["name", "rank", "size"];
 function Mesh(...axes) {
   const mesh = Object.fromEntries(MESH_AXES.map((name, i) => [name, axes[i]]));
-  mesh.axes = () => new Dict(axes.flatMap((axis) => [axis, ...(axis.cut ?? [])]).map((axis) => [axis.name, axis]));
+  mesh.axes = () => new Dict(axes.flatMap((axis) => [axis, ...(axis.shard_sharing ?? [])]).map((axis) => [axis.name, axis]));
   return mesh;
 }
 Mesh.__annotations__ = MESH_AXES;
@@ -269,16 +269,16 @@ function make_mesh(world, tp = 1, pp = 1, ep = 1, cp = 1, n_experts = 0, shard =
     const [rank, size, stride] = axes[name];
     const first = world.rank - rank * stride;
     const ranks_at = (start, step) => (i) => start + i * step;
-    let cut = null;
+    let shard_sharing = null;
     const sums = name === "stage" || name === "edp" || name === "tied" || name === (cp === 1 ? "dp" : "dpcp");
     if (shard > 0 && shard < dp * cp && sums) {
       const inside = Math.max(1, shard * tp / stride);
       const place = rank % inside;
       const block = Math.floor(rank / inside);
-      cut = [Axis(`${name}.shard`, place, inside, ranks_at(first + block * inside * stride, stride)),
+      shard_sharing = [Axis(`${name}.shard`, place, inside, ranks_at(first + block * inside * stride, stride)),
         Axis(`${name}.replicas`, block, size / inside, ranks_at(first + place * stride, inside * stride))];
     }
-    made[name] = Axis(name, rank, size, ranks_at(first, stride), cut);
+    made[name] = Axis(name, rank, size, ranks_at(first, stride), shard_sharing);
   }
   if (pp > 1 && (at === 0 || at === pp - 1)) made.tied = both_ends(made.tied, at, (pp - 1) * stage);
   else if (pp > 1) made.tied = Axis("tied");
@@ -289,9 +289,9 @@ make_mesh.$p = ["world", "tp", "pp", "ep", "cp", "n_experts", "shard", "groups"]
 // A tied embedding's axis has the ranks of the first stage, then those of the last, which are `apart` further on. With
 // --shard, so has each shard; the replicas are of one stage.
 function both_ends(axis, at, apart) {
-  const { name, rank, size, ranks, cut } = axis;
+  const { name, rank, size, ranks, shard_sharing } = axis;
   const of_both = (i) => ranks[i % size] + (at === 0 ? 0 : -apart) + (i < size ? 0 : apart);
-  const parts = cut && [both_ends(cut[0], at, apart), cut[1]];
+  const parts = shard_sharing && [both_ends(shard_sharing[0], at, apart), shard_sharing[1]];
   return Axis(name, rank + (at ? size : 0), 2 * size, of_both, parts);
 }
 
