@@ -110,7 +110,8 @@ class RowLinear(nn.Module):
 def product(x, weights, bias, in_fp8):
     """Return x W^T + bias, where W is the matrices of a list, one below the other.
 
-    in_fp8: whether x, W and the gradients are rounded to numbers of 8 bits, with --fp8.
+    x (B*t, n_in) -> (B*t, n_out). weights: (rows, n_in) each, n_out rows in all. bias (n_out,), or
+    None. in_fp8: whether x, W and the gradients are rounded to numbers of 8 bits, with --fp8.
     """
     if in_fp8:
         return fp8.linear(x, weights, bias)
@@ -121,7 +122,8 @@ def product(x, weights, bias, in_fp8):
 def fused_linear(x, layers, zero):
     """Return the outputs of several ColumnLinears of the same input, side by side.
 
-    layers: pairs of a layer and the rows of its weight to use, None for all of them.
+    x (B*t, n_in) -> (B*t, all rows that are used). layers: pairs of a layer and the rows of its
+    weight to use, a slice, or None for all of them.
     """
     y = fused_product(x, layers, zero)
     if layers[0][0].lora is None:
@@ -132,9 +134,9 @@ def fused_linear(x, layers, zero):
 def fused_product(x, layers, zero):
     """Return the products with the weights of several ColumnLinears, plus their biases.
 
-    One product with the concatenated weights reads x once. Autograd would keep the concatenated
-    copy alive until backward, so ZeRO-3 could free nothing. It concatenates the outputs instead.
-    With --fp8 no copy is kept.
+    Arguments and shapes are those of fused_linear(). One product with the concatenated weights
+    reads x once. Autograd would keep the concatenated copy alive until backward, so ZeRO-3 could
+    free nothing. It concatenates the outputs instead. With --fp8 no copy is kept.
     """
     weights = [select_rows(layer.weight, rows) for layer, rows in layers]
     biases = [select_rows(layer.bias, rows) for layer, rows in layers]

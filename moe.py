@@ -160,7 +160,10 @@ class MoE(nn.Module):
         return self.cfg.aux_coef * balance_loss + self.cfg.z_coef * z_loss
 
     def experts(self, x, gates, plan):
-        """Return the sum of gate * expert(row) over a row's K choices, (n, C)."""
+        """Return the sum of gate * expert(row) over a row's K choices: x (n, C) -> (n, C).
+
+        gates (n, K). plan: what the dispatcher's plan() returned.
+        """
         # With --ep 1 a GPU does all of this in one function. The lines below its call are the
         # reference.
         is_local = isinstance(plan, LocalPlan) and self.cfg.mlp == "swiglu"
@@ -221,7 +224,10 @@ def stable_top_k(scores, K):
 
 
 def count_tokens(expert_ids, E):
-    """Return how often each expert occurs, (E,). bincount would synchronise with the host."""
+    """Return how often each expert occurs: expert_ids (n, K) -> (E,).
+
+    bincount would synchronise with the host.
+    """
     flat = expert_ids.flatten()
     zeros = torch.zeros(E, dtype=torch.int64, device=flat.device)
     return zeros.scatter_add_(0, flat, torch.ones_like(flat))
@@ -325,8 +331,8 @@ class AllToAll(Dispatcher):
         # E counts to the experts' owners, over ep. Counts take this method. Rows take the function
         # all_to_all, which has a gradient.
         received_counts = ep.all_to_all(copies.counts).view(ep.size, self.e)
-        # No part of the plan: fast/graph.py reads it. It stands before the sync point, where the
-        # device computes it while the host waits.
+        # rows_needed is no part of the plan: fast/graph.py reads it. This line stands before the
+        # sync point, so the device computes it while the host waits.
         torch.maximum(self.rows_needed, received_counts.sum(), out=self.rows_needed)
 
         # Sync point, the only one here: all_to_all takes the sizes of its messages from the host.

@@ -113,8 +113,8 @@ class Step:
         batches: from micro_batches(). n_trained: what the loss is divided by; a run passes
         trained_tokens(), and None means all tokens of the global batch.
         full: whether to compute num_zeros and param_norm, too. guard: a skip.Guard, which may veto
-        the update. refused: 0.0 after an update, 1.0 where the norm was not finite and no weight
-        changed, None after a veto.
+        the update. refused: a () tensor on the device, 0.0 after an update and 1.0 where the norm
+        was not finite, so that no weight changed; None after a veto.
         """
         loss = self.gradients(batches, number, n_trained=n_trained)
         with self.data_parallel.timers("norm"):
@@ -432,7 +432,8 @@ class Run:
                 text = log.print_sample(self.parts.model, self.data.tokenizer, cfg.prompt, cfg.seed)
                 if self.is_main:
                     self.log_file.note(number, sample=text)
-            # The time since metrics_row()'s mark was evaluation: do not count it.
+            # metrics() has counted the time of the steps up to its call. The time since then was
+            # evaluation, so the clock starts again here without counting it.
             oversight.clock.resume()
         self.ending.skip_reason = row["skip_reason"]
 
