@@ -79,9 +79,11 @@ class MLP(nn.Module):
 
 # What --recompute selective keeps: results of matrix products, attention's output and log-sum-exp.
 # Norms, rotation, activation and the concatenated weights are computed again.
-ATTENTION = ["flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu"]
-PRODUCTS = ["mm", "addmm", "_scaled_mm"]
-KEPT_NAMES = [*PRODUCTS, *(f"_scaled_dot_product_{kernel}" for kernel in ATTENTION)]
+PRODUCT_OPERATIONS = ["mm", "addmm", "_scaled_mm"]
+ATTENTION_KERNELS = ["flash_attention", "efficient_attention", "cudnn_attention",
+                     "flash_attention_for_cpu"]
+ATTENTION_OPERATIONS = [f"_scaled_dot_product_{kernel}" for kernel in ATTENTION_KERNELS]
+KEPT_NAMES = [*PRODUCT_OPERATIONS, *ATTENTION_OPERATIONS]
 KEPT = [getattr(torch.ops.aten, name).default for name in KEPT_NAMES]
 
 

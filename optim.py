@@ -194,8 +194,9 @@ class Optimizer:
     def grads(self):
         """This rank's slice of each bucket's gradients.
 
-        Each step makes those of a ddp.LoneBucket anew, and each call the sums of what fast/peer.py
-        has sent, so a caller that has to save memory asks one bucket after the other.
+        A ddp.LoneBucket has another tensor in each step. Where grad_total has a row for each rank
+        (fast/peer.py), each call adds up the rows into new memory. To save memory, call
+        bucket.gradient() of one bucket after the other.
         """
         return [bucket.gradient() for bucket in self.data_parallel.buckets]
 
@@ -219,11 +220,11 @@ class Optimizer:
             found[name] = [state[master].get(name) for master in self.masters]
         return found
 
-    def adam_t(self):
+    def adam_step_count(self):
         """Return the number of updates that AdamW has done."""
         return self.adam.state[self.adam.params[0]]["step"].item()
 
-    def set_adam_t(self, count):
+    def set_adam_step_count(self, count):
         """Set the number of updates that AdamW has done."""
         for master in self.adam.params:
             self.adam.state[master]["step"].fill_(count)

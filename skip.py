@@ -79,7 +79,7 @@ class Ranges:
         return [end for pair in self.pairs for end in pair]
 
 
-def spike(window, loss, norm, sigma):
+def spike_reason(window, loss, norm, sigma):
     """Return why this step is a spike, or None. window: [(loss, gradient norm)] of accepted steps.
 
     A value is a spike if it exceeds the median by sigma deviations. The median and the median absolute
@@ -136,7 +136,7 @@ class Guard:
         is_finite = math.isfinite(loss) and math.isfinite(norm)
         found = None
         if is_finite:
-            found = spike(self.state.window, loss, norm, self.sigma)
+            found = spike_reason(self.state.window, loss, norm, self.sigma)
         else:
             self.reason = not_finite_reason(loss, norm)
 

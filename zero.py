@@ -303,7 +303,7 @@ class ZeRO3(ZeRO2):
             modules = [module for module in modules if module is not None]
             self.parts.append(modules)
             self.sharded.append(self.sharded_buckets(modules))
-        self.here = 0  # the part that computes
+        self.current_part = 0  # the number of the part that computes
 
     def freeze(self, named_parameters, dtype):
         """Share out the matrices that are not trained. Return their buckets."""
@@ -325,15 +325,15 @@ class ZeRO3(ZeRO2):
         return [bucket for bucket in buckets if isinstance(bucket, ShardedBucket)]
 
     def part_of(self, module):
-        """Return the next part, counted from self.here, that holds the module, or None.
+        """Return the next part, counted from the current one, that holds the module, or None.
 
-        Only a tied embedding is in two parts, the first and the last. After a backward self.here is
-        the first part. After an evaluation it is still the last, and the last block is fetched with
-        the embedding, which costs a gather but changes no number.
+        Only a tied embedding is in two parts, the first and the last. After a backward the current
+        part is the first. After an evaluation it is still the last, and the last block is fetched
+        with the embedding, which costs a gather but changes no number.
         """
         n = len(self.parts)
         for ahead in range(n):
-            part = (self.here + ahead) % n
+            part = (self.current_part + ahead) % n
             if module in self.parts[part]:
                 return part
         return None
@@ -374,7 +374,7 @@ class ZeRO3(ZeRO2):
             bucket.fetch()
         for module in self.parts[part]:
             super().provide_weights(module)
-        self.here = part
+        self.current_part = part
 
     def needed_in_forward(self, part):
         """Return the parts whose weights are needed: this one, and the next that computes."""

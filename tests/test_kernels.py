@@ -371,7 +371,7 @@ def test_adamw(kernels, dtype, split, moments, clip, keeps_dtype):
             is_narrow = value.dtype == torch.bfloat16
             assert opt.adam.state[m][key].dtype == value.dtype
             assert_near(opt.adam.state[m][key], value, 2**-6 if is_narrow else 1e-6)
-    assert opt.adam_t() == opt2.adam_t() == 3
+    assert opt.adam_step_count() == opt2.adam_step_count() == 3
 
 
 def test_adamw_rounds_moments_and_not_what_updates_the_weights(kernels):
