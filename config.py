@@ -125,7 +125,7 @@ class Config:
     capacity_factor: float = flag(0.0, "meaning", FACTOR, needs="n_experts")
     # over capacity: keep largest gates, or first rows
     drop_policy: Literal["probs", "position"] = flag("probs", "meaning", needs="capacity_factor")
-    aux_coef: float = flag(1e-2, "free", FACTOR, needs="n_experts")  # weight of the load-balancing loss
+    aux_coef: float = flag(1e-2, "free", FACTOR, needs="n_experts")  # weight of the balance loss
     # weight of the router's z-loss, which keeps its logits small
     z_coef: float = flag(0.0, "free", FACTOR, needs="n_experts")
     # the experts' gates: softmax over all experts, softmax-topk over the chosen ones, sigmoid for each alone

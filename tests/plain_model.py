@@ -3,7 +3,7 @@
 It shares no line with model.py and moe.py. Weights come by the names of the model's parameters, at
 full size: {name: tensor}.
 
-    forward      tokens -> logits, weighted balancing losses of the micro-batch
+    forward      tokens -> logits, weighted router losses of the micro-batch
     total_loss   what a step minimizes, over its micro-batches
     val_loss     mean cross-entropy of windows of text, without gradients
 """
@@ -145,7 +145,7 @@ def mlp(cfg, weights, name, x):
 
 
 def experts(cfg, weights, name, x):
-    """Return the experts' output, like x (B, T, C), and the micro-batch's weighted balancing losses."""
+    """Return the experts' output, like x (B, T, C), and the micro-batch's weighted router losses."""
     w1, w2, w3 = (weights.get(f"{name}.{matrix}") for matrix in ("w1", "w2", "w3"))
 
     def expert(i, row):
@@ -169,7 +169,7 @@ def masked_head(cfg, weights, x):
 
 
 def forward(cfg, weights, vocab_size, tokens, drop=undropped):
-    """Return the logits (B, T, vocab_size) of tokens (B, T), and the weighted balancing losses.
+    """Return the logits (B, T, vocab_size) of tokens (B, T), and the weighted router losses.
 
     drop(place, x): what dropout does, at each of its places.
     """
@@ -221,7 +221,7 @@ def cross_entropy(logits, targets):
 def total_loss(cfg, weights, vocab_size, batches, drop=undropped):
     """Return the mean cross-entropy of all micro-batches [(x, y)], and what is minimized.
 
-    What is minimized is the same plus the mean of the micro-batches' balancing losses.
+    What is minimized is the same plus the mean of the micro-batches' router losses.
     """
     loss = 0
     aux = 0

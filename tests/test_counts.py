@@ -4,11 +4,13 @@ import re
 
 import test_convert
 import test_doc_mask
+import test_faults
 import test_layouts
 import test_lora
 import test_model_flags
 import test_muon
 import test_shard
+from faults import BERT
 from pool import ROOT
 from test_laws import ROOMS
 
@@ -45,6 +47,8 @@ def test_the_readme_counts_the_layouts():
     assert f"in {sum(found)} comparisons" in " ".join((ROOT / "README.md").read_text().split())
     row = "| {} dense, {} expert, {} BERT, {} masked layouts |".format(*found)
     assert row in BENCH, f"say: {row}"
+    experts = (ROOT / "docs/experts.md").read_text()
+    assert f"compares {found[1]} layouts of models with experts" in experts, f"docs/experts.md: {found[1]}"
 
 
 def test_what_equals_what():
@@ -76,6 +80,18 @@ def test_the_page_counts_the_faults():
     total = sum(headings.values()) + 15  # those of masks and the one division
     assert "tests/test_chat.py plants 15 faults" in PAGE
     assert f"| {total} planted faults;" in BENCH, f"say: {total}"
+
+
+def test_the_table_of_dense_models_names_every_fault():
+    """Six faults of the table have tests of their own; those of chunks and BERT are in other tables."""
+    rows = [fault for fault, *_ in table_below("Dense models") if not fault.startswith("**")]
+    chunks = [name for name, (_, (_, layout), *_) in test_faults.FAULTS.items() if "pp_chunks" in layout]
+    bert = [name for name, (base, *_) in test_faults.FAULTS.items() if base is BERT]
+    dense = test_faults.FAULTS.keys() - {*chunks, *bert}
+    assert dense - set(rows) == set()
+    assert len(rows) == len(dense) + 6 and f"## Dense models: {len(rows)}\n" in PAGE
+    assert (len(chunks), len(bert)) == (6, 5)
+    assert f"{len(dense)} of these faults are entries of `FAULTS`, which also has six of" in PAGE
 
 
 def test_each_table_names_its_faults():

@@ -113,7 +113,7 @@ def test_fp16_equals_fp32_but_for_rounding(name):
                 np.testing.assert_allclose(two[layer][key], value, rtol=5e-3, err_msg=f"{layer} {key}")
 
 
-def test_the_balancing_losses_have_a_gradient_that_counts():
+def test_the_router_losses_have_a_gradient_that_counts():
     """Else the comparison above could not see that fp16 leaves their scale out."""
     grads = [assemble(run_ranks(1, train_in, "fp16", dict(EXPERTS, **flags), 8))
              for flags in ({}, dict(aux_coef=0.0), dict(z_coef=0.0))]

@@ -130,7 +130,7 @@ def gradients(data_parallel):
 
 
 def check_against_the_written_out_model(cfg, drop=lambda place, x: x):
-    """Two micro-batches: logits, loss, balancing losses, every gradient relative to its largest, to 1e-12."""
+    """Two micro-batches: logits, loss, router losses, every gradient relative to its largest, to 1e-12."""
     model, data_parallel, opt = built(cfg)
     w, source = randomize(model), Synthetic(cfg.vocab_size, cfg.seq_len, 1)
     batches = [source.batch(0, cfg.micro_batch), source.batch(cfg.micro_batch, cfg.micro_batch)]
