@@ -426,7 +426,7 @@ def unwidened_gradients(mesh, local, choice):
 def sums_rows(cfg, mesh, axis):
     """Return whether gradients that came as peer copies are added up before the optimizer reads them.
 
-    axis: its name. The optimizer does so itself, but for ZeRO-2 and 3, and where replicas need the sum.
+    axis: its name. The optimizer does so itself, except under ZeRO-2 and 3, and where replicas need the sum.
     """
     return cfg.zero > 1 or getattr(mesh, axis).sharing(cfg.zero).replicas.size > 1
 

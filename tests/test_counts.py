@@ -110,6 +110,19 @@ def table_below(heading):
     return [row.strip("| ").split(" | ") for row in rows[2:]]
 
 
+def test_the_list_of_measurements_has_every_section():
+    contents = BENCH.partition("\n## ")[0]
+    for heading in re.findall("^## (.+)$", BENCH, re.MULTILINE):
+        anchor = re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
+        assert f"](#{anchor})" in contents, f"the list at the top of bench/README.md: {heading}"
+
+
+def test_every_file_of_results_is_named_on_a_page():
+    pages = "".join(page.read_text() for page in (*ROOT.glob("docs/*.md"), *ROOT.glob("*/README.md")))
+    files = (ROOT / "bench/results").iterdir()
+    assert [file.name for file in files if file.stem not in pages] == []
+
+
 def test_the_readme_counts_the_lines_of_today():
     """All of training is in the first thirteen files of its tree, and in two of ops/."""
     readme = (ROOT / "README.md").read_text()
