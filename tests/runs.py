@@ -133,7 +133,8 @@ def plant_nan(plan):
         def gradients(self, batches, number, *args, **kwargs):
             loss = super().gradients(batches, number, *args, **kwargs)
             if plan.get(number) == "nan" and is_last(self.model.mesh.world):
-                bucket = self.data_parallel.buckets[0]
+                bucket = max(self.data_parallel.buckets, key=lambda bucket: bucket.filled)
+                assert bucket.own_slice.start < bucket.filled, "padding is never written again"
                 bucket.grad[bucket.own_slice.start] = float("nan")  # in the slice that this rank owns
             return loss
     return StepWithNan
