@@ -293,6 +293,7 @@ def recorded(local, local_size, own=None):
     return select(local, local_size)
 def started(*args, **how):
     world = start(*args, **how)
+    assert world.timeout.total_seconds() == launch.NO_TIMEOUT  # parallel.make_mesh gives it to each group
     os.write(1, f"{world.launcher} {world.tree.gather_objects((world.shown, *mine))}\\n".encode())
     return world
 launch.select_device, launch.launch = recorded, started
@@ -323,11 +324,10 @@ def trained(tmp_path_factory):
     shown = ["-n", "1", "-env", visible.VARIABLE]
     launchers = {"hydra": [BIN / "mpiexec", *shown, "1", *rank, ":", *shown, "0", *rank],
                  "torchrun": [BIN / "torchrun", "--standalone", "--nproc-per-node", "2", *words("torchrun")]}
-    env = {**clean_env(), "PYTHONPATH": str(ROOT)}
     jobs = {}  # at the same time: torchrun needs only one core at first
     for name, command in launchers.items():
         jobs[name] = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-                                      env=env)
+                                      env={**clean_env(), "PYTHONPATH": str(ROOT)})
     alone = context.Process(target=run_alone, args=(words("single"), str(folder / "said")))
     alone.start()
     ended = {}
