@@ -292,7 +292,8 @@ def timetable(pp, chunks, micro_batches, backward=True):
             op = todo[rank].popleft()
             free[rank] = max(free[rank], input_time(rank, op)) + op.duration
             ended[op.kind, op.micro_batch, op.chunk * pp + rank] = free[rank]
-            table.setdefault(free[rank], [None] * pp)[rank] = op
+            ended_ops = table.setdefault(free[rank], [None] * pp)
+            ended_ops[rank] = op
     return dict(sorted(table.items()))
 
 

@@ -28,6 +28,16 @@ def layer_of(name):
     return block_of(name) if name.startswith("blocks.") else name.partition(".")[0]
 
 
+def dtype_of_norms(grad):
+    """Return the dtype in which the norm of a bucket's gradients is computed, at least fp32.
+
+    The gradients can be in bf16, whose norm would have 8 bits. On a CPU it is fp64, because the fp32 norm of
+    torch is a plain sum there.
+    """
+    wide = torch.float64 if grad.device.type == "cpu" else torch.float32
+    return torch.promote_types(grad.dtype, wide)
+
+
 class LayerNorms:
     """The norms of one step's gradients by layer, of the whole global batch, before clipping.
 
@@ -52,10 +62,7 @@ class LayerNorms:
             pieces = bucket_pieces(bucket, grad, prefix="", owned_only=False)
             if not pieces:
                 continue  # This rank's slice is padding.
-            # On a CPU the fp32 norm of torch is a plain sum. Gradients can be in bf16, norms are not.
-            wide = torch.float64 if device.type == "cpu" else torch.float32
-            dtype = torch.promote_types(grad.dtype, wide)
-            norms = torch._foreach_norm([piece.view for piece in pieces], 2, dtype=dtype)
+            norms = torch._foreach_norm([piece.view for piece in pieces], 2, dtype=dtype_of_norms(grad))
             # fp16's loss scale changes in the update, so it is taken out here.
             norms = self.opt.unscale(torch.stack(norms).double())
             numbers = torch.tensor([number_of[layer_of(piece.name)] for piece in pieces], device=device)

@@ -406,8 +406,8 @@ def test_it_is_kept_too_where_memory_is_short_and_between_nodes(take):
 
 @pytest.mark.parametrize("take", [in_lone_buckets, with_a_guard])
 def test_gradients_that_are_not_copied_give_the_same_bits(take):
-    """The optimizer reads the experts' gradients where backward, or the graph, wrote them. A plain step
-    between two replays has other tensors."""
+    """The optimizer reads the experts' gradients where backward, or the graph, wrote them. After
+    a plain step the graph is captured again, and writes elsewhere."""
     paths = assert_same_bits(4, dict(UNEVEN, ep_slack=3.0), Crowded, take, in_small_buckets)
     assert paths[1 + WARMUP_STEPS:] == ("graph", "redone", "graph")
 

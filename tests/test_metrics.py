@@ -29,7 +29,7 @@ from optim import StepStats
 from parallel import make_mesh
 from runtime import log, resume, timing, watch
 from runtime.launch import World
-from runtime.layer_norms import LayerNorms
+from runtime.layer_norms import LayerNorms, dtype_of_norms
 from runtime.saver import Saver
 from skip import Guard
 
@@ -459,3 +459,11 @@ def test_every_counter_survives_a_resume(tmp_path):
     for state, loaded, t, after in run_ranks(1, counts_after_a_resume, tmp_path):
         assert t == 5 and after == (3, 3)
         assert dataclasses.replace(loaded, streak=2, nan_steps=2) == state
+
+
+@pytest.mark.parametrize("device, dtype, want", [
+    ("meta", torch.bfloat16, torch.float32), ("meta", torch.float64, torch.float64),
+    ("cpu", torch.bfloat16, torch.float64)])
+def test_norms_of_layers_have_at_least_the_bits_of_fp32(device, dtype, want):
+    """A meta tensor stands for one of a GPU, whose gradients are in bf16 with one micro-batch a step."""
+    assert dtype_of_norms(torch.zeros(1, device=device, dtype=dtype)) is want
