@@ -82,7 +82,7 @@ RULES = (  # the first pattern that a kernel's name contains, in any case, tells
     ("products", "gemm|nvjet|cutlass|grouped|splitk|gemv|::(add|b|badd)?mm$"),
     ("rows", "permute|sort|place_|slots_|layout_from|scan|index|gather|scatter|embedding|histogram"),
     ("copies", "memcpy|memset|copy|fill|cat|zero"),
-    ("elementwise", "elementwise|norm|reduce|add|mul|sum"),
+    ("elementwise", "elementwise|norm|reduce|add|mul|sum|scale"),
 )
 NAMES = {"floor": "floor", "fused": "fused floor"}  # of lines, in the verdict
 PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "_grouped_mm"}

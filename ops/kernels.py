@@ -56,6 +56,17 @@ def cross_entropy(z_ptr, target_ptr, loss_ptr, scale_ptr, used, width, ROWS: tl.
 
 
 @triton.jit
+def scale_rows(x_ptr, scale_ptr, out_ptr, width, BLOCK: tl.constexpr):
+    """out (R, width) = scale (R,) times x (R, width)."""
+    row = tl.program_id(0).to(tl.int64)
+    scale = tl.load(scale_ptr + row)
+    for start in range(0, width, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        x = tl.load(x_ptr + row * width + at, mask=at < width).to(tl.float32)
+        tl.store(out_ptr + row * width + at, (scale * x).to(out_ptr.dtype.element_ty), mask=at < width)
+
+
+@triton.jit
 def swiglu(gate_ptr, up_ptr, h_ptr, valid_ptr, width, PACKED: tl.constexpr, LIMITED: tl.constexpr,
            BLOCK: tl.constexpr):
     """h (R, width) = silu(gate) * up. gate, up (R, width), or if PACKED side by side in gate (R, 2 width).
@@ -176,6 +187,21 @@ def norm_backward(x_ptr, weight_ptr, grad_y_ptr, grad_x_ptr, out_ptr, sums_ptr, 
     tl.store(sums_ptr + program * width + column, tl.sum(of_weight, axis=0), mask=inside)
     if BIAS:
         tl.store(sums_ptr + (programs + program) * width + column, tl.sum(of_bias, axis=0), mask=inside)
+
+
+@triton.jit(do_not_specialize=["programs"])
+def sum_programs(sums_ptr, out_ptr, programs, width, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """out (k, width) = the sums over the programs of sums (k, programs, width) fp32, ROWS at a time."""
+    which = tl.program_id(1)
+    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros([ROWS, BLOCK], tl.float32)
+    for first in range(0, programs, ROWS):
+        program = first + tl.arange(0, ROWS)[:, None]
+        inside = (program < programs) & (column < width)[None, :]
+        at = (which * programs + program) * width + column[None, :]
+        total += tl.load(sums_ptr + at, mask=inside, other=0.0)
+    out = tl.sum(total, axis=0).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + which * width + column, out, mask=column < width)
 
 
 @triton.jit

@@ -6,7 +6,8 @@ reads x and both gradients once, and writes one. It computes a row's mean and sc
 With --lora, whose norms are frozen, it sums the weight's gradient for nobody.
 
 Forward has a kernel, too: in rows of 384 numbers torch's takes four times as long as a copy. torch's compiler
-joins the norm with what is around it, so compiled blocks leave it to the compiler.
+joins the norm with what is around it, so compiled blocks leave it to the compiler. A norm whose input does
+not go on, such as the last one of a model, has the same kernels where nothing is compiled.
 """
 import torch
 import torch.nn.functional as F
@@ -66,6 +67,18 @@ class InputAndNorm(torch.autograd.Function):
         kernels.norm_backward[(programs,)](
             x, weight, grad_y.contiguous(), grad_x.contiguous(), out, sums, n, C,
             EPS=ctx.eps, CENTRED=ctx.is_layer_norm, BIAS=ctx.has_bias, **options)
-        sums = sums.sum(1).to(weight.dtype)  # (n_sums, C)
-        grad_bias = sums[1] if ctx.has_bias else None
-        return out, sums[0], grad_bias, None, None
+        grad_weight, grad_bias = sum_programs(sums, weight.dtype)
+        return out, grad_weight, grad_bias, None, None
+
+
+def sum_programs(sums, dtype):
+    """Return the gradients of weight and bias, (C,) each, in a dtype: sums (1 or 2, programs, C) in fp32.
+
+    With one kind of sums there is no bias, and the second is None.
+    """
+    from ops import kernels
+    n_sums, programs, C = sums.shape
+    totals = torch.empty(n_sums, C, dtype=dtype, device=sums.device)
+    options = tiles.SUM_PROGRAMS
+    kernels.sum_programs[(ceil_div(C, options["BLOCK"]), n_sums)](sums, totals, programs, C, **options)
+    return totals[0], totals[1] if n_sums == 2 else None

@@ -145,6 +145,9 @@ def kernels_of(cfg):
     weight = DTYPES[cfg.dtype]
     found = []
     is_fused = cfg.tp == 1 and not cfg.logit_softcap and cfg.dtype != "fp16"  # model.py, cross_entropy_rows
+    if cfg.tp == 1 and not cfg.logit_softcap:
+        options = {"BLOCK": 1024, "num_warps": 4}
+        found.append(("kernels.scale_rows", [weight, "float32", weight, cfg.n_embd], options))
     if cfg.vocab_size and is_fused:
         arguments = [weight, "int64", "float32", "float32", cfg.vocab_size, pad_vocab(cfg.vocab_size)]
         found.append(("kernels.cross_entropy", arguments, {"ROWS": 2, "BLOCK": 2048, "num_warps": 4}))
@@ -164,7 +167,7 @@ def kernels_of(cfg):
     for add in sums:
         options = {"ADD": add, "BLOCK": 4096, "num_warps": 8}
         found.append(("kernels.accumulate", [weight, "float32", 16], options))
-    if cfg.norm_place != "after" and tiles.norm_fits(cfg.n_embd, 4 if weight == "float32" else 2):
+    if tiles.norm_fits(cfg.n_embd, 4 if weight == "float32" else 2):
         found += norms_of(cfg, weight)
     if cfg.mlp == "swiglu" and not cfg.n_experts:
         width = cfg.ffn_hidden // cfg.tp
@@ -177,12 +180,15 @@ def kernels_of(cfg):
 
 
 def norms_of(cfg, weight):
-    """Return ops/norms.py's kernels, for the norms of the blocks."""
+    """Return ops/norms.py's kernels. Of a norm whose input does not go on, torch's compiler makes its own."""
+    if cfg.compile and cfg.norm_place == "after":
+        return []
     C = cfg.n_embd
     is_layer_norm = cfg.norm == "layer"
     kind = {"EPS": cfg.norm_eps, "CENTRED": is_layer_norm, "BIAS": is_layer_norm and cfg.bias}
     _, options = tiles.norm(C)
-    found = [("kernels.norm_backward", [weight] * 5 + ["float32", 16, C], options | kind)]
+    found = [("kernels.norm_backward", [weight] * 5 + ["float32", 16, C], options | kind),
+             ("kernels.sum_programs", ["float32", weight, 16, C], tiles.SUM_PROGRAMS)]
     if not cfg.compile:
         found.append(("kernels.norm_forward", [weight] * 4 + [16, C], tiles.norm_forward(C) | kind))
     return found

@@ -138,6 +138,7 @@ TESTS = {  # file or room: the test files that must notice a mutant, the quickes
     "ops/backend.py": "accelerator kernels",
     "ops/checksum.py": "details checkpoint guard watch",
     "ops/cross_entropy.py": "model bert kernels",
+    "ops/embedding.py": "embedding",
     "ops/flat.py": "ddp zero optim checkpoint layouts",
     "ops/fp8.py": "fp8",
     "ops/grouped_mm.py": "details moe kernels product_kernels",

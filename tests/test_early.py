@@ -16,7 +16,7 @@ from config import pad_vocab
 from fast import ahead
 from model import DTYPES
 from ops import backend, grouped_mm, tiles
-from ops.cross_entropy import cross_entropy_rows
+from ops.cross_entropy import cross_entropy_rows, scale_rows
 from runtime import early, launcher
 from runtime.launch import World
 from runtime.launcher import bare_environment
@@ -193,7 +193,7 @@ def keys(launch):
 
 
 def two_steps(cfg):
-    """Do two steps on a CPU that passes for a GPU; and the cross-entropy, which is not fused on a CPU."""
+    """Do two steps on a CPU that passes for a GPU; and launch the head's kernels, which it has not."""
     mesh = train.make_mesh(World(), 1, 1, 1)
     choice = train.choose(cfg, mesh, torch.device("cpu"))
     choice = choice._replace(single_microbatch=cfg.dtype == "bf16" and not cfg.global_batch)
@@ -203,6 +203,8 @@ def two_steps(cfg):
         step([(tokens, tokens)] * (2 if cfg.global_batch else 1), number)
     logits = torch.zeros(64, pad_vocab(cfg.vocab_size), dtype=DTYPES[cfg.dtype])
     cross_entropy_rows(logits, tokens.reshape(-1), cfg.vocab_size)
+    rows = torch.zeros(64, cfg.n_embd, dtype=DTYPES[cfg.dtype])
+    scale_rows(rows, torch.ones(64), rows)
 
 
 def list_kernels(cfg):
@@ -368,7 +370,7 @@ def test_a_process_compiles_them_into_the_cache(monkeypatch, tmp_path):
     subprocess.run([sys.executable, "-c", code, "triton", json.dumps(kernels)], cwd=ROOT, check=True)
     compiled = {path.stem for path in tmp_path.glob("*/*.cubin")}
     assert compiled == {"swiglu", "cross_entropy", "adamw", "sum_squares", "norm_forward",
-                        "norm_backward"}
+                        "norm_backward", "scale_rows", "sum_programs"}
 
 
 def test_the_process_ends_without_a_driver():
