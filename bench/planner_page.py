@@ -54,7 +54,7 @@ TRANSLATED = {
     "lora.py": "Adapter add_adapters",
     "attention.py": "is_nth Attention",
     "model.py": "DTYPES MLP Block Weight MaskedHead GPT",
-    "ops/tiles.py": "WGRAD_ROWS",
+    "ops/tiles.py": "NORM_BYTES WGRAD_ROWS next_power_of_2 norm_fits",
     "fast/experts.py": "WIDTHS fits",
     "ops/gelu_mlp.py": "fits",
     "fast/products.py": "fits",

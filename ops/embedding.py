@@ -6,13 +6,13 @@ than a product of the gradients with one-hot rows of the tokens.
 import torch
 import torch.nn.functional as F
 
-MOST_TOKENS = 256  # of a vocabulary whose gradient is a product. It was measured with 128 alone.
-DTYPES = torch.bfloat16, torch.float16  # The product of an fp32 gradient may be a slow one.
+MOST_ROWS = 256  # of an embedding, or of a rank's part of it. Only 128 were measured.
+DTYPES = torch.bfloat16, torch.float16  # For fp32 the product was not measured.
 
 
 def embedding(tokens, weight):
     """Return the rows of the weight (V, C) of these tokens (n,) int64: (n, C)."""
-    is_small = weight.size(0) <= MOST_TOKENS and weight.dtype in DTYPES
+    is_small = weight.size(0) <= MOST_ROWS and weight.dtype in DTYPES
     if is_small and weight.device.type != "cpu":
         return EmbeddingByProduct.apply(tokens, weight)
     return F.embedding(tokens, weight)

@@ -1,4 +1,4 @@
-"""LayerNorm or RMSNorm of rows that also go on as they are, as the residual stream of a block does.
+"""LayerNorm or RMSNorm, also of rows that go on as they are, as the residual stream of a block does.
 
 In x + f(norm(x)) the rows x have two gradients. Autograd computes the norm's, sums the weight's gradient over
 all rows in another pass, and adds the gradient of x itself in a third. On a GPU one kernel does all this: it
@@ -7,7 +7,7 @@ With --lora, whose norms are frozen, it sums the weight's gradient for nobody.
 
 Forward has a kernel, too: in rows of 384 numbers torch's takes four times as long as a copy. torch's compiler
 joins the norm with what is around it, so compiled blocks leave it to the compiler. A norm whose input does
-not go on, such as the last one of a model, has the same kernels where nothing is compiled.
+not go on, such as the last one of a model, has the same kernels unless it is compiled itself.
 """
 import torch
 import torch.nn.functional as F
@@ -17,8 +17,10 @@ from ops import backend, tiles
 
 
 def has_kernel(x):
-    """Whether the kernel serves the rows x (n, C)."""
-    return backend.use_triton(x) and x.is_contiguous() and tiles.norm_fits(x.size(1), x.element_size())
+    """Whether the kernels serve x: rows (n, C), and no tensor of more dimensions."""
+    if x.ndim != 2 or not x.is_contiguous() or not backend.use_triton(x):
+        return False
+    return tiles.norm_fits(x.size(1), x.element_size())
 
 
 def norm(x, weight, bias, eps, is_layer_norm):

@@ -85,4 +85,4 @@ def named(tile):
 
 def next_power_of_2(n):
     """Return the smallest power of two that is at least n."""
-    return 1 << (n - 1).bit_length()
+    return 2 ** (n - 1).bit_length()

@@ -180,8 +180,13 @@ def kernels_of(cfg):
 
 
 def norms_of(cfg, weight):
-    """Return ops/norms.py's kernels. Of a norm whose input does not go on, torch's compiler makes its own."""
-    if cfg.compile and cfg.norm_place == "after":
+    """Return ops/norms.py's kernels. torch's compiler makes its own for forward.
+
+    It also makes those of a norm whose input does not go on, except of the one in BERT's head, which is not
+    compiled.
+    """
+    is_whole = cfg.compile and cfg.objective != "mlm"  # no norm is left to this function
+    if is_whole and cfg.norm_place == "after":
         return []
     C = cfg.n_embd
     is_layer_norm = cfg.norm == "layer"
@@ -189,7 +194,7 @@ def norms_of(cfg, weight):
     _, options = tiles.norm(C)
     found = [("kernels.norm_backward", [weight] * 5 + ["float32", 16, C], options | kind),
              ("kernels.sum_programs", ["float32", weight, 16, C], tiles.SUM_PROGRAMS)]
-    if not cfg.compile:
+    if not is_whole:
         found.append(("kernels.norm_forward", [weight] * 4 + [16, C], tiles.norm_forward(C) | kind))
     return found
 

@@ -193,7 +193,7 @@ def keys(launch):
 
 
 def two_steps(cfg):
-    """Do two steps on a CPU that passes for a GPU; and launch the head's kernels, which it has not."""
+    """Do two steps on a CPU that passes for a GPU, and launch the head's kernels, which a CPU does not."""
     mesh = train.make_mesh(World(), 1, 1, 1)
     choice = train.choose(cfg, mesh, torch.device("cpu"))
     choice = choice._replace(single_microbatch=cfg.dtype == "bf16" and not cfg.global_batch)
@@ -225,6 +225,8 @@ def compare(words):
     assert in_vain <= {"adamw", "sum_squares", "accumulate"}, (words, in_vain)
     compiled = {kernel for kernel, *_ in early.kernels_of(replace(cfg, compile=True))}
     assert "kernels.norm_forward" not in compiled  # torch's compiler makes one of its own
+    masked = {kernel for kernel, *_ in early.kernels_of(replace(cfg, compile=True, objective="mlm"))}
+    assert ("kernels.norm_forward" in masked) == tiles.norm_fits(cfg.n_embd, 4)  # BERT's head is not compiled
 
 
 def compare_all():

@@ -81,10 +81,11 @@ def test_a_wrong_sum_of_programs_is_detected(text, planted, kernels, tmp_path, m
         check_sum_programs(24)
 
 
-@pytest.mark.parametrize("has_bias", [False, True])
-def test_a_norm_alone_has_the_same_kernels(has_bias, few_programs, monkeypatch):
+@pytest.mark.parametrize("flags", [{"norm": "rms"}, {"norm": "rms1p"}, {"norm": "layer"},
+                                   {"norm": "layer", "bias": True}], ids=str)
+def test_a_norm_alone_has_the_same_kernels(flags, few_programs, monkeypatch):
     """The last norm of a model, whose input does not go on."""
-    norm = Norm(Config(n_embd=40, norm="layer", bias=has_bias), make_mesh(World())).to(DEVICE)
+    norm = Norm(Config(**{"n_embd": 40, "bias": False, **flags}), make_mesh(World())).to(DEVICE)
     for p in norm.parameters():
         torch.nn.init.normal_(p)
     x = randn(9, 40, dtype=torch.float32).requires_grad_()
@@ -102,6 +103,15 @@ def test_a_norm_alone_has_the_same_kernels(has_bias, few_programs, monkeypatch):
         theirs = results()
     for found, want in zip(mine, theirs, strict=True):
         assert_near(found, want, 1e-5)
+
+
+def test_a_norm_of_more_dimensions_is_torchs():
+    """A norm of heads, for example, as in tests/test_new_flag.py."""
+    x = randn(2, 3, 40, dtype=torch.float32)
+    norm = Norm(Config(n_embd=40), make_mesh(World())).to(DEVICE)
+    torch.nn.init.normal_(norm.weight)
+    assert torch.equal(norm(x).view(6, 40), norm.input_and_norm(x)[1].view(6, 40))
+    assert_near(norm(x).view(6, 40), norm(x.view(6, 40)), 1e-5)
 
 
 @pytest.mark.parametrize("recompute", ["full", "selective"])
