@@ -81,7 +81,7 @@ TOUCHES = 3  # times a saved tensor passes through memory outside products: writ
 # and writes them once. From the ladders of W1 (49 on one H200, 45 on two), G2 (17, 14) and W2b (65, 66).
 # W1 also rotates queries and keys, and G2 does not, so what of it belongs to the norm is not known. The
 # number for LayerNorm lies between 15 of G2 and 6 of SC, by what the rest was predicted to take at
-# a13b207.
+# a13b207. It counts for rows that are too wide for the kernels of ops/norms.py, which were not measured.
 UNCOMPILED = {"rms": 47, "rms1p": 47, "layer": 12}
 # The same for LayerNorm where ops/norms.py has kernels. At 29f8012 G2 took 109.5 ms on one H200, which are
 # no passes, by what the rest is predicted to take. It is about 6 ms more than with the flag on another

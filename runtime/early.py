@@ -144,11 +144,11 @@ def kernels_of(cfg):
         return []
     weight = DTYPES[cfg.dtype]
     found = []
-    is_fused = cfg.tp == 1 and not cfg.logit_softcap and cfg.dtype != "fp16"  # model.py, cross_entropy_rows
-    if cfg.tp == 1 and not cfg.logit_softcap:
+    is_fused = cfg.tp == 1 and not cfg.logit_softcap  # as in model.py
+    if is_fused:
         options = {"BLOCK": 1024, "num_warps": 4}
         found.append(("kernels.scale_rows", [weight, "float32", weight, cfg.n_embd], options))
-    if cfg.vocab_size and is_fused:
+    if is_fused and cfg.vocab_size and cfg.dtype != "fp16":  # as in cross_entropy_rows
         arguments = [weight, "int64", "float32", "float32", cfg.vocab_size, pad_vocab(cfg.vocab_size)]
         found.append(("kernels.cross_entropy", arguments, {"ROWS": 2, "BLOCK": 2048, "num_warps": 4}))
     for grad in dict.fromkeys([weight, "float32"]):  # the gradients keep their dtype, or are summed in fp32
@@ -180,13 +180,13 @@ def kernels_of(cfg):
 
 
 def norms_of(cfg, weight):
-    """Return ops/norms.py's kernels. torch's compiler makes its own for forward.
+    """Return ops/norms.py's kernels that a model launches.
 
-    It also makes those of a norm whose input does not go on, except of the one in BERT's head, which is not
-    compiled.
+    Where a norm is compiled, torch's compiler makes a forward of its own, and also the backward if the norm's
+    input does not go on. The norm of BERT's head is not compiled.
     """
-    is_whole = cfg.compile and cfg.objective != "mlm"  # no norm is left to this function
-    if is_whole and cfg.norm_place == "after":
+    all_compiled = cfg.compile and cfg.objective != "mlm"
+    if all_compiled and cfg.norm_place == "after":
         return []
     C = cfg.n_embd
     is_layer_norm = cfg.norm == "layer"
@@ -194,7 +194,7 @@ def norms_of(cfg, weight):
     _, options = tiles.norm(C)
     found = [("kernels.norm_backward", [weight] * 5 + ["float32", 16, C], options | kind),
              ("kernels.sum_programs", ["float32", weight, 16, C], tiles.SUM_PROGRAMS)]
-    if not is_whole:
+    if not all_compiled:
         found.append(("kernels.norm_forward", [weight] * 4 + [16, C], tiles.norm_forward(C) | kind))
     return found
 

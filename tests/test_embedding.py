@@ -8,11 +8,14 @@ import torch.nn.functional as F
 from ops.embedding import EmbeddingByProduct, embedding
 from vocab import vocab_embedding
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
 
 def gradient(function, tokens, weight, grad):
-    weight = weight.clone().requires_grad_()
-    rows = function(tokens, weight)
-    rows.backward(grad)
+    """Return the rows and the gradient of the weight, on the GPU if there is one."""
+    weight = weight.to(DEVICE, copy=True).requires_grad_()
+    rows = function(tokens.to(DEVICE), weight)
+    rows.backward(grad.to(DEVICE))
     return rows.detach(), weight.grad
 
 
