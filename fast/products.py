@@ -1,7 +1,7 @@
 """Which algorithm multiplies each of a run's matrices: the one that is fastest on this machine.
 
 cuBLAS chooses by rules. Measured on an H100, another of its algorithms is 4 to 12 % faster for half of the
-products of GPT-2 and Llama (docs/lab-notes.md, 4). So before a step becomes a CUDA graph, the products of its
+products of GPT-2 and Llama. So before a step becomes a CUDA graph, the products of its
 compiled blocks and of its head are measured with the algorithms that the library proposes
 (ops/cublas_lt.py).
 

@@ -9,7 +9,7 @@ from config import ceil_div
 from ops import backend
 
 # Rows and columns of a tile, its depth, warps and stages of the Triton kernel: the fastest of eleven on an
-# H200 (docs/lab-notes.md). They need 64 KiB of shared memory, as much as AMD's GPUs have.
+# H200. They need 64 KiB of shared memory, as much as AMD's GPUs have.
 TILE = 128, 32, 4, 4
 
 

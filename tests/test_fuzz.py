@@ -9,7 +9,7 @@ from unittest import mock
 
 import fuzz
 import pytest
-from pool import ROOT, run_ranks
+from pool import run_ranks
 
 AT_ONCE = 28  # cases of a test
 
@@ -30,19 +30,6 @@ def test_wrong_input_ends_with_0_or_2(kind, first, good):
     cases = [(kind, i) for i in range(first, min(first + AT_ONCE, fuzz.CASES[kind]))]
     found = [text for rank in run_ranks(2, fuzz.problems, cases, good) for text in rank]
     assert not found, "\n".join(found)
-
-
-def test_the_page_on_faults_says_how_many_inputs_there_are():
-    """And names what each kind is, by a word of its own."""
-    rows = (ROOT / "docs/faults.md").read_text().splitlines()
-    row = next(row for row in rows if row.startswith("| test_fuzz.py |"))
-    total = sum(fuzz.CASES.values())
-    quick = sum(min(n, AT_ONCE) for n in fuzz.CASES.values())
-    assert row.endswith(f"| {total}: {quick} by make test, {total - quick} by make long |"), row
-    words = {"model": "directories of Hugging Face", "foreign": "somebody else", "checkpoint": "checkpoints",
-             "data": "data sets", "files": "files of a run", "launcher": "launchers"}
-    for kind in fuzz.CASES:
-        assert words.get(kind, kind) in row, kind
 
 
 END = {"out": "", "err": ""}

@@ -1,6 +1,5 @@
 """Silent numerical faults that larger projects reported, planted here, each named by its thread.
 
-docs/peers-faults.md lists them, those that have no counterpart here, and those that could not be read.
 test_faults.py has our own. Four checks detect them:
     layouts        a layout against one process
     plain PyTorch  one process against a plain loop
@@ -29,7 +28,7 @@ from faults import (
     run_with_faults,
     with_faults,
 )
-from pool import ROOT, run_ranks
+from pool import run_ranks
 from runs import TINY, session
 from shared import Masked
 
@@ -404,22 +403,3 @@ def test_a_peers_fault_of_an_overflow_is_caught(name, tmp_path):
     want = fp16_steps(tmp_path / "right")
     assert want == fp16_steps(tmp_path / "again") and len(want[0]) == 4
     assert want != fp16_steps(tmp_path / "wrong", OVERFLOWS[name])
-
-
-# -----------------------------------------------------------------------------
-# The page
-
-def test_the_page_and_the_readme_count_the_faults():
-    page = (ROOT / "docs/peers-faults.md").read_text()
-    rows = re.findall(r"^\| \[([^\]]+)\]\(https://github.com/\S+\) \| (.*) \|$", page, re.MULTILINE)
-    planted = [thread for thread, rest in rows if rest.count(" | ") == 2]
-    absent = [thread for thread, rest in rows if rest.count(" | ") == 1]
-    unread = [thread for thread, rest in rows if " | " not in rest]
-    names = [*FAULTS, *RESUMES, *SECOND_RESUMES, *OVERFLOWS]
-    tested = [name.partition(":")[0].partition(",")[0] for name in names]
-    assert sorted(planted) == sorted(tested) and len(absent) > 5
-    line = f"{len(planted)} of {len(planted)} faults that other projects reported"
-    for text in (page, (ROOT / "README.md").read_text()):
-        assert line in " ".join(text.split()), f"say: {line}"
-    for said in (f"{len(absent)} more have no counterpart", f"{len(unread)} could not be read"):
-        assert said in " ".join(page.split()), f"say: {said}"

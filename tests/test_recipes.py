@@ -1,8 +1,9 @@
 """Every command of README.md and docs/ has flags that its program takes, and ranks that its layout fits.
 
+A link of a page leads to a file, and to a heading of it.
+
 The commands are not run here. tests/test_tutorial.py looks at those of the tutorial. tests/test_change_it.py
-looks at those of change-it.md, which has flags that the reader adds. Those of first-hour.md are wrong on
-purpose: tests/test_wrong_commands.py has their kind.
+looks at those of change-it.md, which has flags that the reader adds.
 """
 import re
 import shlex
@@ -21,8 +22,7 @@ from interface.layout import check_layout
 from parallel import make_mesh
 from runtime.launch import World
 
-OTHERS = ("change-it.md", "first-hour.md")
-DOCS = sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md") if path.name not in OTHERS)
+DOCS = sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md") if path.name != "change-it.md")
 PAGES = ["README.md", *DOCS]
 LAUNCHERS = {"mpiexec": "-n", "torchrun": "--nproc-per-node", "srun": "-n"}
 # Page: commands that the search below finds there at least.
@@ -118,3 +118,31 @@ def test_a_flag_that_is_gone_is_found():
         check_command(1, "train.py", ["tiny", "--n-layres", "3"])
     with pytest.raises(ValueError, match="do not divide"):
         check_command(4, "train.py", ["tiny", "--tp", "3"])
+
+
+FOLDERS = ("", "docs/", "bench/", "tutorial/")
+LINKED = [page for folder in FOLDERS for page in sorted(ROOT.glob(f"{folder}*.md"))]
+
+
+def without_code(page):
+    return re.sub(r"^```.*?^```|`[^`]*`", "", page.read_text(), flags=re.M | re.S)
+
+
+def anchors(page):
+    """Return the anchors that GitHub gives the headings of a page."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
+    found = re.findall(r"^#+ (.+)$", text, re.M)
+    return [re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in found]
+
+
+@pytest.mark.parametrize("page", LINKED, ids=lambda page: str(page.relative_to(ROOT)))
+def test_the_links_of_a_page_lead_somewhere(page):
+    wrong = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", without_code(page)):
+        path, _, anchor = link.partition("#")
+        target = page.parent / path if path else page
+        if "://" in path:
+            continue
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            wrong.append(link)
+    assert wrong == []
