@@ -29,7 +29,7 @@ from interface.command_line import command_line, wrong_input
 PAGE = ROOT / "docs/torch-versions.md"
 TESTS = ("layouts", "moe", "parallel", "checkpoint", "resume", "launch", "graph", "symm_mem", "compile",
          "kernels", "product_kernels", "muon", "model_flags", "flash", "flex", "doc_mask", "lora", "shard",
-         "one_rule", "equal_one", "sample", "data")
+         "equal_one", "sample", "data")
 # A torch that is older than that of requirements.txt runs with the lowest versions of requirements-site.txt.
 SITE = {"mpi4py": "4.1.0", "mpich": "4.3.1",  # older ones have no wheels
         "pyarrow": "18.1.0"}  # a newer one refuses the lowest numpy

@@ -162,19 +162,6 @@ def is_better(before, after):
     raise NotImplementedError("chapter 12: differences, seed by seed")
 
 
-def axes_to_sum(x, grad, cut):
-    """Return the set of axes over which the gradient of a layer's weight must be summed.
-
-    Each argument is a set of axes of the mesh, such as {"dp", "tp"}.
-    x: the axes along which the layer's input differs: its ranks have other tokens or other columns.
-    grad: the axes along which the gradient of the layer's output differs.
-    cut: the axes along which the weight is cut. Ranks along such an axis hold other parts of the weight.
-
-    The gradient of the weight on this rank is a product of grad and x, summed over this rank's tokens.
-    """
-    raise NotImplementedError("chapter 12: which ranks have other parts of the same gradient?")
-
-
 def reduce_in_slot(axis, grads, slot, total, first):
     """ZeRO-2: sum one micro-batch's gradients of a bucket over the ranks, and keep this rank's slice only.
 

@@ -143,24 +143,6 @@ def higher_is_better(before, after):
     return solutions.is_better(after, before)
 
 
-@mistake("axes_to_sum", "You sum also over ranks that hold other parts of the weight, which adds gradients "
-         "of different numbers: take the axes of the cut away.")
-def cut_summed_too(x, grad, cut):
-    return x | grad
-
-
-@mistake("axes_to_sum", "You look only at the layer's input, but the gradient of its output differs between "
-         "ranks, too: both are factors of the weight's gradient.")
-def input_only(x, grad, cut):
-    return x - cut
-
-
-@mistake("axes_to_sum", "You sum every gradient over dp alone, but ranks of tp and cp see other tokens of "
-         "the sequence, too, and hold parts of the same gradient.")
-def always_dp(x, grad, cut):
-    return {"dp"}
-
-
 # -----------------------------------------------------------------------------
 # Chapter 13
 

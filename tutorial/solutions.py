@@ -108,10 +108,6 @@ def is_better(before, after):
     return statistics.mean(gains) > 2 * error
 
 
-def axes_to_sum(x, grad, cut):
-    return (x | grad) - cut
-
-
 def reduce_in_slot(axis, grads, slot, total, first):
     used = sum(grad.numel() for grad in grads)
     slot[:used].copy_(torch.cat([grad.flatten() for grad in grads]))

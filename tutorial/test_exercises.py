@@ -30,7 +30,6 @@ from tutorial.grader import check, grade
 from zero import Slot, SlotBucket, SlotComm
 
 sys.path.append(str(ROOT / "bench"))
-import one_rule
 from collectives import FACTOR
 
 ranks_once = functools.cache(run_ranks)  # for what does not depend on your function
@@ -220,7 +219,7 @@ def test_chapter_11(yours):
         ((3, 2, "0,1,2,3"), "1"), ((6, 4, "GPU-a,GPU-b,MIG-c"), "MIG-c")])
 
 
-def test_chapter_12_is_better(yours):
+def test_chapter_12(yours):
     before = [2.30, 2.20, 2.25]  # three seeds, which differ more than the change helps
 
     def after(*gains):
@@ -235,62 +234,6 @@ def test_chapter_12_is_better(yours):
     five = [2.30, 2.20, 2.25, 2.28, 2.22]
     cases += [((five, [2.20, 2.10, 2.15, 2.18, 2.221]), True)]  # one of five seeds loses a little
     check(yours, "is_better", cases)
-
-
-OUTSIDE = {"dp", "cp"}  # along these, the rows of every activation differ; between the blocks, along tp too
-LAYERS = {  # weight: (along which axes the input differs, along which the gradient of the output, cut over)
-    "attn.wq.weight": (OUTSIDE, OUTSIDE | {"tp"}, {"tp"}),
-    "attn.wo.weight": (OUTSIDE | {"tp"}, OUTSIDE, {"tp"}),
-    "norm1.weight": (OUTSIDE | {"tp"}, OUTSIDE | {"tp"}, set()),
-    "moe.router.weight": (OUTSIDE | {"tp"}, OUTSIDE | {"tp"}, set()),
-}
-# With one head of keys and values, each rank of tp has the whole of it, for its own heads of queries.
-ONE_HEAD = {"attn.wv.weight": (OUTSIDE, OUTSIDE | {"tp"}, set())}
-MESHES = [(dict(tp=2), LAYERS), (dict(tp=2, cp=2), LAYERS), (dict(tp=2, ep=4, n_experts=4), LAYERS),
-          (dict(tp=2, n_kv_head=1), ONE_HEAD)]  # of 8 ranks
-
-
-@functools.cache
-def groups():
-    """Return [(flags, weight, arguments of axes_to_sum, mesh, its digits, the axis to sum over)]."""
-    found = []
-    for flags, layers in MESHES:
-        cfg = Config(n_layer=1, n_embd=16, ffn_hidden=16, seq_len=8, vocab_size=100, micro_batch=2, **flags)
-        cfg = replace(cfg, global_batch=2 * 8 // (cfg.tp * cfg.cp))
-        mesh = one_rule.mesh_of(cfg, 8, 0)
-        digits = one_rule.Digits(mesh)
-        for row in one_rule.derive(cfg, 8).rows:
-            name = row.name.removeprefix("blocks.0.")
-            if name in layers:
-                found.append((flags, name, layers[name], mesh, digits, row.follows))
-    return found
-
-
-def ranks_that_sum(function):
-    """Return the ranks that sum with rank 0 if function says over which axes. An axis may have one rank."""
-    return [ranks_of(digits, [getattr(mesh, axis) for axis in function(*map(set, arguments))])
-            for _, _, arguments, mesh, digits, _ in groups()]
-
-
-def test_chapter_12_axes_to_sum(yours):
-    asked = [f"axes_to_sum{arguments}, for {name} with {flags}: rank 0 of 8 sums with"
-             for flags, name, arguments, _, _, _ in groups()]
-    right = [ranks_of(digits, [getattr(mesh, follows)]) for _, _, _, mesh, digits, follows in groups()]
-    grade(yours, "axes_to_sum", ranks_that_sum, asked, right)
-
-
-def ranks_of(digits, axes):
-    """Return the ranks of 8 that differ from rank 0 along these axes only."""
-    bits = 0
-    for axis in axes:
-        bits |= digits.bits(axis)
-    found = []
-    for rank in range(8):
-        differ = {i for i, (stride, size) in enumerate(zip(digits.strides, digits.sizes, strict=True))
-                  if rank // stride % size}
-        if all(bits & 2 << i for i in differ):
-            found.append(rank)
-    return found
 
 
 SLOT = 256  # elements of the slot
