@@ -43,9 +43,6 @@ class Norm(nn.Module):
         self.bias = parameter((cfg.n_embd,), mesh) if has_bias else None
 
     def forward(self, x):  # (n, C) -> (n, C)
-        if norms.has_kernel(x) and not torch.compiler.is_compiling():
-            _, y = self.input_and_norm(x)  # by kernels that are also faster for y alone
-            return y
         if self.is_layer_norm:
             return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
         gain = factor(self)

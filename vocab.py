@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 
 from ops.cross_entropy import IGNORE
-from ops.embedding import embedding
 from parallel import MAX, scatter_rows
 
 
@@ -21,10 +20,10 @@ def vocab_embedding(tokens, weight, axis):
     sum over the ranks picks each row from the one rank that has it.
     """
     if axis.size == 1:
-        return embedding(tokens, weight)
+        return F.embedding(tokens, weight)
     local = tokens - axis.rank * weight.size(0)
     mine = (local >= 0) & (local < weight.size(0))  # (B*t,)
-    x = embedding(local * mine, weight) * mine.unsqueeze(1)  # (B*t, C), 0 for other ranks' ids
+    x = F.embedding(local * mine, weight) * mine.unsqueeze(1)  # (B*t, C), 0 for other ranks' ids
     return scatter_rows(x, axis)  # SUM, n of B*t rows to each rank, over tp
 
 

@@ -41,7 +41,7 @@ from fast.choose import choose, needs_row_limit
 from ops import gelu_mlp
 from ops.accelerator import device_name
 from ops.activations import GATED
-from ops.tiles import WGRAD_ROWS, norm_fits
+from ops.tiles import WGRAD_ROWS
 
 # -----------------------------------------------------------------------------
 # What was measured
@@ -81,13 +81,8 @@ TOUCHES = 3  # times a saved tensor passes through memory outside products: writ
 # and writes them once. From the ladders of W1 (49 on one H200, 45 on two), G2 (17, 14) and W2b (65, 66).
 # W1 also rotates queries and keys, and G2 does not, so what of it belongs to the norm is not known. The
 # number for LayerNorm lies between 15 of G2 and 6 of SC, by what the rest was predicted to take at
-# a13b207. It counts for rows that are too wide for the kernels of ops/norms.py, which were not measured.
+# a13b207.
 UNCOMPILED = {"rms": 47, "rms1p": 47, "layer": 12}
-# The same for LayerNorm where ops/norms.py has kernels. At 29f8012 G2 took 109.5 ms on one H200, which are
-# no passes, by what the rest is predicted to take. It is about 6 ms more than with the flag on another
-# H200, which would be 8 passes. SC takes 4.47 ms, 4 % less than is predicted without any. The number lies
-# between these.
-LAYER_NORM_KERNELS = 3
 UNCOMPILED_EXPERTS = 18  # what W2b has more than W1: the router
 STREAM = 0.95  # of hbm, kernels over flat buffers: AdamW 4.17, gradients to fp32 4.0 of 4.28 TB/s
 # Bytes per parameter that is stepped. AdamW moves 30: it reads gradient, master and two moments, and
@@ -403,8 +398,6 @@ def uncompiled_seconds(cfg, mesh, gpu):
         return 0.0
     weight_bytes, _ = element_bytes(cfg)
     passes = UNCOMPILED[cfg.norm]
-    if cfg.norm == "layer" and cfg.dtype != "fp64" and norm_fits(cfg.n_embd, weight_bytes):
-        passes = LAYER_NORM_KERNELS
     if cfg.n_experts:
         passes += UNCOMPILED_EXPERTS
     rows = rank_tokens(cfg, mesh) // mesh.tp.size

@@ -38,3 +38,8 @@ def is_hopper(device):
 def use_triton(x):
     """Whether x is on a device that Triton serves and has a dtype that the kernels know (not fp64)."""
     return x.device.type in TRITON_DEVICES and x.dtype in DTYPES
+
+
+def next_power_of_2(n):
+    """Return the smallest power of two that is at least n, as Triton wants the sizes of blocks."""
+    return 2 ** (n - 1).bit_length()

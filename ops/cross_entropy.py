@@ -76,28 +76,15 @@ class LinearCrossEntropy(torch.autograd.Function):
         x, w, z, scale = ctx.saved_tensors  # z holds (softmax - onehot) / scale
         scale = grad_loss * scale  # (R,)
         grad_x = multiply(z, w)  # (R, C)
-        scale_rows(grad_x, scale, out=grad_x)
+        grad_x.mul_(scale.unsqueeze(1))
 
         grad_w = None
         if ctx.needs_input_grad[1]:
-            scaled_x = scale_rows(x, scale, out=torch.empty_like(x))
+            # Without `out`, a bf16 x times the fp32 scale would be a tensor in fp32.
+            scaled_x = torch.mul(x, scale.unsqueeze(1), out=torch.empty_like(x))
             grad_w = multiply(z.T, scaled_x)
 
         grad_bias = None
         if ctx.has_bias:
             grad_bias = z.T @ scale.to(z.dtype)
         return grad_x, grad_w, None, None, grad_bias
-
-
-def scale_rows(x, scale, out):
-    """Write the rows of x (R, C), each times its factor in scale (R,), to out (R, C), and return out.
-
-    out may be x. torch needs five times as long for a product of two dtypes as for a copy.
-    """
-    if not (backend.use_triton(x) and x.is_contiguous()):
-        # Without `out`, a bf16 x times the fp32 scale would be a tensor in fp32.
-        return torch.mul(x, scale.unsqueeze(1), out=out)
-    from ops import kernels
-    rows, width = x.shape
-    kernels.scale_rows[(rows,)](x, scale, out, width, BLOCK=1024, num_warps=4)
-    return out

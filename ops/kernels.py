@@ -56,17 +56,6 @@ def cross_entropy(z_ptr, target_ptr, loss_ptr, scale_ptr, used, width, ROWS: tl.
 
 
 @triton.jit
-def scale_rows(x_ptr, scale_ptr, out_ptr, width, BLOCK: tl.constexpr):
-    """out (R, width) = scale (R,) times x (R, width)."""
-    row = tl.program_id(0).to(tl.int64)
-    scale = tl.load(scale_ptr + row)
-    for start in range(0, width, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        x = tl.load(x_ptr + row * width + at, mask=at < width).to(tl.float32)
-        tl.store(out_ptr + row * width + at, (scale * x).to(out_ptr.dtype.element_ty), mask=at < width)
-
-
-@triton.jit
 def swiglu(gate_ptr, up_ptr, h_ptr, valid_ptr, width, PACKED: tl.constexpr, LIMITED: tl.constexpr,
            BLOCK: tl.constexpr):
     """h (R, width) = silu(gate) * up. gate, up (R, width), or if PACKED side by side in gate (R, 2 width).
@@ -116,39 +105,6 @@ def swiglu_backward(gate_ptr, up_ptr, grad_h_ptr, grad_gate_ptr, grad_up_ptr, va
 
 
 @triton.jit
-def normalized(x, inside, width, EPS: tl.constexpr, CENTRED: tl.constexpr):
-    """Return rows x (ROWS, BLOCK) fp32 as a norm makes them before its weight, and their factors (ROWS, 1).
-
-    CENTRED: LayerNorm, else RMSNorm. x is zero where `inside` is false, and stays so: with EPS 0 the factor
-    of a row outside is infinite.
-    """
-    if CENTRED:
-        mean = tl.sum(x, axis=1, keep_dims=True) / width
-        x = tl.where(inside, x - mean, 0.0)
-    scale = 1 / tl.sqrt(tl.sum(x * x, axis=1, keep_dims=True) / width + EPS)
-    return tl.where(inside, x * scale, 0.0), scale
-
-
-@triton.jit
-def norm_forward(x_ptr, weight_ptr, bias_ptr, out_ptr, rows, width, EPS: tl.constexpr, CENTRED: tl.constexpr,
-                 BIAS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """out (R, width) = the norm of the rows x, times weight (width,) and, with BIAS, plus bias (width,).
-
-    A program has ROWS rows. EPS is a constant, as in norm_backward.
-    """
-    column = tl.arange(0, BLOCK)[None, :]
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
-    inside = (row < rows) & (column < width)
-    at = row.to(tl.int64) * width + column
-    x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    x, _ = normalized(x, inside, width, EPS, CENTRED)
-    x *= tl.load(weight_ptr + column, mask=column < width, other=0.0).to(tl.float32)
-    if BIAS:
-        x += tl.load(bias_ptr + column, mask=column < width, other=0.0).to(tl.float32)
-    tl.store(out_ptr + at, x.to(out_ptr.dtype.element_ty), mask=inside)
-
-
-@triton.jit
 def norm_backward(x_ptr, weight_ptr, grad_y_ptr, grad_x_ptr, out_ptr, sums_ptr, rows, width,
                   EPS: tl.constexpr, CENTRED: tl.constexpr, BIAS: tl.constexpr, ROWS: tl.constexpr,
                   STAGES: tl.constexpr, BLOCK: tl.constexpr):
@@ -172,7 +128,12 @@ def norm_backward(x_ptr, weight_ptr, grad_y_ptr, grad_x_ptr, out_ptr, sums_ptr, 
         x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
         grad_y = tl.load(grad_y_ptr + at, mask=inside, other=0.0).to(tl.float32)
         grad_x = tl.load(grad_x_ptr + at, mask=inside, other=0.0).to(tl.float32)
-        x, scale = normalized(x, inside, width, EPS, CENTRED)
+        if CENTRED:
+            mean = tl.sum(x, axis=1, keep_dims=True) / width
+            x = tl.where(inside, x - mean, 0.0)
+        # With EPS 0 the scale of a row outside is infinite.
+        scale = 1 / tl.sqrt(tl.sum(x * x, axis=1, keep_dims=True) / width + EPS)
+        x = tl.where(inside, x * scale, 0.0)
         of_weight += grad_y * x
         if BIAS:
             of_bias += grad_y
@@ -187,21 +148,6 @@ def norm_backward(x_ptr, weight_ptr, grad_y_ptr, grad_x_ptr, out_ptr, sums_ptr, 
     tl.store(sums_ptr + program * width + column, tl.sum(of_weight, axis=0), mask=inside)
     if BIAS:
         tl.store(sums_ptr + (programs + program) * width + column, tl.sum(of_bias, axis=0), mask=inside)
-
-
-@triton.jit(do_not_specialize=["programs"])
-def sum_programs(sums_ptr, out_ptr, programs, width, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """out (k, width) = the sums over the programs of sums (k, programs, width) fp32, ROWS at a time."""
-    which = tl.program_id(1)
-    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    total = tl.zeros([ROWS, BLOCK], tl.float32)
-    for first in range(0, programs, ROWS):
-        program = first + tl.arange(0, ROWS)[:, None]
-        inside = (program < programs) & (column < width)[None, :]
-        at = (which * programs + program) * width + column[None, :]
-        total += tl.load(sums_ptr + at, mask=inside, other=0.0)
-    out = tl.sum(total, axis=0).to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + which * width + column, out, mask=column < width)
 
 
 @triton.jit

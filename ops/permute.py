@@ -75,7 +75,7 @@ def sort_tile_size(E):
 
     The program's table of (copies, E) must fit into a multiprocessor.
     """
-    wide = 1 << (E - 1).bit_length()
+    wide = backend.next_power_of_2(E)
     return max(8, min(128, 16384 // wide)), wide
 
 

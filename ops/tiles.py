@@ -2,8 +2,6 @@
 
     product          experts' rows x (R, I) times an expert's matrix (I, O), of ops/tma_kernels.py
     weight_gradient  of the same file: grad (R, O), transposed, times x (R, I)
-    norm_forward     a norm, of ops/norms.py
-    norm             its backward; SUM_PROGRAMS is of the sums that its programs leave
 """
 from typing import NamedTuple
 
@@ -13,11 +11,6 @@ from config import ceil_div
 # for the weights' gradient and for products that wide tiles do not fit.
 TILES_WIDE = ((128, 256, 64, 8, 3), 1)
 TILES_SQUARE = ((128, 128, 64, 8, 3), 2)
-# Bytes of a row of a norm at most. Its backward loads rows of x and of two gradients ahead, two of each at a
-# time, and these six must fit into the memory of a multiprocessor, of which small GPUs have 99 KiB.
-NORM_BYTES = 16_384
-# The fastest of seven on an H200, for sums of 1056 and of 528 programs with 384 numbers each.
-SUM_PROGRAMS = {"ROWS": 256, "BLOCK": 16, "num_warps": 8}
 WGRAD_ROWS = 4096  # of an expert in the mean, from which on that gradient is faster than torch's
 
 
@@ -45,36 +38,6 @@ def weight_gradient(E):
     tile, programs = TILES_SQUARE
     rows, columns, depth, *_ = tile
     return Launch([depth, rows], [depth, columns], programs, {"E": E} | named(tile))
-
-
-def norm_forward(width):
-    """Return the options of kernels.norm_forward for rows of this width. They were not measured."""
-    columns = next_power_of_2(width)
-    return {"ROWS": max(1, 4096 // columns), "BLOCK": columns, "num_warps": max(4, columns // 1024)}
-
-
-def norm(width):
-    """Return (programs at most, options) of kernels.norm_backward for rows of this width.
-
-    They are what was fastest on an H200 in rows of 768, 1024, 2048 and 4096. In rows of 384 twice as many
-    programs took 2 % less. No other width was measured. Every GPU starts as many programs, so that the sums
-    over rows are the same.
-    """
-    columns = next_power_of_2(width)
-    if columns == width:
-        rows = max(1, 4096 // columns)
-        warps = max(4, columns // 1024)
-        programs = 2 * 132  # An H100 or H200 has 132 multiprocessors.
-    else:
-        rows = 1
-        warps = max(2, columns // 512)
-        programs = 8 * 132
-    return programs, {"ROWS": rows, "BLOCK": columns, "STAGES": 3, "num_warps": warps}
-
-
-def norm_fits(width, itemsize):
-    """Whether these kernels serve rows of this width. itemsize: the bytes of a number."""
-    return next_power_of_2(width) * itemsize <= NORM_BYTES
 
 
 def named(tile):

@@ -145,9 +145,6 @@ def kernels_of(cfg):
     weight = DTYPES[cfg.dtype]
     found = []
     is_fused = cfg.tp == 1 and not cfg.logit_softcap  # as in model.py
-    if is_fused:
-        options = {"BLOCK": 1024, "num_warps": 4}
-        found.append(("kernels.scale_rows", [weight, "float32", weight, cfg.n_embd], options))
     if is_fused and cfg.vocab_size and cfg.dtype != "fp16":  # as in cross_entropy_rows
         arguments = [weight, "int64", "float32", "float32", cfg.vocab_size, pad_vocab(cfg.vocab_size)]
         found.append(("kernels.cross_entropy", arguments, {"ROWS": 2, "BLOCK": 2048, "num_warps": 4}))
@@ -167,8 +164,6 @@ def kernels_of(cfg):
     for add in sums:
         options = {"ADD": add, "BLOCK": 4096, "num_warps": 8}
         found.append(("kernels.accumulate", [weight, "float32", 16], options))
-    if tiles.norm_fits(cfg.n_embd, 4 if weight == "float32" else 2):
-        found += norms_of(cfg, weight)
     if cfg.mlp == "swiglu" and not cfg.n_experts:
         width = cfg.ffn_hidden // cfg.tp
         options = {"PACKED": True, "LIMITED": False, "BLOCK": 1024, "num_warps": 4}
@@ -176,26 +171,6 @@ def kernels_of(cfg):
         found.append(("kernels.swiglu_backward", [weight] * 6 + [width], {**options, "RECOMPUTE": False}))
     if weight == "bfloat16" and cfg.n_experts and cfg.mlp == "swiglu" and not cfg.capacity_factor:
         found += products_of_experts(cfg)
-    return found
-
-
-def norms_of(cfg, weight):
-    """Return ops/norms.py's kernels that a model launches.
-
-    Where a norm is compiled, torch's compiler makes a forward of its own, and also the backward if the norm's
-    input does not go on. The norm of BERT's head is not compiled.
-    """
-    all_compiled = cfg.compile and cfg.objective != "mlm"
-    if all_compiled and cfg.norm_place == "after":
-        return []
-    C = cfg.n_embd
-    is_layer_norm = cfg.norm == "layer"
-    kind = {"EPS": cfg.norm_eps, "CENTRED": is_layer_norm, "BIAS": is_layer_norm and cfg.bias}
-    _, options = tiles.norm(C)
-    found = [("kernels.norm_backward", [weight] * 5 + ["float32", 16, C], options | kind),
-             ("kernels.sum_programs", ["float32", weight, 16, C], tiles.SUM_PROGRAMS)]
-    if not all_compiled:
-        found.append(("kernels.norm_forward", [weight] * 4 + [16, C], tiles.norm_forward(C) | kind))
     return found
 
 

@@ -115,22 +115,6 @@ def test_a_target_that_takes_no_part():
     assert_near(loss, twin[0], 1e-2)
 
 
-def check_scale_rows(width):
-    """Into another tensor and in place. On a GPU not a bit differs; Triton's interpreter cuts bits off."""
-    tolerance = 0 if DEVICE == "cuda" else 2**-7
-    x, scale = randn(5, width), torch.rand(5, device=DEVICE)
-    want = torch.mul(x, scale.unsqueeze(1), out=torch.empty_like(x))
-    out = cross_entropy.scale_rows(x, scale, torch.empty_like(x))
-    assert cross_entropy.scale_rows(x, scale, x) is x
-    for found in (out, x):
-        torch.testing.assert_close(found, want, rtol=tolerance, atol=0)
-
-
-@pytest.mark.parametrize("width", [384, 768, 2052])
-def test_rows_times_their_factors(width):
-    check_scale_rows(width)
-
-
 def test_cross_entropy_of_certain_predictions():
     z = torch.full((2, 9984), -3e4, device=DEVICE, dtype=torch.bfloat16)
     z[0, 7], z[1, 9983] = 3e4, 3e4
@@ -562,8 +546,8 @@ def check_norm_beside(width, rows, dtype, is_layer_norm, has_bias, eps=1e-3):
 @pytest.fixture
 def few_programs(monkeypatch):
     """Three programs share the rows of a norm: Triton's interpreter runs one after the other."""
-    real = tiles.norm
-    monkeypatch.setattr(tiles, "norm", lambda width: (3, real(width)[1]))
+    real = norms.launch
+    monkeypatch.setattr(norms, "launch", lambda width: (3, real(width)[1]))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -578,13 +562,6 @@ def test_rows_that_a_program_has_too_many_are_zero_also_without_eps(few_programs
     """Their mean square is zero, so the factor of such a row is infinite."""
     for is_layer_norm, has_bias in NORMS:
         check_norm_beside(128, 36, torch.float32, is_layer_norm, has_bias, eps=0.0)
-
-
-def test_torchs_compiler_makes_its_own_kernel_of_a_norm(monkeypatch):
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    monkeypatch.setattr(norms, "norm", None)
-    for is_layer_norm, has_bias in NORMS:
-        check_norm_beside(24, 5, torch.float32, is_layer_norm, has_bias)
 
 
 def test_which_rows_the_norms_kernel_serves():
@@ -607,24 +584,16 @@ def test_sums_of_squares(n):
 
 
 FAULTS = {
-    "the norm keeps its mean": (
-        "norm_forward", "tl.where(inside, x - mean, 0.0)", "tl.where(inside, x, 0.0)"),
-    "what stands beside a row is centred": ("norm_forward", "tl.where(inside, x - mean, 0.0)", "x - mean"),
-    "rows stay as long as they were": ("norm_forward", "tl.where(inside, x * scale, 0.0)", "x"),
-    "the norm has no weight": ("norm_forward", "x *= tl.load(weight_ptr", "x *= 1 + 0 * tl.load(weight_ptr"),
-    "the norm has no bias": ("norm_forward", "x += tl.load(bias_ptr", "x += 0 * tl.load(bias_ptr"),
-    "all programs have the same rows": (
-        "norm_forward", "row = tl.program_id(0) * ROWS", "row = 0 * tl.program_id(0) * ROWS"),
     "the gradient of x itself is left out": ("norm_backward", "grad_x += (grad", "grad_x = (grad"),
+    "the norm keeps its mean": (
+        "norm_backward", "tl.where(inside, x - mean, 0.0)", "tl.where(inside, x, 0.0)"),
+    "rows stay as long as they were": ("norm_backward", "tl.where(inside, x * scale, 0.0)", "x"),
     "the gradient along x stays": ("norm_backward", "(grad - x * along)", "grad"),
     "the gradient keeps its mean": ("norm_backward", "grad -= tl.sum(grad", "grad -= 0 * tl.sum(grad"),
     "the weight's gradient is of the last rows": (
         "norm_backward", "of_weight += grad_y * x", "of_weight = grad_y * x"),
     "the bias's gradient is of the last rows": (
         "norm_backward", "of_bias += grad_y", "of_bias = grad_y"),
-    "only the first thousand columns are scaled": (
-        "scale_rows", "row * width + at, (scale * x)", "row * width + at % BLOCK, (scale * x)"),
-    "each row has the first factor": ("scale_rows", "tl.load(scale_ptr + row)", "tl.load(scale_ptr)"),
     "rows that are not there are centred": ("norm_backward", "tl.where(inside, x - mean, 0.0)", "x - mean"),
     "the lower triangle is not written": ("symmetric_mm", "if right > 0:", "if right < 0:"),
     "the mirror image is not transposed": ("symmetric_mm", "tl.trans(total)", "total"),
@@ -656,15 +625,12 @@ def test_fault_of_a_kernel_is_detected(fault, kernels, small_tiles, small_blocks
                                        monkeypatch):
     from ops import product_kernels
     name, text, planted = FAULTS[fault]
-    if name in ("norm_forward", "norm_backward"):
+    if name == "norm_backward":
         def check(*_):
             for rows in (140, 7, 2):
                 check_norm_beside(20, rows, torch.float32, True, True)
     elif name == "symmetric_mm":
         check = check_symmetric_mm
-    elif name == "scale_rows":
-        def check(*_):
-            check_scale_rows(2052)
     else:
         check = check_matrix_norms
     module = product_kernels if name == "symmetric_mm" else kernels

@@ -3,12 +3,12 @@ from unittest import mock
 
 import pytest
 import torch
-from test_kernels import DEVICE, assert_near, few_programs, kernels, randn, with_fault
+from test_kernels import DEVICE, assert_near, few_programs, kernels, randn
 from test_model import random_model
 
 from config import Config
 from layers import Norm
-from ops import backend, norms, tiles
+from ops import backend, norms
 from parallel import make_mesh
 from runtime.launch import World
 
@@ -17,8 +17,8 @@ __all__ = ["few_programs", "kernels"]  # fixtures
 
 def test_a_norms_weight_has_a_gradient_that_is_rounded_once(monkeypatch):
     """Each of 60 programs adds up four rows in fp32. Triton's interpreter rounds to fp16, not to bf16."""
-    real = tiles.norm
-    monkeypatch.setattr(tiles, "norm", lambda width: (60, real(width)[1]))
+    real = norms.launch
+    monkeypatch.setattr(norms, "launch", lambda width: (60, real(width)[1]))
     x = randn(240, 200, dtype=torch.float16)
     weight = randn(200, dtype=torch.float16).requires_grad_()
     grad = randn(240, 200, dtype=torch.float16)
@@ -48,70 +48,6 @@ def test_a_norm_of_a_model_by_the_kernel_and_without(flags, few_programs, monkey
     monkeypatch.setattr(backend, "use_triton", lambda x: False)
     for mine, theirs in zip(got, results(), strict=True):
         assert_near(mine, theirs, 1e-5)
-
-
-def check_sum_programs(width):
-    """More programs than the kernel has rows, and fewer; the weight's sums alone, and the bias's too."""
-    for n_sums, programs in ((1, 3), (2, 3), (2, 600)):
-        sums = randn(n_sums, programs, width, dtype=torch.float32)
-        found = norms.sum_programs(sums, torch.float16)
-        want = [*sums.double().sum(1), None][:2]
-        for mine, theirs in zip(found, want, strict=True):
-            if theirs is None:
-                assert mine is None
-            else:
-                assert mine.dtype == torch.float16 and mine.shape == (width,)
-                assert_near(mine / 20, theirs / 20, 2e-3)
-
-
-@pytest.mark.parametrize("width", [1, 16, 200])
-def test_the_sums_of_all_programs(width):
-    check_sum_programs(width)
-
-
-@pytest.mark.parametrize("text, planted", [
-    ("total += tl.load(sums_ptr", "total = tl.load(sums_ptr"),
-    ("(which * programs + program)", "program"),
-    ("(program < programs) &", "(program < 2) &"),
-    ("tl.store(out_ptr + which * width", "tl.store(out_ptr + 0 * width")])
-def test_a_wrong_sum_of_programs_is_detected(text, planted, kernels, tmp_path, monkeypatch):
-    faulty = with_fault(kernels, text, planted, tmp_path)
-    monkeypatch.setattr(kernels, "sum_programs", faulty.sum_programs)
-    with pytest.raises(AssertionError):
-        check_sum_programs(24)
-
-
-@pytest.mark.parametrize("flags", [{"norm": "rms"}, {"norm": "rms1p"}, {"norm": "layer"},
-                                   {"norm": "layer", "bias": True}], ids=str)
-def test_a_norm_alone_has_the_same_kernels(flags, few_programs, monkeypatch):
-    """The last norm of a model, whose input does not go on."""
-    norm = Norm(Config(**{"n_embd": 40, "bias": False, **flags}), make_mesh(World())).to(DEVICE)
-    for p in norm.parameters():
-        torch.nn.init.normal_(p)
-    x = randn(9, 40, dtype=torch.float32).requires_grad_()
-    grad = randn(9, 40, dtype=torch.float32)
-
-    def results():
-        y = norm(x)
-        return [y, *torch.autograd.grad(y, [x, *norm.parameters()], grad)]
-    with mock.patch.object(norms.InputAndNorm, "backward", wraps=norms.InputAndNorm.backward) as called:
-        mine = results()
-    assert called.call_count == 1
-    with monkeypatch.context() as compiling:
-        compiling.setattr(torch.compiler, "is_compiling", lambda: True)
-        compiling.setattr(norms, "InputAndNorm", None)  # torch's compiler makes a kernel of its own
-        theirs = results()
-    for found, want in zip(mine, theirs, strict=True):
-        assert_near(found, want, 1e-5)
-
-
-def test_a_norm_of_more_dimensions_is_torchs():
-    """A norm of heads, for example, as in tests/test_new_flag.py."""
-    x = randn(2, 3, 40, dtype=torch.float32)
-    norm = Norm(Config(n_embd=40), make_mesh(World())).to(DEVICE)
-    torch.nn.init.normal_(norm.weight)
-    assert torch.equal(norm(x).view(6, 40), norm.input_and_norm(x)[1].view(6, 40))
-    assert_near(norm(x).view(6, 40), norm(x.view(6, 40)), 1e-5)
 
 
 @pytest.mark.parametrize("recompute", ["full", "selective"])
