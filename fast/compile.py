@@ -1,8 +1,7 @@
 """--compile: torch.compile of a model's blocks; with tp 1 and cp 1 a dense one is one graph.
 
-    compile_blocks          compile the blocks, all with one graph
-    compile_stages_at_once  the same over several stages, where each would wait for the one before
-    compilation             what compiling cost
+    compile_blocks   compile the blocks, all with one graph
+    compilation      what compiling cost
 """
 from typing import NamedTuple
 
@@ -64,58 +63,6 @@ def compile_methods(module, *names, fullgraph=False):
     """Replace methods of a module by compiled ones. fullgraph: each must be one graph."""
     for name in names:
         setattr(module, name, torch.compile(getattr(module, name), fullgraph=fullgraph))
-
-
-def compile_stages_at_once(step):
-    """Let the first call of step.gradients begin with the compilation of this rank's blocks.
-
-    Otherwise a stage would compile its forward only when the stage before it has computed, and its backward
-    only when the stage after it has: the first step would take longer with each stage. step: a train.Step.
-    """
-    gradients = step.gradients
-
-    def first_gradients(batches, *args, **kwargs):
-        step.gradients = gradients  # from the second step on
-        compile_now(step.model, *batches[0])
-        return gradients(batches, *args, **kwargs)
-
-    step.gradients = first_gradients
-
-
-def compile_now(model, tokens, targets, places=None):
-    """Run one block of each kind, forward and backward, on random rows, in the shapes of a micro-batch.
-
-    The results are thrown away: no gradient is kept, and the counts of experts and bytes are as before. All
-    ranks of a stage do it together.
-    """
-    like = next(model.parameters())  # for dtype and device
-    n = tokens.numel() // model.mesh.tp.size
-    t = tokens.size(1)
-    # A generator of its own: that of dropout stays as it is.
-    generator = torch.Generator(like.device).manual_seed(0)
-    x = torch.randn(n, model.cfg.n_embd, generator=generator, device=like.device)  # (n, C)
-    x = x.to(like.dtype).requires_grad_()
-    positions = model._positions(t, None, like.device)
-    rotation = model._rotation(positions, like.device)
-    axes = model.mesh.axes().values()
-    sent_before = [dict(axis.sent) for axis in axes]
-
-    kinds = {block.attn.window > 0: block for block in model.blocks.values()}
-    for has_window, block in kinds.items():
-        model.provide_weights(block, x)
-        cos, sin = rotation[has_window]
-        y, router_loss = block(x, t, cos, sin, None, places)  # (n, C); () or None
-        outputs = [y]
-        if router_loss is not None and router_loss.requires_grad:
-            outputs.append(router_loss)
-        gradients = [torch.ones_like(output) for output in outputs]
-        trained = [p for p in block.parameters() if p.requires_grad]
-        # Not backward(): that would tell the buckets that gradients have come.
-        torch.autograd.grad(outputs, [x, *trained], gradients, allow_unused=True)
-
-    for axis, before in zip(axes, sent_before, strict=True):
-        axis.sent.clear()
-        axis.sent.update(before)
 
 
 def prepare_compiler():

@@ -17,7 +17,7 @@ import torch
 
 from config import ceil_div
 from fast.choose import needs_row_limit
-from fast.compile import compile_blocks, compile_stages_at_once
+from fast.compile import compile_blocks
 from fast.products import FastProducts, compile_products
 from fast.symm_mem import allocate, allocate_for_capacity
 from interface.terminal import say
@@ -47,8 +47,6 @@ def make_step(plain, choice, folder=None):
     if cfg.compile:
         compile_products(products is not None)
         compile_blocks(model)
-        if model.mesh.pp.size > 1:
-            compile_stages_at_once(plain)
     if not choice.graph:
         return plain
 

@@ -16,10 +16,8 @@ from runs import rows, session
 
 import attention
 import parallel
-import pipeline
 from config import Config
 from fast import compile as compile_
-from fast import graph as graph_
 from fast.choose import choose
 from fast.flex import FlexAttention
 from fast.graph import make_step
@@ -80,22 +78,18 @@ def test_the_number_of_graphs_does_not_grow_with_the_layers(flags, graphs):
 PLACES = (parallel, "_uncompiled"), (parallel.Axis, "_all_reduce"), (attention, "attend_segments")
 
 
-def train_traced(world, flags, at_once=True):
-    """Train two steps with blocks that are traced, and run in eager mode. at_once: stages compile together.
+def train_traced(world, flags):
+    """Train two steps with blocks that are traced, and run in eager mode.
 
-    Return {"losses", "gradients" of the second, "sent": bytes of the first over each axis, "before": graphs
-    that this rank had when its first message over pp was due, "graphs": their sizes, but the final norm's}.
+    Return {"losses", "gradients" of the second, "sent": bytes of the first over each axis, "graphs": their
+    sizes, but the final norm's}.
     """
     from torch._dynamo import reset
-    traced, before = [], []
+    traced = []
 
     def eager(graph, inputs):
         traced.append(len(graph.graph.nodes))
         return graph.forward
-
-    def walk(*args, real=pipeline.Ring.walk):
-        before.append(len(traced))
-        return real(*args)
     cfg = Config(**{**TINY, "n_layer": 4, **flags})
     mesh = parallel.make_mesh(world, cfg.tp, cfg.pp, cfg.ep, n_experts=cfg.n_experts, cp=cfg.cp)
     choice = choose(cfg, mesh, world.device)
@@ -103,11 +97,9 @@ def train_traced(world, flags, at_once=True):
         for place, name in PLACES:  # compile_blocks() replaces them
             stack.enter_context(mock.patch.object(place, name, getattr(place, name)))
         for place, name, stand_in in (
-                (torch, "compile", partial(torch.compile, backend=eager)), (pipeline.Ring, "walk", walk),
+                (torch, "compile", partial(torch.compile, backend=eager)),
                 (compile_, "prepare_compiler", lambda: None)):
             stack.enter_context(mock.patch.object(place, name, stand_in))
-        if not at_once:
-            stack.enter_context(mock.patch.object(graph_, "compile_stages_at_once", lambda step: None))
         reset()
         model, data_parallel, opt = build(cfg, mesh, 64, world.device, choice=choice)
         step = make_step(Step(cfg, model, data_parallel, opt), choice)
@@ -117,27 +109,12 @@ def train_traced(world, flags, at_once=True):
         losses.append(step(batches, 2)[0].loss.item())
         reset()
     return {"losses": losses, "gradients": [grad.clone() for grad in opt.grads], "sent": sent,
-            "before": before[:1], "graphs": traced[:len(traced) - model.has_head]}
+            "graphs": traced[:len(traced) - model.has_head]}
 
 
 def check_same_training(one, other):
     assert one["losses"] == other["losses"] and one["sent"] == other["sent"]
     assert all(map(torch.equal, one["gradients"], other["gradients"]))
-
-
-@pytest.mark.parametrize("n, flags", [
-    (2, dict(pp=2)), (2, dict(pp=2, window=4, full_every=2)),
-    (4, dict(pp=2, zero=2)),  # gradients wait in p.grad, so one that is left there would be counted twice
-    pytest.param(4, dict(pp=2, tp=2), marks=pytest.mark.long),
-    pytest.param(4, dict(pp=2, ep=2, n_experts=4, top_k=2, zero=1, recompute="full"), marks=pytest.mark.long),
-    pytest.param(2, dict(pp=2, pp_chunks=2, dropout=0.1), marks=pytest.mark.long)], ids=str)
-def test_stages_compile_at_the_same_time(n, flags):
-    """... before the first message, and not one after the other. Numbers and bytes sent do not change."""
-    together, in_turn = (run_ranks(n, train_traced, flags, at_once) for at_once in (True, False))
-    for one, other in zip(together, in_turn, strict=True):
-        check_same_training(one, other)
-        assert one["graphs"] == other["graphs"] and one["before"] == [len(one["graphs"])]
-        assert other["before"] == [0]
 
 
 @pytest.mark.parametrize("flags", [
