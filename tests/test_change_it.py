@@ -81,8 +81,8 @@ def run(folder, *command):
 
 
 def count_violations(folder, files):
-    """Return how many violations of the laws test_laws.py finds in the files."""
-    command = [sys.executable, "tests/test_laws.py", *files]
+    """Return how many violations of the laws laws.py finds in the files."""
+    command = [sys.executable, "tests/laws.py", *files]
     printed = subprocess.run(command, cwd=folder, capture_output=True, text=True).stdout
     return int(re.search(r"(\d+) violations", printed)[1]), printed
 

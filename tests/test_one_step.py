@@ -2,10 +2,11 @@
 import re
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
+from change_it import place
 from pool import ROOT, run_ranks
-from test_laws import length_of, readings
 
 sys.path.insert(0, str(ROOT / "bench"))
 PAGE = ROOT / "docs/one-step.md"
@@ -34,6 +35,37 @@ def test_the_page_shows_what_the_command_prints():
     assert shown == lines, "docs/one-step.md: python tests/test_one_step.py --write"
 
 
+class Reading(NamedTuple):
+    """A table of a page that names what to read, in order."""
+    built: list   # [(file, name)] of what runs once, before the first step
+    called: list  # [(file, name)] of what runs in each step
+
+
+def readings(page):
+    """Return the Readings of a page of docs/."""
+    found = []
+    for table in re.findall(r"(?:^\|.*\n)+", (ROOT / "docs" / page).read_text(), re.M):
+        reading = Reading([], [])
+        for when, row in re.findall(r"^\| (once|step) \| (.*?) \|", table, re.M):
+            for names, file in re.findall(r"(.*?) in ([\w/]+\.py)(?:, )?", row):
+                part = reading.built if when == "once" else reading.called
+                part += [(file, name) for name in re.findall(r"`([\w.]+)`", names)]
+        if reading.built or reading.called:
+            found.append(reading)
+    return found
+
+
+@pytest.mark.parametrize("page,n", [
+    ("one-step.md", 2), ("collectives.md", 1), ("zero.md", 2), ("experts.md", 1),
+    ("pipeline-schedules.md", 1)])
+def test_what_a_page_says_to_read_is_there(page, n):
+    found = readings(page)
+    assert len(found) == n
+    for reading in found:
+        for file, name in reading.built + reading.called:
+            place((ROOT / file).read_text(), name)
+
+
 def assert_called(named, lines):
     """A function that is named is called in these lines, and one that runs once, at the start, is not."""
     calls = {tuple(line.replace(":", " ").split()[:2]) for line in lines}
@@ -52,7 +84,8 @@ def test_what_need_not_be_opened_is_there():
     rows = re.findall(r"^\| (`.*?) in ([\w/]+\.py) \|", table, re.M)
     assert len(rows) == table.count("\n") - 1
     for names, file in rows:
-        assert all(length_of(file, name) for name in re.findall(r"`([\w.]+)`", names))
+        for name in re.findall(r"`([\w.]+)`", names):
+            place((ROOT / file).read_text(), name)
 
 
 SHARED = ["-> reduce-scatter over dp {0, 1}", "-> all-gather over dp {0, 1}"]
