@@ -1,19 +1,13 @@
 """Plant a fault in our code, and see a test fail.
 
 A test that has never failed proves little. So we plant a fault in the code that runs, in this process or
-in a rank's process, and the test must notice it. `planted` offers two ways:
+in a rank's process, and the test must notice it. A fault is a pair (name of a function, replacement):
 
-    By name:  planted("ddp.Bucket.wait_grads", grad_average)
-        A call of Bucket.wait_grads becomes a call of grad_average(original, *arguments), where
-        `original` is the function as it was. Use this where the fault can be described by the function's
-        arguments, result or effect. Such a fault still works after the function's lines are rewritten.
-    By text:  planted("pipeline.one_stage", "loss / n_trained", "loss / len(batches)")
-        A piece of the function's source is replaced. Use this for a fault inside a function, and choose a
-        short piece. Line breaks and spaces in it do not matter, but it must occur exactly once; otherwise
-        planting fails.
+    planted("ddp.Bucket.wait_grads", grad_average)
 
-Both ways keep the function object and change its code. So the fault reaches every module that has imported
-the function. At the end of the `with` block, the function gets its own code back.
+A call of Bucket.wait_grads becomes a call of grad_average(original, *arguments), where `original` is the
+function as it was. The fault is in the arguments, the result or the effect, so it outlives the function's
+lines. A fault that is never called is an error.
 
     planted, with_faults     plant faults, in this process or on a rank
     nothing, constant, ...   replacements that several test files use
@@ -30,6 +24,7 @@ import types
 from operator import attrgetter
 from unittest import mock
 
+import pytest
 import test_layouts
 import torch
 from pool import run_ranks
@@ -43,52 +38,26 @@ from parallel import make_mesh
 from runtime.launch import World
 
 PACKAGES = "ops", "fast", "runtime", "corpus", "cost", "interface"
-numbers = itertools.count()  # one for each fault that is planted by name
+numbers = itertools.count()  # one for each planted fault
 
 
 # -----------------------------------------------------------------------------
 # Planting
 
-def planted(where, *fault):
-    """Return a context manager in which the function `where` has a fault.
-
-    fault: (replacement,) or (old text, new text), as the top of this file explains.
-    """
-    return replaced(where, *fault) if callable(fault[0]) else edited(where, *fault)
-
-
 @contextlib.contextmanager
-def replaced(where, replacement):
-    """Call replacement(original, *arguments) in place of the function `where`."""
-    function = find(where)
-    before = function.__code__, function.__defaults__, function.__kwdefaults__
-    original = types.FunctionType(function.__code__, function.__globals__, function.__name__,
-                                  function.__defaults__, function.__closure__)
-    original.__kwdefaults__ = function.__kwdefaults__
-    name = f"_replacement_{next(numbers)}"
-    function.__globals__[name] = functools.partial(replacement, original)
-    function.__defaults__ = function.__kwdefaults__ = None
-    function.__code__ = code_that_calls(name, function)
-    try:
-        yield
-    finally:
-        function.__code__, function.__defaults__, function.__kwdefaults__ = before
-        del function.__globals__[name]
+def planted(where, *fault):
+    """Call replacement(original, *arguments) in place of the function `where`.
 
-
-def code_that_calls(name, function):
-    """Return code for a function that passes its arguments on to the global function `name`.
-
-    Python only accepts new code that has the same number of outer variables as the old code. A method that
-    calls super() has one, __class__. So the new code mentions the old code's outer variables.
+    AssertionError at the end: nothing has called it.
     """
-    outer = ", ".join(function.__code__.co_freevars)
-    source = f"""def outside({outer}):
-    def {function.__name__}(*args, **kwargs):
-        {outer or "pass"}
-        return {name}(*args, **kwargs)
-"""
-    return code_named(function.__name__, compile(source, f"fault in {function.__name__}", "exec"))
+    with planting(where, *fault) as calls:
+        yield
+    assert calls, f"nothing has called {where}"
+
+
+# TEMPORARY
+def planting(where, *fault):
+    return replaced(where, *fault) if callable(fault[0]) else edited(where, *fault)
 
 
 @contextlib.contextmanager
@@ -104,9 +73,65 @@ def edited(where, old, new):
     before = function.__code__
     function.__code__ = code_named(function.__name__, compile(source, f"fault in {where}", "exec"))
     try:
-        yield
+        yield [1]
     finally:
         function.__code__ = before
+
+
+def code_named(name, code):
+    """Return the code of the function `name`, which is defined somewhere inside `code`."""
+    codes = [code]
+    while codes[0].co_name != name:
+        codes[:1] = [constant for constant in codes[0].co_consts if inspect.iscode(constant)]
+    return codes[0]
+
+
+# END
+@contextlib.contextmanager
+def replaced(where, replacement):
+    """Do what `planted` does, and give a list that has an entry for each call.
+
+    The function object stays, and gets other code. So the fault reaches every module that has imported it.
+    """
+    function = find(where)
+    before = function.__code__, function.__defaults__, function.__kwdefaults__
+    original = types.FunctionType(function.__code__, function.__globals__, function.__name__,
+                                  function.__defaults__, function.__closure__)
+    original.__kwdefaults__ = function.__kwdefaults__
+    calls = []
+
+    def called(*args, **kwargs):
+        calls.append(where)
+        return replacement(original, *args, **kwargs)
+
+    name = f"_replacement_{next(numbers)}"
+    function.__globals__[name] = called
+    function.__defaults__ = function.__kwdefaults__ = None
+    function.__code__ = code_that_calls(name, function)
+    try:
+        yield calls
+    finally:
+        function.__code__, function.__defaults__, function.__kwdefaults__ = before
+        del function.__globals__[name]
+
+
+def code_that_calls(name, function):
+    """Return code for a function that passes its arguments on to the global function `name`.
+
+    Python only accepts new code that has the same number of outer variables as the old code. A method that
+    calls super() has one, __class__. So the new code mentions the old code's outer variables.
+    """
+    outer = ", ".join(function.__code__.co_freevars)
+    source = f"""def outside({outer}):
+    def inside(*args, **kwargs):
+        {outer or "pass"}
+        return {name}(*args, **kwargs)
+    return inside
+"""
+    made = {}
+    exec(source, made)
+    values = [None] * len(function.__code__.co_freevars)
+    return made["outside"](*values).__code__
 
 
 def find(where):
@@ -120,20 +145,17 @@ def find(where):
     return inspect.unwrap(found)
 
 
-def code_named(name, code):
-    """Return the code of the function `name`, which is defined somewhere inside `code`."""
-    codes = [code]
-    while codes[0].co_name != name:
-        codes[:1] = [constant for constant in codes[0].co_consts if inspect.iscode(constant)]
-    return codes[0]
-
-
 def with_faults(world, faults, fn, *args):
-    """Call fn on this rank while the faults are planted."""
+    """Call fn on this rank while the faults are planted. AssertionError: no rank came to one of them."""
     with contextlib.ExitStack() as stack:
-        for fault in faults:
-            stack.enter_context(planted(*fault))
-        return fn(world, *args)
+        calls = [stack.enter_context(planting(*fault)) for fault in faults]
+        result = fn(world, *args)
+    counts = torch.tensor([len(of_fault) for of_fault in calls])
+    if world.size > 1:
+        torch.distributed.all_reduce(counts)
+    for (where, *_), count in zip(faults, counts.tolist(), strict=True):
+        assert count, f"no rank has called {where}"
+    return result
 
 
 # -----------------------------------------------------------------------------
@@ -181,16 +203,23 @@ def other_coordinates(original, cfg, mesh, *args, **ranks):
     return original(cfg, dataclasses.replace(mesh, **axes), *args)
 
 
+def first_share(original, p, *args, **kwargs):
+    """Do what initial_weights does on the first rank, whichever share of the tensor this rank has."""
+    with mock.patch.object(p, "offset", (0,) * p.ndim):
+        return original(p, *args, **kwargs)
+
+
 # -----------------------------------------------------------------------------
-# Models and layouts to train with faults, and functions in which several faults are planted
+# Models and layouts to train with faults
 
 LLAMA, GPT2, MOE, BERT = (
     dict(base, micro_batch=2, n_layer=2)
     for base in (test_layouts.LLAMA, test_layouts.GPT2, test_layouts.MOE, test_layouts.BERT))
 
-DP, TP, PP, ZERO = (2, dict()), (2, dict(tp=2)), (2, dict(pp=2)), (2, dict(zero=1))  # ranks, layout
-
-ONE_STAGE, SEVERAL_STAGES = "pipeline.one_stage", "pipeline.several_stages"
+# (ranks, layout)
+ONE, DP, TP, PP = (1, dict()), (2, dict()), (2, dict(tp=2)), (2, dict(pp=2))
+CP, EP = (2, dict(cp=2)), (2, dict(ep=2))
+ZERO, ZERO2, ZERO3 = (2, dict(zero=1)), (2, dict(zero=2)), (2, dict(zero=3))
 
 
 def sequences(n, layout):
@@ -257,3 +286,16 @@ def run_with_faults(base, place, faults=(), batch=None, kind=Synthetic):
                 mock.patch.object(test_layouts, "reference", lambda *job: want):
             compare(base, n, batch, kind, **layout)
     return check
+
+
+def assert_caught(base, place, *faults, **options):
+    """Assert that the results of a run with these faults differ from those of one rank. options: as above."""
+    check = run_with_faults(base, place, faults, **options)
+    with pytest.raises(AssertionError):
+        check()
+
+
+def controls(table):
+    """Return pytest's parameters (base, place): each model and layout of a table of faults, once."""
+    places = {str(row[:2]): row[:2] for row in table.values()}
+    return [pytest.param(*place, id=str(number)) for number, place in enumerate(places.values())]
