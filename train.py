@@ -20,10 +20,9 @@ if __name__ == "__main__":  # The import of torch takes seconds. Signals are han
     from interface.packages import check_packages
     check_packages()
     import plot
-    from runtime import early, session
+    from runtime import session
     session.start_program()
     PARSED = session.parse_first(plot.parse_or_list)  # --help and wrong flags need no torch.
-    early.begin(PARSED[0])
 
 from runtime import launch  # isort: skip (before torch: it sets how idle threads wait)
 import torch
@@ -48,7 +47,7 @@ from ops import fp8
 from optim import Optimizer, learning_rate
 from parallel import make_mesh, parameters_without_memory
 from pipeline import dropout_seeder, forward_backward, forward_only, rank_layers
-from runtime import agree, debugger, early, log, profiles, resume, session, timing, watch
+from runtime import agree, debugger, log, profiles, resume, session, timing, watch
 from runtime.ending import is_finished, report_ending
 from runtime.layer_norms import LayerNorms
 from runtime.parts import Data, Ending, Oversight, Parts
@@ -379,7 +378,6 @@ class Run:
         self.state.samples += batch
         if number == self.first_step:
             self.oversight.progress.first_step_ends()
-            early.first_step_ends()
         # A row and a checkpoint need the number of refused steps. Reading that number synchronises.
         if self.is_logged(number) or self.due(number, self.cfg.save_every) or guard.sigma:
             guard.count_refused()
@@ -535,7 +533,6 @@ def main(argv=None, parsed=None):
             # while the run is suspended.
             world = launch.launch(launch.NO_TIMEOUT, quiet=wrong is not None,
                                   joining=watchdog.joining, waits=True)
-            early.wake(cfg, world.device)
             watchdog.world = world
             try:
                 agree.same_start(world, cfg, wrong)
@@ -545,8 +542,6 @@ def main(argv=None, parsed=None):
                 outcome = leaving.code
             except ChangedFile as error:
                 outcome = launch.refuse_alone(world, error)
-            finally:
-                early.first_step_ends()  # No thread may be inside torch while Python ends.
             launch.shutdown(world)
     if outcome:
         raise SystemExit(int(outcome))

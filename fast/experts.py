@@ -2,9 +2,8 @@
 
     pip install quack-kernels==0.6.5        (the version that was run; flash-attn-4 installs it, too)
 
-The library compiles a kernel when it is first called, if it does not find it on the disk
-(fast/library_kernels.py). Its products equalled ours to the bit on a GPU. docs/machines.md says what it
-saves, and in which shapes it was run.
+The library compiles a kernel when it is first called, if it does not find it on the disk. Its products
+equalled ours to the bit on a GPU. docs/machines.md says what it saves, and in which shapes it was run.
 
     by_quack       makes a token dispatcher say that quack multiplies the rows of its experts
     QuackProducts  has experts_mm and experts_wgrad of ops/grouped_mm.py: what multiplies in their place

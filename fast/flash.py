@@ -4,8 +4,8 @@
 
 Its two kernels, forward and backward, are two operations of torch here. So --compile leaves each of them
 whole, and a CUDA graph captures them. The library compiles a kernel when it is first called, if it does not
-find it on the disk (fast/library_kernels.py). Backward adds up the gradient of the queries in any order, as
-cuDNN's does, so --deterministic takes torch's attention.
+find it on the disk. Backward adds up the gradient of the queries in any order, as cuDNN's does, so
+--deterministic takes torch's attention.
 docs/machines.md says what it saves, and in which shapes it was run.
 
     FlashAttention   what attention.attend calls in the place of torch's function
@@ -18,7 +18,6 @@ from collections.abc import Sequence
 import torch
 
 from config import head_width
-from fast import ahead
 from fast.libraries import Library
 
 HEAD_WIDTHS = {"causal": (64, 128), "mlm": (64,)}  # by objective: those that were run on a GPU
@@ -41,12 +40,6 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
 
     q (B, T, h, D), k and v (B, T, g, D), bf16, with strides of any kind but in the last dimension.
     """
-    ahead.wait_for_libraries()
-    return forward_kernel(q, k, v, is_causal)
-
-
-def forward_kernel(q, k, v, is_causal):
-    """Let the library compute what `attention` returns."""
     out, log_sum_exp, *_ = library()._flash_attn_fwd(q, k, v, causal=is_causal, return_lse=True)
     return out, log_sum_exp
 
@@ -64,11 +57,6 @@ def attention_backward(grad: torch.Tensor, kept: Sequence[torch.Tensor],
 
     grad (B, T, h, D): the gradient of attention's output. kept: q, k, v, the output and the log-sum-exp.
     """
-    return backward_kernels(grad, kept, is_causal)
-
-
-def backward_kernels(grad, kept, is_causal):
-    """Let the library compute what `attention_backward` returns."""
     q, k, v, out, log_sum_exp = kept
     gradients = empty_beside(q, k, v)
     of_q, of_k, of_v = split_heads(gradients, q, k, v)

@@ -1,4 +1,4 @@
-"""How kernels are launched that runtime/early.py compiles before torch is imported.
+"""How kernels are launched: their tiles and options.
 
     product          experts' rows x (R, I) times an expert's matrix (I, O), of ops/tma_kernels.py
     weight_gradient  of the same file: grad (R, O), transposed, times x (R, I)

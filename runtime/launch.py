@@ -21,6 +21,8 @@ from datetime import timedelta
 # to others.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # --trace: torch prints lines of its own
+# flash-attn-4 keeps what it compiles for the next run. W1's kernels took 10 s on two cores.
+os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
 
 from runtime.launcher import torch_reads_environment
 
@@ -38,16 +40,7 @@ from parallel import Axis
 from runtime import address, limits, mpi, visible
 from runtime.abort import end_all_on_exception
 from runtime.calls import CollectiveLog
-from runtime.launcher import (
-    NO_TIMEOUT,
-    detect,
-    keep_library_kernels,
-    ranks_of_nodes,
-    refuse,
-    wrong_environment,
-)
-
-keep_library_kernels()  # before anything imports them
+from runtime.launcher import NO_TIMEOUT, detect, ranks_of_nodes, refuse, wrong_environment
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,8 @@ This file covers plain python, torchrun, MPICH and Intel MPI (Hydra), Open MPI, 
 runtime/launch.py starts the rank. No third file reads the environment.
 """
 import contextlib
-import fcntl
-import getpass
-import importlib.util
 import os
 import re
-import tempfile
 from typing import NamedTuple
 
 from config import Outcome
@@ -155,70 +151,6 @@ def started_by():
 def is_first_of_node():
     """Whether this process does before launch() what one process of each node does."""
     return detect(os.environ).local_rank == 0
-
-
-def share_kernels():
-    """Set the folder of Triton's cache, for a run with --compile.
-
-    torch's compiler moves Triton's cache into its own folder as soon as it begins, and one for each GPU. Then
-    kernels of before would not be found. This folder is the same from the start.
-    """
-    os.environ.setdefault("TRITON_CACHE_DIR", compiled_in("triton"))
-
-
-def keep_library_kernels():
-    """Let flash-attn-4 and quack-kernels keep on the disk what they compile, in one folder.
-
-    They read this when they are imported. By itself, flash-attn-4 keeps nothing, and quack-kernels has a
-    folder in /tmp. Return the folder, or None: no library is installed, nothing can be kept there, or the
-    user has turned flash-attn-4's cache off.
-    """
-    if importlib.util.find_spec("quack") is None:  # flash-attn-4 needs it, too.
-        return None
-    folder = compiled_in("libraries")
-    if not can_lock(folder):
-        return None
-    is_on = os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1") == "1"
-    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", folder)
-    os.environ.setdefault("QUACK_CACHE_DIR", folder)
-    return folder if is_on else None
-
-
-def folders_of_kernels():
-    """Return where the two libraries keep their kernels: what this file or the user has set."""
-    return [os.environ.get(name) for name in ("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", "QUACK_CACHE_DIR")]
-
-
-def can_lock(folder):
-    """Whether files can be made and locked in a folder, which is made here.
-
-    Some parallel file systems know no locks. There the libraries would wait for a lock until they give up.
-    """
-    path = os.path.join(folder, f"{os.getpid()}.lock")
-    try:
-        os.makedirs(folder, exist_ok=True)
-        with open(path, "a+") as file:  # NFS wants a file that is read for a shared lock.
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        os.remove(path)
-    except OSError:
-        return False
-    return True
-
-
-def compiled_in(name):
-    """Return a folder for compiled kernels, in that of torch's compiler."""
-    folder = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
-    if folder is None:
-        folder = os.path.join(tempfile.gettempdir(), f"torchinductor_{user_name()}")
-    return os.path.join(os.path.abspath(folder), name)
-
-
-def user_name():
-    """Return the name of the user, or the number where the system knows no name."""
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):  # in a container
-        return f"uid_{os.getuid()}"
 
 
 def as_torchrun(rank, size, port, local_size=None):

@@ -13,7 +13,7 @@ forkserver.ensure_running()  # it forks the pool's ranks, and imports torch whil
 # Seconds that the tests of the longest files take on a busy machine, those marked long included. These files
 # start first, so that none of them is left for the end.
 LONGEST = {
-    "test_wrong_commands": 245, "test_muon": 155, "test_gpu_matrix": 136, "test_early": 111,
+    "test_wrong_commands": 245, "test_muon": 155, "test_gpu_matrix": 136,
     "test_shard": 105, "test_new_flag": 103, "test_bench_peers": 103, "test_resume": 89,
     "test_layouts": 82, "test_symm_mem": 75, "test_launch": 71, "test_split_master": 70,
     "test_screen": 60, "test_scripts": 58, "test_change_it": 57, "test_cli": 54, "test_plan": 52,

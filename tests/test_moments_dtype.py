@@ -1,6 +1,6 @@
 """--moments-dtype bf16: AdamW's moments are rounded to bf16 after each update; runs, layouts and checkpoints.
 
-test_kernels.py compares the Triton kernel with AdamW.step, and test_early.py has its early compilation.
+test_kernels.py compares the Triton kernel with AdamW.step.
 """
 import pytest
 import torch

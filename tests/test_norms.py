@@ -1,8 +1,11 @@
 """Norms by the kernels of ops/norms.py in a model; test_kernels.py compares them with their torch twins."""
+import subprocess
+import sys
 from unittest import mock
 
 import pytest
 import torch
+from pool import ROOT
 from test_kernels import DEVICE, assert_near, few_programs, kernels, randn
 from test_model import random_model
 
@@ -65,3 +68,37 @@ def test_a_recomputed_block_has_the_same_gradients(recompute, few_programs):
         found.append([loss.detach(), *(p.grad for p in model.parameters())])
     for mine, without in zip(*reversed(found), strict=True):
         assert torch.equal(mine, without)
+
+
+LEAST_SHARED_MEMORY = 99 * 1024  # bytes of a block, of GPUs of capability 8.6, 8.9 and 12.0
+
+
+def compile_norms():
+    """The kernel of each width and dtype that it serves fits into a multiprocessor's memory."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from ops.kernels import norm_backward
+    for width, itemsize in ((768, 2), (1024, 4), (4096, 4), (5120, 2), (8192, 2)):
+        assert backend.next_power_of_2(width) * itemsize <= norms.ROW_BYTES
+        _, options = norms.launch(width)
+        warps = options.pop("num_warps")
+        constants = {**options, "EPS": 1e-5, "CENTRED": True, "BIAS": True}
+        numbers = [name for name in norm_backward.arg_names if name not in constants]
+        kinds = dict.fromkeys(numbers, "*bf16" if itemsize == 2 else "*fp32")
+        kinds |= {"sums_ptr": "*fp32", "rows": "i32", "width": "i32"} | dict.fromkeys(constants, "constexpr")
+        aligned = {(i,): [["tt.divisibility", 16]] for i in range(len(numbers))}
+        source = ASTSource(fn=norm_backward, signature=kinds, constexprs=constants, attrs=aligned)
+        kernel = triton.compile(source, GPUTarget("cuda", 89, 32), {"num_warps": warps})
+        assert kernel.metadata.shared <= LEAST_SHARED_MEMORY, (width, itemsize, kernel.metadata.shared)
+
+
+@pytest.mark.long
+def test_the_kernel_of_norms_fits_into_small_gpus(monkeypatch):
+    """conftest.py lets this process interpret kernels, so another process compiles them."""
+    pytest.importorskip("triton.backends.nvidia", reason="Triton has no wheel for this system")
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    code = "import sys; sys.path[:0] = ['.', 'tests']; import test_norms; test_norms.compile_norms()"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
