@@ -55,10 +55,6 @@ notebooks: .venv/ready
 	$(BIN)/pip install -q -r requirements-notebooks.txt
 	$(BIN)/jupyter nbconvert --to notebook --execute --output-dir out/notebooks tutorial/*.ipynb
 
-# hours, and 3 GB to download per version. it can be stopped and typed again
-torch-versions: .venv/ready
-	python bench/torch_versions.py
-
 .venv/ready: requirements.txt
 	$(PYTHON) -m venv .venv
 	@if [ "$$(uname -s)" = Linux ] && [ ! -e /proc/driver/nvidia ] && ! $(BIN)/pip show -q torch 2>/dev/null; then \
@@ -71,4 +67,4 @@ torch-versions: .venv/ready
 	$(BIN)/pip install -r requirements-test.txt
 	touch $@
 
-.PHONY: train picture test drills fuzz long mutants slurm tutorial notebooks torch-versions
+.PHONY: train picture test drills fuzz long mutants slurm tutorial notebooks

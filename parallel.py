@@ -353,22 +353,6 @@ def parameter(shape, mesh, tp_dim=None, expert=False, *, used=None, tied=False):
     return p
 
 
-def describe_parameters(module):
-    """Give the parameters of any module the attributes that `parameter` gives ours.
-
-    Each rank holds every parameter whole. After this, ddp.DataParallel(module, mesh, zero) sums
-    their gradients over all ranks of a mesh without stages, and with zero=1 also divides the work
-    of the optimizer. A parameter that needs no gradient stays out of the buckets. The weights must
-    already be equal on all ranks.
-    """
-    for p in module.parameters():
-        p.full_shape = tuple(p.shape)
-        p.offset = (0,) * p.ndim
-        p.used = p.shape[0] if p.ndim else 1
-        p.expert = False
-        p.reduction_axis = "stage"
-
-
 # -----------------------------------------------------------------------------
 # Tensor and sequence parallelism: the two collectives around attention and around the MLP
 #   gather_rows   before: each rank has n of the B*t rows, and its output features need all of them.

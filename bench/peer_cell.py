@@ -9,7 +9,6 @@ same learning rates, and one measurement: speed.measure. The processes import no
 the cell runs.
 """
 import contextlib
-import gc
 import importlib.util
 import json
 import math
@@ -25,7 +24,6 @@ from runtime.launch import launch, shutdown
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from speed import LAYOUTS, WORKLOADS, join_value, measure
 from torch.nn.parallel import DistributedDataParallel
 from training import Training
@@ -35,8 +33,6 @@ from config import pad_vocab
 from cost.parameters import count_parameters
 from optim import learning_rate
 
-TINY = ("--n-layer 2 --n-embd 32 --n-head 2 --n-kv-head 2 --ffn-hidden 128 --seq-len 32 --vocab-size 256 "
-        "--micro-batch 2 --dtype fp32 --no-compile")
 GPT2 = ("G2", "G2-32", "WP", "SC")
 LLAMA = ("W1", "W3", "W3-8192")
 ON_ONE_GPU = (*GPT2, *LLAMA, "W2b", "BERT")  # a GPU holds them without recomputation
@@ -69,23 +65,22 @@ class Peer:
             sys.path.insert(0, str(Path(path).resolve()))
         self.model = self.build(path).train()
         self.count = numbers_of(self.model, "")
-        self.check_count()
+        theirs = self.count - sum(self.beside.values())
+        ours = count_parameters(cfg, self.vocab)["total"]
+        if theirs != ours:
+            raise ValueError(f"{type(self).__name__} has {theirs:,} parameters where ours has {ours:,}: its "
+                             "config is not the workload's")
         self.prepare()
-
-    def check_count(self):
-        """ValueError: the model has other parameters than ours and those that it names."""
-        beside = sum(self.beside.values())
-        compare(self, self.count - beside, count_parameters(self.cfg, self.vocab)["total"])
 
     def prepare(self):
         """Make the optimizer, and compile and wrap the model."""
 
     def compiled(self, function):
-        """Return torch.compile of a model or function; in fp32, which is for rehearsals, itself."""
+        """Return torch.compile of a model or function; in fp32, itself."""
         return torch.compile(function) if self.cfg.dtype != "fp32" else function
 
     def autocast(self):
-        """The context of a forward in bf16 on fp32 weights; no context for a rehearsal in fp32."""
+        """The context of a forward in bf16 on fp32 weights; no context in fp32."""
         if self.cfg.dtype == "fp32":
             return contextlib.nullcontext()
         return torch.autocast(self.world.device.type, torch.bfloat16)
@@ -133,15 +128,8 @@ def numbers_of(model, ending):
     return sum(p.numel() for name, p in model.named_parameters() if name.endswith(ending))
 
 
-def compare(peer, theirs, ours):
-    """Raise ValueError unless a peer's model has as many parameters as ours."""
-    if theirs != ours:
-        raise ValueError(f"{type(peer).__name__} has {theirs:,} parameters where ours has {ours:,}: its "
-                         "config is not the workload's")
-
-
 def sizes(cfg, vocab):
-    """Return the shape of a Llama in the names of transformers' configs, which picotron has, too."""
+    """Return the shape of a Llama in the names of transformers' configs."""
     return dict(vocab_size=vocab, hidden_size=cfg.n_embd, intermediate_size=cfg.ffn_hidden,
                 num_hidden_layers=cfg.n_layer, num_attention_heads=cfg.n_head,
                 num_key_value_heads=cfg.n_kv_head, max_position_embeddings=cfg.seq_len,
@@ -172,51 +160,6 @@ class NanoGPT(Peer):
 
     def loss(self, x, y):
         return self.model(x, y)[1]
-
-
-class Nanochat(Peer):
-    """karpathy/nanochat's GPT and MuonAdamW. It is another model: the same matrices are multiplied, but it
-    has value embeddings, an untied embedding and relu^2. No clipping, no DDP: its optimizer sums gradients.
-    """
-
-    def build(self, path):
-        from nanochat.gpt import GPT, GPTConfig
-        cfg = self.cfg
-        shape = GPTConfig(sequence_len=cfg.seq_len, vocab_size=self.vocab, n_layer=cfg.n_layer,
-                          n_head=cfg.n_head, n_kv_head=cfg.n_kv_head, n_embd=cfg.n_embd, window_pattern="L")
-        with torch.device("meta"):
-            model = GPT(shape)
-        model.to_empty(device=self.world.device)
-        model.init_weights()
-        return model
-
-    def check_count(self):
-        """Only what a token is multiplied with can be equal: its gates are beside it."""
-        multiplied = self.model.num_matmul_params() - numbers_of(self.model, "gate.weight")
-        compare(self, multiplied, count_parameters(self.cfg, self.vocab)["matmul"])
-
-    def prepare(self):
-        # torch.compile with dynamic=False, as its base_train.py has it
-        self.run = self.model
-        if self.cfg.dtype != "fp32":
-            self.run = torch.compile(self.model, dynamic=False)
-        self.optimizer = self.model.setup_optimizer()
-        gc.collect()
-        gc.freeze()
-        gc.disable()  # its base_train.py does so after the first step
-
-    def set_rate(self, rate):
-        """Its own rates stay as they are: the warmup and the decay of nanochat cost no time."""
-
-    def step(self, batches):
-        total = 0
-        for x, y, *_ in batches:
-            loss = self.run(x, y) / len(batches)
-            loss.backward()
-            total = total + loss.detach()
-        self.optimizer.step()
-        self.model.zero_grad(set_to_none=True)
-        return total
 
 
 class Transformers(Peer):
@@ -367,65 +310,14 @@ class TorchTitanDDP(TorchTitan):
         return Peer.autocast(self)
 
 
-class Picotron(Peer):
-    """huggingface/picotron's Llama and its buckets: pure bf16, its train.py's AdamW, no clipping."""
-
-    def build(self, path):
-        stand_in_for(FLASH_INTERFACE, FLASH_ATTN)
-        import picotron.process_group_manager as groups
-        from picotron.model import Llama
-        world = self.world
-        if not dist.is_initialized():  # it asks torch for its rank, also alone
-            dist.init_process_group(dist.get_default_backend_for_device(world.device), rank=0, world_size=1,
-                                    store=dist.HashStore())
-        groups.setup_process_group_manager(tp_size=1, cp_size=1, pp_size=1, dp_size=world.size)
-        shape = SimpleNamespace(**sizes(self.cfg, self.vocab), rope_theta=self.cfg.rope_base)
-        dtype = torch.float32 if self.cfg.dtype == "fp32" else torch.bfloat16
-        return Llama(config=shape).to(dtype).to(world.device)
-
-    def prepare(self):
-        from picotron.data_parallel.data_parallel import DataParallelBucket
-        if self.world.size > 1:
-            self.model = DataParallelBucket(self.model)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=self.cfg.lr)
-
-    def step(self, batches):
-        self.optimizer.zero_grad()
-        total = 0.0
-        for i, (x, y, *_) in enumerate(batches):
-            self.model.require_backward_grad_sync = i == len(batches) - 1
-            logits = self.model(input_ids=x)
-            loss = F.cross_entropy(logits.view(y.numel(), -1), y.reshape(-1)) / len(batches)
-            loss.backward()
-            total += loss.item()  # it waits for the device here
-        self.optimizer.step()
-        if hasattr(self.model, "reset"):
-            self.model.reset()
-        return torch.tensor(total)
-
-
-# What peers import and a cell does not use: {module: names}. The first three read data and write logs for
-# torchtitan. With FLASH_ATTEN=0, as peers.py sets it, picotron calls SDPA in the place of the last.
+# What torchtitan imports to read data and to write logs, which a cell does not use: {module: names}.
 DATASETS = {"datasets": ("Dataset", "load_dataset"), "datasets.distributed": ("split_dataset_by_node",)}
 TORCHDATA = {"torchdata.stateful_dataloader": ("StatefulDataLoader",)}
 TENSORBOARD = {"torch.utils.tensorboard": ("SummaryWriter",)}
-FLASH_INTERFACE = "flash_attn.flash_attn_interface"
-FLASH_ATTN = {FLASH_INTERFACE: ("flash_attn_func",),
-              "flash_attn.layers.rotary": ("apply_rotary_emb",),
-              "flash_attn.ops.triton.layer_norm": ("layer_norm_fn",)}
-
-
-def is_installed(module):
-    """Whether there is such a module. Its package can be there without it: flash-attn-4 shares flash_attn."""
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:
-        return False
-
 
 def stand_in_for(module, modules):
     """Let a peer be imported without a module that is not installed. modules: one of the tables above."""
-    if is_installed(module):
+    if importlib.util.find_spec(module) is not None:
         return
     for path, names in modules.items():
         words = path.split(".")
@@ -442,10 +334,9 @@ def stand_in_for(module, modules):
 # A cell
 
 PEERS = {  # name: (class, the workloads it has a model for)
-    "nanogpt": (NanoGPT, GPT2), "nanochat": (Nanochat, ("G2", "G2-32")),
+    "nanogpt": (NanoGPT, GPT2),
     "hf": (Transformers, ON_ONE_GPU), "hf-bf16": (TransformersBf16, ON_ONE_GPU),
-    "torchtitan": (TorchTitan, (*LLAMA, "7B", "8B")), "torchtitan-ddp": (TorchTitanDDP, LLAMA),
-    "picotron": (Picotron, LLAMA)}
+    "torchtitan": (TorchTitan, (*LLAMA, "7B", "8B")), "torchtitan-ddp": (TorchTitanDDP, LLAMA)}
 
 
 @dataclass(frozen=True)
@@ -454,7 +345,6 @@ class Flags:
     trainer: Positional[Literal[("ours", *PEERS)]]  # who trains
     path: str = ""  # the peer's repository, where it is not installed
     steps: int = 60  # the last half counts, at most 30
-    tiny: bool = False  # a rehearsal: a tiny model of the same kind in fp32, nothing compiled
     data: str = "synthetic"  # a folder of prepare.py, or synthetic
     flags: str = ""  # more flags of train.py, for all trainers
     json: str = ""  # file to which the row is appended
@@ -494,14 +384,8 @@ def train_flags(flags, gpus):
     words = [WORKLOADS[flags.workload]]
     if flags.trainer == "ours" and gpus > 1:
         words.append(LAYOUTS.get(flags.workload, "--zero 1").format(gpus=gpus))
-    if flags.tiny:
-        words.append(TINY)
-        if "moe" in WORKLOADS[flags.workload]:
-            words.append(f"--n-experts {max(4, gpus)}")
     if flags.data != "synthetic":
         words.append(f"--data {flags.data}")
-    if flags.tiny and flags.data != "synthetic":
-        words.append("--vocab-size 0")  # that of the data
     return " ".join([*words, flags.flags]).strip()
 
 

@@ -19,7 +19,7 @@ LONGEST = {
     "test_screen": 60, "test_scripts": 58, "test_change_it": 57, "test_cli": 54, "test_plan": 52,
     "test_metrics": 51, "test_faults": 51, "test_layouts_bench": 49, "test_graph": 48,
     "test_streams": 47, "test_flex": 46, "test_malformed": 45, "test_tutorial": 43, "test_convert": 42,
-    "test_drills": 34, "test_start_at_scale": 28, "test_watch": 28,
+    "test_drills": 34, "test_watch": 28,
 }
 
 

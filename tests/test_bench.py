@@ -4,7 +4,6 @@ import importlib
 import json
 import os
 import re
-import shlex
 import shutil
 import subprocess
 import sys
@@ -19,12 +18,10 @@ from pool import ROOT, run_ranks
 sys.path.insert(0, str(ROOT / "bench"))  # also in the ranks of the pool, which import this module
 
 import collectives
-import gate_dtype
 import ladder
 import moe_layer
 import smoke
 import speed
-import torch_versions
 import training
 import windows
 from training import Training
@@ -32,8 +29,6 @@ from training import Training
 import attention
 from fast.choose import OURS, Choice
 from interface.command_line import command_line, parse
-from interface.layout import check_layout
-from ops import permute
 from parallel import make_mesh
 from plan import estimate
 from runtime.launch import World
@@ -212,9 +207,8 @@ def test_wrong_flags_are_one_line(main, argv, words, capsys):
     assert end.value.code == 2 and said.count("\n") == 1 and words in said
 
 
-PROGRAMS = ("collectives", "dcp_compare", "doctor", "equal_one", "floor", "gpu_matrix", "ladder", "layouts",
-            "moe_layer", "oracles", "peer_cell", "peers", "published", "save_cost", "scaling", "smoke",
-            "speed", "torch_versions", "windows")
+PROGRAMS = ("collectives", "doctor", "equal_one", "gpu_matrix", "ladder", "layouts", "moe_layer", "oracles",
+            "peer_cell", "peers", "save_cost", "scaling", "smoke", "speed", "windows")
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -346,34 +340,6 @@ def test_a_ratio_is_to_a_peer_of_the_same_model_on_the_same_kind_of_gpu(name, fl
     own = speed.WORKLOADS.get(name, speed.LLAMA_8B)
     who, rate = speed.peer_of(name, parse([*own.split(), *flags.split()], data="synthetic"), World(size=gpus))
     assert who == peer and (rate is None) == (peer == "none")
-
-
-@pytest.mark.parametrize("gpus", [2, 4])
-def test_the_rows_of_four_gpus_are_commands_that_fit(gpus):
-    """Every script exists, and every layout fits the GPUs: what no GPU is here to run cannot rot unseen."""
-    script = ROOT / "bench/four_gpus.sh"
-    job = subprocess.run([script, "--print", "--gpus", str(gpus)], capture_output=True, text=True, check=True)
-    rows = {name: shlex.split(command) for name, _, command in
-            (line.partition(": ") for line in job.stdout.splitlines())}
-    assert len(rows) == len(job.stdout.splitlines()) and {"matrix", "experts", "equal"} <= rows.keys()
-    layouts = 0
-    for name, words in rows.items():
-        at = next(i for i, word in enumerate(words) if word.endswith((".py", ".sh")))
-        assert (ROOT / words[at]).is_file(), f"{name}: {words[at]}"
-        configs = []
-        if words[at] == "bench/speed.py":
-            argv = speed.join_value(words[at + 1:], "--flags")
-            flags = command_line(speed.Flags, argv, "speed.py", "")
-            configs = [f"{speed.WORKLOADS[workload]} {flags.flags}".split() for workload in flags.workloads]
-        elif words[at] == "train.py":
-            configs = [words[at + 1:]]
-        for argv in configs:
-            cfg = parse(argv, data="synthetic")
-            mesh = make_mesh(World(size=gpus), cfg.tp, cfg.pp, cfg.ep, cp=cfg.cp, n_experts=cfg.n_experts,
-                             groups=False)
-            check_layout(cfg, mesh, cfg.global_batch or cfg.micro_batch * mesh.dp.size)
-            layouts += 1
-    assert layouts > 12
 
 
 def test_all_rows_of_a_moe_layer_run(monkeypatch, capsys):
@@ -549,43 +515,3 @@ def test_the_two_nodes_drill_does_the_parts_that_are_asked_for(tmp_path):
     said = [line.split(":")[0] for line in done.stdout.splitlines() if line.startswith("ok ")]
     assert len(said) == 7 and said[-1] == "ok    bytes of ZeRO-3, W1"
     assert not (tmp_path / "out/w1").exists() and not (tmp_path / "out/dense").exists()
-
-
-def test_the_page_of_torch_versions_has_one_row_per_version_and_list(tmp_path, monkeypatch):
-    page = tmp_path / "page.md"
-    monkeypatch.setattr(torch_versions, "PAGE", page)
-    head, rule = "| torch | tests |", "|---|---|"
-    page.write_text(f"# Title\n\nwords\n\n{head}\n{rule}\n| 2.10.0 | list | old |\n\nend\n")
-    rows = torch_versions.read_rows()
-    assert rows == {("2.10.0", "list"): ["2.10.0", "list", "old"]}
-    new = {("2.10.0", "list"): ["2.10.0+cpu", "list", "new"],
-           ("2.8.0", "suite"): ["2.8.0+cu128", "suite", "x"]}
-    torch_versions.write_rows(rows | new)
-    assert torch_versions.read_rows() == new
-    text = page.read_text()
-    assert text.startswith("# Title\n\nwords\n\n| torch |") and text.endswith("|\n\nend\n")
-    assert text.index("2.8.0") < text.index("2.10.0"), "the oldest first"
-
-
-def test_each_requirement_has_a_lowest_version():
-    """torch_versions.py installs it: a line without one would be left out."""
-    for name, lowest in (("requirements.txt", False), ("requirements-site.txt", True)):
-        lines = re.findall(r"^(?!torch)\w.*", (ROOT / name).read_text(), re.M)
-        want = {re.sub(r"[>=]=([\d.]+).*", r"==\1", line) for line in lines}
-        have = torch_versions.packages(lowest)
-        assert want <= set(have) and len({line.split("==")[0] for line in have}) == len(have)
-
-
-@pytest.mark.parametrize("padded", [False, True])
-def test_the_sums_of_gate_dtype_are_those_of_the_experts(padded):
-    rng = torch.Generator().manual_seed(3)
-    y, gates, grad = (torch.randn(*shape, generator=rng) for shape in ((12, 5), (6, 2), (6, 5)))
-    perm = torch.randperm(12, generator=rng)  # with padded: copy 0 was dropped, and its slot is empty
-    inv_perm = perm.argsort()
-    if padded:
-        perm[inv_perm[0]] = 12
-        inv_perm[0] = 12
-    torch.testing.assert_close(gate_dtype.sum_in_fp32(y, inv_perm, 2, padded, gates),
-                               permute.unpermute(y, inv_perm, 2, padded, gates))
-    torch.testing.assert_close(gate_dtype.gradients_in_fp32(y, gates, perm, padded, grad),
-                               permute.unpermute_backward(y, gates, perm, padded, grad))

@@ -689,12 +689,9 @@ def test_wrong_arguments_of_checkpoint_py_are_refused_in_one_line(tmp_path):
 
 
 @pytest.mark.long
-def test_the_benchmarks_of_saving_run(tmp_path, capsys, monkeypatch):
+def test_the_benchmark_of_saving_runs(tmp_path, capsys, monkeypatch):
     sys.path.insert(0, str(ROOT / "bench"))
-    import dcp_compare
     import save_cost
-    dcp_compare.main(["--gb", "0.0005", "--scratch", str(tmp_path)])
-    assert "all 24 tensors equal in every bit: ours -> dcp -> ours, 1 ranks" in capsys.readouterr().out
     flags = ["--n-layer=1", "--n-embd=16", "--n-head=2", "--seq-len=8", "--save-every=2", "--micro-batch=2"]
     monkeypatch.setattr(sys, "argv", ["save_cost.py", "tiny", *flags, f"--out={tmp_path}"])
     save_cost.main()

@@ -19,7 +19,7 @@ from config import Config
 from corpus.synthetic import Synthetic
 from ddp import Bucket, Comm, CopyBucket, DataParallel, LoneBucket, assign_buckets
 from ops.flat import rectangles
-from parallel import Axis, describe_parameters, make_mesh
+from parallel import Axis, make_mesh
 from runtime.launch import World
 from runtime.resume import broadcast_and_verify, own_pieces
 
@@ -52,7 +52,12 @@ def sums_of_two_orders(world, zero):
     Return the names of the sums that this rank starts in backward, of all that it starts, and {name: sum}.
     """
     model = torch.nn.ParameterDict({name: torch.nn.Parameter(torch.ones(32, 32)) for name in "abc"})
-    describe_parameters(model)
+    for p in model.parameters():
+        p.full_shape = (32, 32)
+        p.offset = (0, 0)
+        p.used = 32
+        p.expert = False
+        p.reduction_axis = "stage"
     data_parallel = DataParallel(model, make_mesh(world), zero, bucket_elements=1)
     assert len(data_parallel.buckets) == 3
     data_parallel.reset()

@@ -720,8 +720,8 @@ except KeyboardInterrupt as e:
     print(e)
 """
 PROGRAMS = ["train.py", "sample.py", *(f"bench/{name}.py" for name in (
-    "collectives", "dcp_compare", "doctor", "equal_one", "floor", "gpu_matrix", "ladder", "layouts",
-    "moe_layer", "one_step", "oracles", "peer_cell", "published", "save_cost", "smoke", "speed", "windows"))]
+    "collectives", "doctor", "equal_one", "gpu_matrix", "ladder", "layouts", "moe_layer", "one_step",
+    "oracles", "peer_cell", "save_cost", "smoke", "speed", "windows"))]
 
 
 @pytest.fixture(scope="module")
