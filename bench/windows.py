@@ -1,6 +1,6 @@
 """Windows and documents: attention alone in the flash kernel and with a mask, and what a step gains by them.
 
-    python bench/windows.py --json rows.jsonl      (both tables of bench/README.md, on one GPU)
+    python bench/windows.py --json rows.jsonl      (what bench/README.md has of them, on one GPU)
     python bench/windows.py steps
     python bench/windows.py --tiny                 (a rehearsal on a CPU)
 

@@ -286,7 +286,7 @@ def test_memory_within_a_tenth_of_measured(flags, gpus, measured):
     ("llama-7b --pp 2 --pp-chunks 2 --vocab-size 256 --micro-batch 2 --global-batch 8 --pp-layers 8,8,8,8", 2,
      88.57)])
 def test_memory_with_symmetric_memory_is_near_the_measured(flags, gpus, measured):
-    """Reserved and symmetric memory on H200 (bench/README.md). The largest error is 6 %.
+    """Reserved and symmetric memory on H200. The largest error is 6 %.
 
     With ZeRO-1 each rank also kept the fp32 sum of what came as copies, which the optimizer computes now.
     """
@@ -352,7 +352,7 @@ LONG = "dense-210m --micro-batch 1 --recompute full --zero 1"
     ("llama-7b --zero 3 --micro-batch 2", 2, 346.15), ("llama-7b --zero 3 --micro-batch 4", 2, 625.73),
     ("smol-1.7b --fp8", 1, 142.5)])
 def test_step_of_other_rows_within_a_tenth_of_measured(flags, gpus, ms):
-    """Rows of bench/README.md. The two with --cp were used to fit the rate of attention there."""
+    """Rows measured on H200. The two with --cp were used to fit the rate of attention there."""
     cfg, _ = plan.check_gpus(parse(flags.split()), gpus)
     assert plan.estimate(cfg, gpus, "h200", cfg.vocab_size)["ms"] == pytest.approx(ms, rel=0.1)
 
