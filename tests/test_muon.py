@@ -14,7 +14,7 @@ import plain_muon
 import pytest
 import test_layouts
 import torch
-from faults import constant, nothing, planted, with_faults
+from faults import nothing, planted, with_faults
 from pool import run_ranks
 from runs import assert_refused, final, go
 from test_layouts import BERT, GPT2, LLAMA, MOE, compare, mask_synthetic, run
@@ -419,40 +419,23 @@ def all_but_one(original, matrices, n_ranks):
     return original(matrices[:-1], n_ranks)
 
 
+def one_matrix(original, params):
+    """muon.shapes_of that takes the experts of a layer for the rows of one matrix."""
+    return [((p.numel() // p.size(-1), p.size(-1)), tuple(p.full_shape[-2:])) for p in params]
+
+
+def rate_of_adamw(original, optimizer, lr, *args):
+    """Muon.step at AdamW's learning rate."""
+    original(optimizer, lr / optimizer.lr_factor, *args)
+
+
 TP, DP, ZERO, EP = (2, 4, dict(tp=2)), (2, 8, dict()), (2, 8, dict(zero=1)), (2, 4, dict(ep=2))
-ADD = "momentum.lerp_(grad, taken * (1 - self.momentum))"
-LOOK_AHEAD = "direction.copy_(grad.lerp(momentum, self.momentum))"
-FAULTS = {
+FAULTS = {  # name: (family, (ranks, sequences, layout), a fault as arguments of planted)
     "each share orthogonalised alone": ("llama", TP, ("muon.orthogonalise", alone)),
-    "the norm is not summed over tp": (
-        "llama", TP, ("muon.normalised", "axis.all_reduce(squared_norms(x))", "squared_norms(x)")),
-    "the Gram matrix is not summed over tp": (
-        "llama", TP, ("muon.orthogonalise", "axis.all_reduce(symmetric_mm(*factors))",
-                      "symmetric_mm(*factors)")),
-    "the next Gram matrix lacks a polynomial": (
-        "llama", DP, ("muon.product_of_polynomials", "symmetric_mm(polynomial, gram)", "gram")),
-    "only the last polynomial reaches the matrix": (
-        "llama", DP, ("muon.product_of_polynomials", "symmetric_mm(polynomial, product)", "polynomial")),
-    "the Gram matrix of the side that is cut": (
-        "llama", TP, ("muon.orthogonalise", "cut == 0", "cut == 1")),
-    "the scale of the share's shape": (
-        "llama", TP, ("muon.WholeMatrices.orthogonalise_batch", "update_scale(matrix.full_shape)",
-                      "update_scale(matrix.shape)")),
-    "the experts are one matrix": (
-        "moe", EP, ("muon.shapes_of", "tuple(p.shape[-2:])", "(p.numel() // p.size(-1), p.size(-1))")),
-    "momentum is updated afterwards": (
-        "llama", DP, ("muon.Muon.add_gradient", f"{ADD} {LOOK_AHEAD}", f"{LOOK_AHEAD}; {ADD}")),
-    "no look ahead": (
-        "llama", DP, ("muon.Muon.add_gradient", "grad.lerp(momentum, self.momentum)", "momentum")),
-    "matrices in blocks do not decay": (
-        "llama", DP, ("muon.Muon.update", "master.mul_(1 - rate * self.decay)", "")),
-    "decay in place of AdamW's group": ("llama", DP, ("ddp.uses_weight_decay", functools.partial(
-        constant, value=True))),
-    "AdamW's learning rate": ("llama", DP, ("muon.Muon.step", "lr * self.lr_factor", "lr")),
+    "the experts of a layer are one matrix": ("moe", EP, ("muon.shapes_of", one_matrix)),
+    "AdamW's learning rate": ("llama", DP, ("muon.Muon.step", rate_of_adamw)),
     "updates stay with the owner": ("llama", ZERO, ("muon.WholeMatrices.hand_back", nothing)),
     "a matrix without an owner": ("llama", ZERO, ("muon.assign_owners", all_but_one)),
-    "parts of matrices in another order": (
-        "llama", ZERO, ("muon.WholeMatrices.collect", "*parts]", "*parts[::-1]]")),
 }
 
 

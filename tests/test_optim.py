@@ -77,14 +77,20 @@ def test_warmup_stable_decay_by_hand():
     check_wsd()
 
 
+def a_step_late(original, cfg, step):
+    """learning_rate of the step before."""
+    return original(cfg, max(1, step - 1))
+
+
+def without_warmup(original, cfg, *args):
+    """stable_until of a run that does not warm up."""
+    return original(dataclasses.replace(cfg, warmup=0), *args)
+
+
 @pytest.mark.parametrize("fault", [
-    ("optim.stable_until", "cfg.decay_ratio * last", "cfg.decay_ratio * cfg.steps"),
-    ("optim.stable_until", "max(cfg.warmup, last -", "max(0, last -"),
-    ("optim.learning_rate", "step <= stable_end", "step < stable_end - 1"),
-    ("optim.learning_rate", "/ (last - stable_end)", "/ last"),
-    ("optim.learning_rate", "low + (last - step)", "(last - step)")], ids=lambda fault: fault[1])
-def test_a_wrong_line_of_the_decay_is_found(fault):
-    with planted(*fault), pytest.raises((AssertionError, ZeroDivisionError)):
+    ("optim.learning_rate", a_step_late), ("optim.stable_until", without_warmup)], ids=lambda fault: fault[0])
+def test_a_wrong_decay_is_found(fault):
+    with planted(*fault), pytest.raises(AssertionError):
         check_wsd()
 
 
