@@ -34,10 +34,6 @@ long: .venv/ready-test
 	  timeout 1800 $(BIN)/pip install -q llama-cpp-python==0.3.36 || echo "llama-cpp-python cannot be built here"
 	$(PYTEST) -rs -m long tests
 
-# hours on 2 cores. it can be stopped and typed again
-mutants: .venv/ready-test
-	python tests/mutants.py
-
 N ?= 20000
 fuzz: .venv/ready-test
 	python tests/fuzz.py $(N)
@@ -67,4 +63,4 @@ notebooks: .venv/ready
 	$(BIN)/pip install -r requirements-test.txt
 	touch $@
 
-.PHONY: train picture test drills fuzz long mutants slurm tutorial notebooks
+.PHONY: train picture test drills fuzz long slurm tutorial notebooks

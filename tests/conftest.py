@@ -14,7 +14,7 @@ forkserver.ensure_running()  # it forks the pool's ranks, and imports torch whil
 # start first, so that none of them is left for the end.
 LONGEST = {
     "test_wrong_commands": 245, "test_muon": 155, "test_gpu_matrix": 136,
-    "test_shard": 105, "test_new_flag": 103, "test_bench_peers": 103, "test_resume": 89,
+    "test_shard": 105, "test_bench_peers": 103, "test_resume": 89,
     "test_layouts": 82, "test_symm_mem": 75, "test_launch": 71, "test_split_master": 70,
     "test_screen": 60, "test_scripts": 58, "test_change_it": 57, "test_cli": 54, "test_plan": 52,
     "test_metrics": 51, "test_faults": 51, "test_layouts_bench": 49, "test_graph": 48,
@@ -24,8 +24,7 @@ LONGEST = {
 
 
 def pytest_collection_modifyitems(items):
-    if "PYTEST_XDIST_WORKER" in os.environ:  # mutants.py asks for its own order
-        items.sort(key=lambda item: -LONGEST.get(item.path.stem, 0))  # tests of one file keep their order
+    items.sort(key=lambda item: -LONGEST.get(item.path.stem, 0))  # tests of one file keep their order
 
 
 @pytest.fixture(autouse=True)

@@ -17,6 +17,7 @@ from runs import assert_refused, chars, final, go, rows, same, session
 from safetensors.torch import load_file
 from test_layouts import BERT
 
+import plan
 import prepare
 import sample
 from config import Config
@@ -427,3 +428,11 @@ def test_a_source_that_trains_every_token_has_a_constant_number_of_them():
     source = Synthetic(64, 8)
     found = trained_tokens(source, 0, 4, torch.device("cpu"))
     assert type(found) is int and found == 32
+
+
+def test_a_plan_counts_the_symbol_of_the_mask(monkeypatch):
+    assert plan.vocabulary(Config(data="synthetic")) == 256
+    assert plan.vocabulary(Config(data="synthetic", objective="mlm")) == 257
+    monkeypatch.setattr(plan, "load_blend_meta", lambda data: {"vocab_size": 1000})
+    assert plan.vocabulary(Config(data="x")) == 1000
+    assert plan.vocabulary(Config(data="x", objective="mlm")) == 1001

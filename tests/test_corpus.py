@@ -15,6 +15,7 @@ import types
 import zipfile
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -530,3 +531,23 @@ def test_folders_that_wrong_input_made_are_removed_and_others_stay(tmp_path):
         with pytest.raises(ValueError, match="wrong"), folder.locked(tmp_path / name):
             raise ValueError("wrong")
     assert [path.name for path in tmp_path.rglob("*")] == ["there"]
+
+
+def test_each_line_belongs_to_one_span_wherever_a_file_is_cut(tmp_path):
+    path = tmp_path / "a.txt"
+    whole = b"a\n\n\nbc\n\nd\n"
+    path.write_bytes(whole)
+    for cut in range(1, len(whole)):
+        spans = [SimpleNamespace(path=path, start=0, stop=cut),
+                 SimpleNamespace(path=path, start=cut, stop=len(whole))]
+        lines = [line for span in spans for line in readers.plain_lines(span, pytest.fail)]
+        assert b"".join(line for _, line in lines) == whole
+        assert [at for at, _ in lines] == [0, 2, 3, 4, 7, 8]
+
+
+def test_a_shard_is_on_the_disk_when_it_is_named(tmp_path, monkeypatch):
+    synced = []
+    monkeypatch.setattr(os, "fsync", lambda file: synced.append(os.fstat(file).st_size))
+    stream = SimpleNamespace(take=lambda n: [np.arange(n, dtype=np.uint16)])
+    prepare.write_shard(tmp_path / "train_00000.bin", np.uint16, stream, 5)
+    assert synced == [4096 + 5 * 2]

@@ -32,6 +32,7 @@ from config import Config
 from corpus import shards
 from interface import files, report
 from interface.schema import ChangedFile, load_json
+from ops import checksum
 from runtime import hang, launcher, log, resume
 from runtime.launch import World
 
@@ -527,6 +528,15 @@ def test_pieces_that_overlap_and_leave_a_gap_are_refused():
         {"file": "rank_00000.safetensors", "offset": [1], "size": [2]}]}}}
     with pytest.raises(ValueError, match="two pieces of w overlap"):
         checkpoint.check_pieces(index)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_a_checkpoint_of_any_dtype_is_refused_with_nan(dtype):
+    good = ("good", torch.full((3,), 1e30, dtype=dtype), (3,), (0,))
+    checksum.refuse_not_finite([good])
+    bad = torch.tensor([1.0, float("nan")], dtype=dtype)
+    with pytest.raises(ValueError, match="bad holds values that are not finite"):
+        checksum.refuse_not_finite([good, ("bad", bad, (2,), (0,))])
 
 
 @pytest.mark.parametrize("change", [

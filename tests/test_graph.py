@@ -2,6 +2,7 @@
 What a real graph adds is tested by bench/gpu_matrix.py.
 """
 import contextlib
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -21,6 +22,7 @@ from fast import choose, graph, peer, symm_mem
 from fast.graph import WARMUP_STEPS, DeferredGather, GraphedStep
 from parallel import make_mesh
 from runtime import watch
+from runtime.launch import World
 
 MOE = ["--n-experts=4", "--top-k=1", "--aux-coef=0.01", "--ep=2"]
 
@@ -450,3 +452,20 @@ def test_compiled_is_eager(flags, tmp_path):
     for a, b in zip(rows(tmp_path / "eager"), rows(tmp_path / "compiled"), strict=True):
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-10)
         assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-8)
+
+
+@pytest.mark.parametrize("sigma,waits", [(0, False), (0.5, True), (6, True)])
+def test_an_update_waits_for_the_host_if_a_guard_may_veto_it(sigma, waits):
+    opt = SimpleNamespace(loss_scale=None, before_update=[])
+    step = SimpleNamespace(plain=SimpleNamespace(opt=opt))
+    assert GraphedStep.host_looks_first(step, SimpleNamespace(sigma=sigma)) == waits
+    assert not GraphedStep.host_looks_first(step, None)
+
+
+def test_experts_without_a_kernel_of_their_own_are_no_graph(monkeypatch):
+    """The loop over experts reads row counts on the host. A recorded step would repeat the first counts."""
+    monkeypatch.setattr(choose, "has_cuda_api", lambda device: True)
+    mesh = make_mesh(World(), groups=False)
+    gpu = torch.device("cuda")
+    assert choose.static_shapes(Config(n_experts=4, dtype="bf16"), mesh, gpu)
+    assert not choose.static_shapes(Config(n_experts=4, dtype="fp64"), mesh, gpu)

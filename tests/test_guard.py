@@ -107,6 +107,17 @@ def test_a_lasting_jump_of_the_loss_is_refused_until_the_run_gives_up():
     assert found == list(range(100, 108)) and state.streak == skip.MAX_REFUSED
 
 
+def test_the_window_keeps_the_last_steps():
+    _, state = refused_steps([(1.0, float(i)) for i in range(skip.WINDOW + 1)], sigma=1e9)
+    assert [norm for _, norm in state.window] == [float(i) for i in range(1, skip.WINDOW + 1)]
+
+
+def test_ranges_that_overlap_are_one():
+    assert skip.Ranges([1, 10, 2, 5]).pairs == [(1, 10)]
+    assert skip.Ranges([2, 5, 1, 3, 6, 7, 9, 9]).pairs == [(1, 7), (9, 9)]
+    assert skip.Ranges([1, 1]).pairs == [(1, 1)]
+
+
 def test_the_message_names_a_checkpoint_and_a_range_to_skip():
     paths = [Path(f"out/x/step_{s:06d}") for s in (1005, 1000, 900, 800)]
     text = give_up_message(paths, 1001, 1008, "spike", 5000)

@@ -477,3 +477,10 @@ def test_the_row_of_the_first_step_says_when_it_was_done(tmp_path):
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
     first, second = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
     assert first["ms"] / 1e3 < first["first_step_s"] < 120 and "first_step_s" not in second
+
+
+def test_the_rates_of_a_gpu(monkeypatch):
+    monkeypatch.setattr(log, "peak_flops", lambda device: 1e12)
+    found = log.rates(Config(seq_len=64, n_layer=2), World(size=4), 32, 50.0, 256)
+    assert (found["tok_s"], found["tok_s_gpu"]) == (40960, 10240)  # 32 samples of 64 tokens in 50 ms
+    assert found["mfu"] == found["tflops"] == pytest.approx(0.02818572288)

@@ -3,6 +3,7 @@ import dataclasses
 import json
 import math
 import signal
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -12,6 +13,7 @@ from pool import run_ranks
 from runs import go, rows, same
 from test_model import FAMILIES, MOE, built, steps
 
+import optim
 import train
 from config import Config
 from corpus.synthetic import Synthetic
@@ -345,3 +347,15 @@ def test_after_an_error_the_default_dtype_is_fp32(monkeypatch):
     with pytest.raises(ValueError):
         train.build(Config(dtype="fp64"), make_mesh(World()), 100, torch.device("cpu"))
     assert torch.get_default_dtype() == torch.float32
+
+
+def test_an_update_waits_for_the_copies_of_a_save():
+    """Else the checkpoint has weights of the next step."""
+    waited = []
+    opt = optim.Optimizer.__new__(optim.Optimizer)
+    opt.before_update = []
+    opt.snapshot_done = SimpleNamespace(wait=lambda: waited.append("copies"))
+    opt.divisor = lambda grad_norm: 1 / 0  # the update begins
+    with pytest.raises(ZeroDivisionError):
+        opt.step(0.1, torch.tensor(1.0))
+    assert waited == ["copies"]

@@ -20,7 +20,7 @@ from cost.bubble import bubble
 from cost.memory import blocks_in_flight
 from cost.meshes import rank_mesh, stage_mesh
 from cost.plan_tables import draw_schedule
-from interface.layout import stage_layers
+from interface.layout import balanced_counts, stage_layers
 from pipeline import rank_layers, schedule, timetable
 
 SIZES = [(p, v, m) for p in (1, 2, 3, 4, 5) for v in (1, 2, 3) for m in range(1, 2 * p + 2)]
@@ -326,3 +326,7 @@ def test_one_rank_sends_nothing():
     sent, received, ran = walk(0, 1, 1, 3)
     assert not sent and not received
     assert [op[:2] for op in ran] == [(kind, i) for i in range(3) for kind in "FB"]
+
+
+def test_the_first_and_the_last_stage_have_fewer_layers():
+    assert balanced_counts(10, 4) == [2, 3, 3, 2] and balanced_counts(7, 4) == [1, 3, 2, 1]

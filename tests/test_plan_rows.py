@@ -8,8 +8,9 @@ import pytest
 from pool import ROOT
 
 import plan
-from cost import memory
+from cost import communication_time, memory, traffic
 from cost.gpus import GPUS
+from cost.meshes import stage_mesh
 from cost.step_time import KERNEL_GAP
 from cost.step_time import UNEVEN as UNEVEN_PART
 from fast import products
@@ -196,3 +197,29 @@ def test_uneven_is_what_the_loads_of_a_run_say(ep):
     mean = sum(row["mean_layer"] for row in rows) / len(rows)
     assert len(rows) == 31 and (mean - 1) / (ep - 1) == pytest.approx(UNEVEN_PART, abs=0.01)
     assert max(row["worst_layer"] for row in rows) > 0.99 * ep
+
+
+DENSE = parse(["dense-210m", "--dtype", "bf16"])
+
+
+def test_a_ring_over_nodes_is_slower_and_longer():
+    h200 = GPUS["h200"]
+    dp = stage_mesh(DENSE, 64, 0).dp
+    assert communication_time.ring_bandwidth(dp, 1, h200) == h200.link  # 8 adapters of 40 GB/s together
+    assert communication_time.ring_bandwidth(dp, 4, h200) == 2 * h200.net
+    assert communication_time.ring_bandwidth(dp, 8, h200) == h200.net
+    assert communication_time.ring_latency(dp, 1, h200) == pytest.approx(56 * 1.9e-6 + 7 * 4e-6)
+    assert communication_time.ring_latency(stage_mesh(DENSE, 1, 0).dp, 1, h200) == 0
+
+
+@pytest.mark.parametrize("kind, share", [("gradients", 2 / 3), ("weights", 1 / 3)])
+def test_what_compute_hides_of_messages(kind, share):
+    """Gradients travel beside backward, 2/3 of compute, and weights beside forward, 1/3 of it."""
+    h200 = GPUS["h200"]
+    mesh = stage_mesh(DENSE, 2, 0)
+
+    def exposed(seconds, last):
+        sent = traffic.Reduction(0, 0, 1, last)._replace(**{kind: seconds * h200.link})
+        return communication_time.exposed_seconds(mesh, h200, {"dp": sent}, 1.0, 0.5)
+    assert exposed(10.0, 0.01) == pytest.approx(10 - share / 2, abs=1e-4)  # more than compute could hide
+    assert exposed(0.1, 0.25) == pytest.approx(0.1 - 0.075 / 2, abs=1e-4)  # the last quarter is never hidden

@@ -1,6 +1,4 @@
 """Small inputs with a known answer, for what reads and writes files: data, models of others, checkpoints.
-
-Each test is quick and needs no optional package: mutants.py runs them first.
 """
 import dataclasses
 import errno
