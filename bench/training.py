@@ -118,7 +118,7 @@ class Training:
         The slack is their rows over the balanced number. (None, None) where nothing can overflow.
         """
         sizer = getattr(self.train_step, "sizer", None)
-        return (sizer.n_retries, sizer.slack) if sizer else (None, None)
+        return (sizer.n_retries, sizer.rows / sizer.balanced) if sizer else (None, None)
 
 
 def gpu_memory(device):

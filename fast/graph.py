@@ -28,7 +28,8 @@ from parallel import MAX
 from pipeline import dropout_seeds
 
 WARMUP_STEPS = 3  # steps without a graph: compilation, autotuning and NCCL's set-up must not be captured
-FREE_SHARE = 0.5  # the part of the free memory that the experts' buffers may take beyond --ep-slack
+INTERVAL = 50  # steps after which the experts' buffers may shrink
+FREE_SHARE = 0.5  # the part of the free memory that they may take when they grow
 
 
 def make_step(plain, choice, folder=None):
@@ -76,14 +77,15 @@ class DeferredGather:
 class GraphedStep:
     """Called like train.Step, with the same results.
 
-    Dropless experts over several ranks have no static number of rows. Their buffers hold rows_in_use rows
-    (BufferSizer). A step that brings more rows to some rank is void, and is repeated:
+    Dropless experts over several ranks have no static number of rows. Their buffers hold as many as a
+    BufferSizer says. A step that brings more rows to some rank is void, and is repeated:
       1. In the graph, a rank whose buffer overflowed makes its loss NaN. The all-reduce of the statistics
          makes the loss NaN on every rank, so all ranks make the same decision.
       2. The update is launched before the host looks. With a NaN norm it is a no-op, and the GPU stays busy.
       3. The host reads the loss. If it is not finite, whatever the cause, the plain step repeats the same
          batches with all_to_all, whose messages have the exact size. Before that the graph gives its memory
-         back. If rows had no place, the buffers grow. The next step is captured again.
+         back. If rows had no place, the buffers grow, or are left out for a while where memory is short. The
+         next step with buffers is captured again.
     ZeRO-1's new weights are gathered by the first nodes of the graph. With peer copies, the bucket of the
     embedding, which the forward needs first, is gathered right after its update.
     """
@@ -173,7 +175,7 @@ class GraphedStep:
         self.path = "plain"
         if self.sizer is not None:
             self.sizer.enable(True)
-            if not self.sizer.slack:
+            if not self.sizer.fits:
                 return self.body(batches, number, n_trained)
 
         self.calls += 1
@@ -250,7 +252,7 @@ class GraphedStep:
         if is_other_size or is_void:
             self.drop_graph()
         if is_other_size:
-            self.sizer.grow()
+            self.sizer.allocate()
         self.sizer.enable(False)
 
     def drop_graph(self):
@@ -264,147 +266,85 @@ class GraphedStep:
 
 
 class BufferSizer:
-    """How many rows of the experts' buffers (or messages: fast/padded.py) are in use.
+    """How many rows the experts' buffers (or messages: fast/padded.py) hold, alike on all ranks.
 
-    The number is what the fullest rank (or pair of ranks) needed, and a tenth more. All ranks use the same
-    number, for many steps, because a captured graph holds it. An example with 160 copies of rows per rank
-    (160 rows if balanced), ep 4 and --ep-slack 2.5:
-        the first step has no buffers; the fullest rank needed 200 rows  -> 224 rows: slack 1.38
-        a step needs 300: void, done again                               -> 400 rows: a fifth more than 330
-        50 steps later the most was 180: the load is balanced now        -> 200 rows, captured again
-        a step needs 440, for which 2.5 * 160 = 400 rows are allocated   -> 584 rows are, if memory is free
-
-    So --ep-slack is where the buffers begin, and the free memory bounds them. With ep times the balanced rows
-    nothing can overflow. Where the memory is too small for that, the buffers keep the rows that fit, and a
-    step that needs more is done again without them. If such steps are frequent, trying the buffers first
-    costs more than it brings: after the second void step in a row one step goes without buffers, then 2, 4
-    and so on up to `interval`, and `interval` steps without a void one start again at none.
+    They begin with --ep-slack times the balanced number. A step in which some rank (or pair of ranks) needs
+    more is void, and after it they hold a third more than was needed: at most ep times the balanced number,
+    with which nothing can overflow. Every INTERVAL steps they shrink to what was needed and a tenth more,
+    because routing settles, and a message is sent whole. Where memory is too small for what is needed, the
+    steps go without buffers, in messages of the exact size, until fewer rows are needed.
     """
 
-    def __init__(self, model, slack, symm_mem=False, interval=50):
+    def __init__(self, model, slack, symm_mem=False):
         cfg = model.cfg
         mesh = model.mesh
         self.layers = list(moe_layers(model).values())
         self.world = mesh.world
-        self.ep = mesh.ep.size
         self.symm_mem = symm_mem  # whether the rows need allocated buffers
-        self.limit = min(slack, float(self.ep))  # the slack for which there is memory
-        self.copies = cfg.micro_batch * cfg.seq_len // (mesh.cp.size * mesh.tp.size) * cfg.top_k  # of a rank
-
-        self.slack = 0.0  # rows in use, over the balanced number; 0: no buffers
+        self.balanced = cfg.micro_batch * cfg.seq_len // (mesh.cp.size * mesh.tp.size) * cfg.top_k  # rows
+        self.most = mesh.ep.size * self.balanced
+        self.rows = self.whole(slack * self.balanced)
+        self.fits = True  # whether there is memory for what was needed
+        self.wait = INTERVAL  # steps until the next choice
         self.n_retries = 0
-        self.n_misses = 0  # choices in a row for which there was too little memory
-        self.told = False  # whether a line about such a choice was printed
-        self.interval = interval
-        self.wait = 1  # steps until the next choice; the first step chooses
         # (): the most rows that came to this rank since the last choice
         self.rows_needed = torch.zeros_like(self.layers[0].dispatcher.rows_needed)
 
-    def rows(self, slack):
-        """Return the number of rows, a multiple of 8, for `slack` times the balanced number."""
-        return ceil_div(int(self.copies * slack), 8) * 8
+    def whole(self, rows):
+        """Return a multiple of 8 that is at least `rows`, or enough for whatever comes."""
+        return ceil_div(int(min(rows, self.most)), 8) * 8
 
     def enable(self, on):
         """From now on, let the dispatchers use the buffers, or else all_to_all."""
         for layer in self.layers:
-            layer.dispatcher.rows_in_use = self.rows(self.slack) if on else 0
+            layer.dispatcher.rows_in_use = self.rows if on and self.fits else 0
 
     def nan_on_overflow(self, loss):
         """Return the loss () of this rank, or NaN if some rows had no place in this rank's buffer."""
         needed = torch.stack([layer.dispatcher.rows_needed for layer in self.layers]).max()
         torch.maximum(self.rows_needed, needed, out=self.rows_needed)
-        rows = self.layers[0].dispatcher.rows_in_use
-        return torch.where(needed > rows, torch.nan, loss) if rows else loss
+        return torch.where(needed > self.rows, torch.nan, loss) if self.fits else loss
 
-    def resize(self, overflowed, number=0):
-        """Choose the number of rows after step `number`, alike on all ranks.
-
-        Return whether the number changed, or memory is short for a void step that is done again. The number
-        changes after an overflow, or every `interval` steps, because a balanced load needs fewer rows.
-        """
+    def resize(self, is_void, number):
+        """Choose the number of rows after step `number`. Return whether it is another one."""
+        self.n_retries += is_void
         self.wait -= 1
-        self.n_retries += overflowed
-        if not overflowed and self.wait > 0:
+        if self.wait > 0 and not is_void:
             return False
 
+        self.wait = INTERVAL
+        before = self.rows
         needed, room = self.needed_and_room()
-        slack = max(1.1 * needed / self.copies, 1.0)
-        if overflowed:  # a fifth more: the need grows, and a new capture costs as much as several steps
-            slack *= 1.2
-        slack = min(slack, float(self.ep))
-        before = self.limit
-        self.limit = max(before, min(slack, room / self.copies))
-
-        fits = needed <= self.rows(self.limit)
-        if fits:
-            self.wait = self.interval
-            if self.slack and not overflowed:
-                self.n_misses = 0
-            slack = min(slack, self.limit)
-        else:
-            slack = self.miss()
-        self.tell(number, needed, before)
-        # A slightly smaller buffer is not worth a new capture.
-        suffices = 0.85 * self.slack < slack <= self.slack
-        if fits and (slack == self.slack or suffices):
-            return False
-        self.slack = slack
-        return True
-
-    def miss(self):
-        """Return the slack for the next steps, where the last ones needed more rows than memory can hold."""
-        self.n_misses += 1
-        if self.n_misses == 1:
-            self.wait = self.interval
-            return self.limit
-        self.wait = min(2**(self.n_misses - 2), self.interval)
-        return 0.0
+        self.fits = needed <= room
+        if self.fits and needed > before:  # a third more: a new capture costs as much as several steps
+            self.rows = self.whole(min(4 / 3 * needed, room))
+        elif not is_void and needed < 0.75 * before:
+            self.rows = self.whole(1.1 * needed)
+        if not self.fits and self.world.rank == 0:
+            times = needed / self.balanced
+            say(f"note: step {number} brought {times:.2f} times the balanced rows to a rank's experts, for "
+                f"which memory is too small: at least {INTERVAL} steps go without buffers; a smaller "
+                "--micro-batch leaves more memory")
+        return self.rows != before
 
     def needed_and_room(self):
         """Return two numbers of rows: what the fullest rank needed, and what fits into every memory."""
-        device = self.rows_needed.device
-        own = self.rows_needed.item()
-        in_use = int(self.copies * self.slack) or own  # the rows of the steps that left this much memory free
-        room = in_use + int(FREE_SHARE * free_memory(device) / self.bytes_per_row())
-        numbers = torch.tensor([own, -room], device=device)
+        w = self.layers[0].w1  # (e, F, C)
+        # What a row more costs at most: what each layer keeps of it for backward, and what two layers more
+        # would keep, for the buffers that all layers share.
+        row_bytes = (len(self.layers) + 2) * 4 * (w.size(1) + w.size(2)) * w.element_size()
+        room = self.rows + int(FREE_SHARE * free_memory(w.device) / row_bytes)
+        numbers = torch.stack([self.rows_needed, torch.full_like(self.rows_needed, -room)])
         self.world.all_reduce(numbers, MAX)  # MAX of two numbers, over the world
         needed, minus_room = numbers.tolist()
         self.rows_needed.zero_()
         return needed, -minus_room
 
-    def bytes_per_row(self):
-        """Return the bytes that a row more costs at most: what each layer keeps of it for backward, and what
-        two layers more would keep, for the buffers that all layers share."""
-        w = self.layers[0].w1  # (e, F, C)
-        return (len(self.layers) + 2) * 4 * (w.size(1) + w.size(2)) * w.element_size()
-
     def allocate(self):
-        """Allocate the buffers. Collective over ep."""
-        if self.symm_mem:
-            allocate(self.layers, self.rows(self.limit))
-        self.allocated = self.limit
-
-    def grow(self):
-        """Allocate larger buffers if the limit has grown. Collective over ep. No graph may use the old
-        ones."""
-        if self.limit == self.allocated:
+        """Allocate buffers of this size. Collective over ep. No graph may use the old ones."""
+        if not self.symm_mem:
             return
         for layer in self.layers:
             layer.dispatcher.buffers = None
         gc.collect()
-        self.allocate()
-
-    def tell(self, number, needed, before):
-        """Print on rank 0 that the buffers grow, or, once, that they cannot. before: the limit before."""
-        if self.world.rank != 0:
-            return
-        times = needed / self.copies
-        brought = f"note: step {number} brought {times:.2f} times the balanced rows to a rank's experts"
-        if self.limit > before:
-            grown = f"{brought}: the buffers grow from {before:.2f} to {self.limit:.2f} times"
-            say(grown)
-        if needed > self.rows(self.limit) and not self.told:
-            self.told = True
-            short = (f"{brought}, and memory is free for {self.limit:.2f} times: such a step is done again "
-                     "without buffers; a smaller --micro-batch leaves more memory")
-            say(short)
+        allocate(self.layers, self.rows)

@@ -1,9 +1,9 @@
 """Rows to the experts over a network without asking the host: messages of a fixed size.
 
 The host must tell moe.AllToAll how many rows travel, so the GPU idles in every layer. Here, each pair of
-ranks exchanges the number of rows that the fullest pair needed lately, and a tenth more (graph.BufferSizer).
-The rest of a message is zeros. A step in which some pair has more rows is void, and is repeated with exact
-messages (graph.GraphedStep). The price is extra bytes: slack - 1 times the bytes that are needed.
+ranks exchanges the same number of rows, which follows what the fullest pair needs (graph.BufferSizer). The
+rest of a message is zeros. A step in which some pair has more rows is void, and is repeated with exact
+messages (graph.GraphedStep). The price is extra bytes.
 """
 from typing import NamedTuple
 

@@ -64,8 +64,8 @@ def three_steps(world, flags, slack=0.0, late=False, without="", peer_copies=Fal
     first graph.WARMUP_STEPS steps. late: whether the last rank is kept behind. without: the function whose
     barrier is left out. peer_copies: whether PeerComm moves gradients and weights.
 
-    Return the StepStats of each step, the pieces of this rank, how many steps were done again, and the
-    sizer's slack.
+    Return the StepStats of each step, the pieces of this rank, how many steps were done again, and how many
+    rows the buffers then hold.
     """
     cfg, device = Config(**flags), torch.device("cpu")
     if slack:
@@ -97,8 +97,8 @@ def three_steps(world, flags, slack=0.0, late=False, without="", peer_copies=Fal
         if slack:
             assert isinstance(step, GraphedStep) and len(step.eager_buckets) == peer_copies
             sizer = step.sizer
-        if sizer:  # use the buffers from the first step on
-            sizer.interval, sizer.wait, sizer.slack = 2, 2, sizer.limit
+        if sizer:
+            sizer.wait = 2  # They may shrink after the second step.
         keeper = LateRank(mesh.world) if late else None
         stack.enter_context(mock.patch.multiple(SharedBuffer, late=keeper, without=without))
         if late:
@@ -112,7 +112,7 @@ def three_steps(world, flags, slack=0.0, late=False, without="", peer_copies=Fal
         model.provide_weights(model)
         if late:
             keeper.begin()  # the last rank need not stay behind any more
-    return stats, owned(data_parallel, opt), sizer and sizer.n_retries, sizer and sizer.slack
+    return stats, owned(data_parallel, opt), sizer and sizer.n_retries, sizer and sizer.rows
 
 
 def assert_equal_steps(got, want):
@@ -153,9 +153,8 @@ def test_a_step_whose_buffers_overflowed_is_done_again(layout):
     want = run_ranks(4, three_steps, flags)
     for slack, retried in ((1.0, True), (float(layout["ep"]), False)):
         got = run_ranks(4, three_steps, flags, slack)
-        assert len({chosen for *_, chosen in got}) == 1  # the same on all ranks
-        for *_, n_retries, chosen in got:
-            assert (n_retries > 0) == retried and 0 <= chosen <= layout["ep"]
+        assert len({rows for *_, rows in got}) == 1  # the same on all ranks
+        assert all((n_retries > 0) == retried for *_, n_retries, _ in got)
         assert_equal_steps(got, want)
 
 
@@ -208,7 +207,7 @@ def test_a_step_whose_messages_overflowed_is_done_again(layout):
     want = run_ranks(4, three_steps, flags)
     for slack, retried in ((1.0, True), (float(layout["ep"]), False)):
         got = run_ranks(4, padded_steps, flags, slack)
-        assert len({chosen for *_, chosen in got}) == 1  # the same on all ranks
+        assert len({rows for *_, rows in got}) == 1  # the same on all ranks
         assert all((n_retries > 0) == retried for *_, n_retries, _ in got)
         assert_equal_steps(got, want)
 
@@ -225,63 +224,79 @@ def test_a_late_rank_is_waited_for(without):
     assert right == (not without)
 
 
-def sizer_of(copies, free):
-    """A BufferSizer of one rank for ep 4, --ep-slack 2.5, a choice after every second step. free: a list,
-    whose first number is the bytes of free memory."""
-    w1 = torch.zeros(1, 1, 1, dtype=torch.int8)  # 24 bytes per row
-    layer = Some(dispatcher=Some(rows_needed=torch.zeros((), dtype=torch.int64)), w1=w1)
-    cfg, one = Some(micro_batch=1, seq_len=copies, top_k=1), Axis("one")
-    with mock.patch.object(graph, "moe_layers", lambda model: {0: layer}):
-        mesh = Some(world=Some(rank=0, all_reduce=lambda *_: None), tp=one, cp=one, ep=Some(size=4))
-        sizer = BufferSizer(Some(cfg=cfg, mesh=mesh), 2.5, interval=2)
+class SizerOfOneRank(BufferSizer):
+    """For ep 4, --ep-slack 2.5 and 100 balanced rows. A row takes 24 bytes, and half of the memory is kept.
 
-    def after(*needs, overflowed=False):
-        with mock.patch.object(graph, "free_memory", lambda device: free[0]):
+    free: the bytes of free memory. others: what the fullest of the other ranks needed, and, below zero, the
+    rows for which the fullest of their memories has room.
+    """
+
+    def __init__(self):
+        w1 = torch.zeros(1, 1, 1, dtype=torch.int8)
+        self.dispatcher = Some(rows_needed=torch.zeros((), dtype=torch.int64))
+        self.free = 10**6
+        self.others = torch.tensor([0, -10**6])
+        world = Some(rank=0, all_reduce=lambda numbers, op: numbers.copy_(numbers.maximum(self.others)))
+        mesh = Some(world=world, tp=Axis("one"), cp=Axis("one"), ep=Some(size=4))
+        cfg = Some(micro_batch=1, seq_len=100, top_k=1)
+        with mock.patch.object(graph, "moe_layers", lambda _: {0: Some(dispatcher=self.dispatcher, w1=w1)}):
+            super().__init__(Some(cfg=cfg, mesh=mesh), 2.5)
+
+    def after(self, *needs, is_void=False):
+        """Take a step for each number of rows. Return whether the last one changed the buffers' rows, and
+        these."""
+        with mock.patch.object(graph, "free_memory", lambda device: self.free):
             for needed in needs:
-                sizer.rows_needed.fill_(max(needed, sizer.rows_needed.item()))
-                changed = sizer.resize(overflowed, 7)
-        return changed, round(sizer.slack, 3)
-    return sizer, after
+                self.dispatcher.rows_needed.fill_(needed)
+                self.enable(True)
+                loss = self.nan_on_overflow(torch.zeros(()))
+                overflowed = needed > self.dispatcher.rows_in_use > 0
+                assert loss.isnan() == overflowed
+                is_other = self.resize(is_void or overflowed, 7)
+        return is_other, self.rows
 
 
-def test_buffers_follow_the_rows_that_are_needed(capsys):
-    """100 copies of a rank: what the fullest rank needed and a tenth more; over --ep-slack, up to ep."""
-    sizer, after = sizer_of(100, [10**6])
-    assert sizer.slack == 0 and after(200) == (True, 2.2)  # the first step tells
-    assert after(100) == (False, 2.2)  # after that only every second step
-    assert after(150) == (True, 1.65)  # the larger of both
-    assert after(100, 140) == (False, 1.65)  # 1.54 is not worth a new capture
-    assert after(170, overflowed=True) == (True, 2.244)  # a fifth more than 1.87: the need grows
-    assert sizer.limit == 2.5 and not capsys.readouterr().out
-    assert after(225, overflowed=True) == (True, 2.97) and sizer.limit == pytest.approx(2.97)
+def test_buffers_follow_the_rows_that_are_needed(monkeypatch):
+    """They begin with --ep-slack; a third more after an overflow; every second step they may shrink."""
+    monkeypatch.setattr(graph, "INTERVAL", 2)
+    sizer = SizerOfOneRank()
+    assert sizer.rows == 256  # a multiple of 8
+    assert sizer.after(150) == (False, 256)
+    assert sizer.after(100) == (True, 168)  # a tenth more than the larger of both
+    assert sizer.after(100, 140) == (False, 168)  # 154 are not worth a new capture
+    assert sizer.after(171) == (True, 232)
+    assert sizer.after(390) == (True, 400)  # ep times the balanced number: nothing can overflow
+    assert sizer.after(399) == (False, 400) and sizer.n_retries == 2
+    assert sizer.after(100, is_void=True) == (False, 400)  # its loss was not finite for another reason
+    assert sizer.after(100, 100) == (True, 112) and sizer.n_retries == 3
+
+
+def test_buffers_grow_as_far_as_memory_is_free(monkeypatch, capsys):
+    """Where it is too small, steps go without buffers, until they would hold what is needed."""
+    monkeypatch.setattr(graph, "INTERVAL", 2)
+    sizer = SizerOfOneRank()
+    sizer.free = 48 * 30
+    assert sizer.after(270) == (True, 288)  # 30 rows more than the 256
+    assert not capsys.readouterr().out
+    sizer.free = 0
+    assert sizer.after(300) == (False, 288)
     said = " ".join(capsys.readouterr().out.split())
-    assert said == ("note: step 7 brought 2.25 times the balanced rows to a rank's experts: the buffers grow "
-                    "from 2.50 to 2.97 times")
-    assert after(390, overflowed=True) == (True, 4.0)  # nothing can overflow
-    assert after(100, 100) == (True, 1.1) and sizer.limit == 4.0
+    assert "step 7 brought 3.00 times the balanced rows to a rank's experts, for which memory is too" in said
+    for needed, rows_in_use in ((300, 0), (280, 0), (280, 0), (288, 0), (288, 288)):
+        assert sizer.after(needed) == (False, 288)
+        assert sizer.dispatcher.rows_in_use == rows_in_use
+    assert sizer.after(289) == (False, 288) and sizer.n_retries == 3
 
 
-def test_buffers_grow_as_far_as_memory_is_free(capsys):
-    """24 bytes per row, half of what is free. A step that does not fit is done again, and the next is tried;
-    only if that one does not fit either, some steps go without buffers: 1, 2, 4 and so on."""
-    free = [48 * 30]  # 30 rows
-    sizer, after = sizer_of(100, free)
-    assert after(200) == (True, 2.2)
-    assert after(240, overflowed=True) == (True, 2.5)  # 30 rows more than the 220 in use
-    capsys.readouterr()
-    assert after(300, overflowed=True) == (True, 2.8)  # what fits is tried again
-    assert "memory is free for 2.80 times" in " ".join(capsys.readouterr().out.split())
-    free[0] = 0
-    assert after(250, 250) == (False, 2.8) and sizer.n_misses == 0
-    assert after(300, overflowed=True) == (True, 2.8)
-    assert after(300, overflowed=True) == (True, 0.0)  # twice in a row: a step without buffers
-    assert after(250) == (True, 2.75)
-    assert after(300, overflowed=True) == (True, 0.0)
-    assert after(250, 250) == (True, 2.75)
-    assert after(300, overflowed=True) == (True, 0.0) and sizer.wait == 2  # not 4: at most `interval`
-    assert after(250, 250) == (True, 2.75) and sizer.n_misses == 4
-    assert after(250, 250) == (False, 2.75) and sizer.n_misses == 0
-    assert not capsys.readouterr().out, "it is said once"
+def test_the_fullest_rank_and_the_smallest_memory_decide(monkeypatch):
+    sizer = SizerOfOneRank()
+    sizer.others = torch.tensor([300, -10**6])
+    assert sizer.after(100, is_void=True) == (True, 400)
+    sizer = SizerOfOneRank()
+    sizer.others = torch.tensor([0, -280])
+    assert sizer.after(270) == (True, 280)
+    sizer.others = torch.tensor([0, -280])
+    assert sizer.after(281) == (False, 280) and not sizer.fits
 
 
 # -----------------------------------------------------------------------------
