@@ -33,7 +33,7 @@ class FlexAttention:
         self.of_windows = {}  # never freed: a captured graph reads them
         self.of_documents = {}  # those of one micro-batch
         self.places = None  # of that micro-batch; while they are here, no other tensor gets their address
-        self.version = None  # how often their memory had been written
+        self.memory = None  # where it is, and how often it had been written
 
     def __call__(self, q, k, v, window, places, enable_gqa):
         """q (B, h, queries, D), k and v (B, g, keys, D) -> (B, h, queries, D).
@@ -64,17 +64,12 @@ class FlexAttention:
 
     def kept_of_documents(self, places):
         """Return {key: BlockMask} of a micro-batch, which is empty if its places come for the first time."""
-        if not self.knows(places):
+        memory = places.untyped_storage().data_ptr(), places._version  # the segments of cp share it
+        if memory != self.memory:
             self.of_documents = {}
             self.places = places
-            self.version = places._version
+            self.memory = memory
         return self.of_documents
-
-    def knows(self, places):
-        """Whether these are the places of the last micro-batch, or one segment of them under cp."""
-        if self.places is None or places._version != self.version:
-            return False
-        return places.untyped_storage().data_ptr() == self.places.untyped_storage().data_ptr()
 
 
 def make_kernel():

@@ -1,7 +1,6 @@
 """Copies of a rank's tensors in host memory, so that a save goes on while the next steps run."""
 import torch
 
-from config import ceil_div
 from ops.accelerator import stream_module
 from ops.split_master import SplitMaster
 
@@ -22,13 +21,11 @@ def start_copy(tensor):
 class HostBuffers:
     """Host memory for the pieces of one rank, allocated once and used by every save.
 
-    Where a stream copies, the memory is pinned.
+    Where a stream copies, the memory is pinned; then torch rounds each piece up to a power of two.
     """
-    BLOCK = 1 << 30  # bytes, at least; torch's pinned allocator rounds up to a power of two, and so does this
 
     def __init__(self):
         self.buffers = {}  # number of a piece: its host tensor
-        self.free = []  # the unused end of each block, (bytes,) uint8
         self.stream = None
 
     def copy(self, pieces):
@@ -65,21 +62,7 @@ class HostBuffers:
         """Return the host tensor of a key, for a piece or a part of it, of the tensor's shape and dtype."""
         buffer = self.buffers.get(key)
         if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
-            memory = self.allocate(tensor.numel() * tensor.element_size())
-            buffer = memory.view(tensor.dtype).view(tensor.shape)
+            pinned = self.stream is not None
+            buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
             self.buffers[key] = buffer
         return buffer
-
-    def allocate(self, n):
-        """Return (n,) uint8 of host memory, aligned to 64 bytes. Pinned memory comes in blocks."""
-        if self.stream is None:
-            return torch.empty(n, dtype=torch.uint8)
-        aligned = ceil_div(n, 64) * 64
-        for i, free in enumerate(self.free):
-            if len(free) >= aligned:
-                self.free[i] = free[aligned:]
-                return free[:n]
-        size = max(1 << (aligned - 1).bit_length(), self.BLOCK)
-        block = torch.empty(size, dtype=torch.uint8, pin_memory=True)
-        self.free.append(block[aligned:])
-        return block[:n]

@@ -239,6 +239,27 @@ def test_the_device_by_name_and_memory(capsys):
     assert accelerator.device_name(CPU) == "cpu" and accelerator.peak_memory(CPU) is None
 
 
+def test_every_save_copies_to_the_same_pinned_memory(monkeypatch):
+    real = torch.empty
+    made = []
+
+    def empty(*args, **options):
+        made.append(options)
+        return real(*args, **options)
+
+    monkeypatch.setattr(torch, "empty", empty)
+    host = HostBuffers()
+    with stand_in():
+        pieces = [("w", torch.ones(3, device=XPU), (3,), (0,))]
+        [(name, first, *place)], event = host.copy(pieces)
+        assert (name, *place) == ("w", (3,), (0,)) and first.tolist() == [1, 1, 1] and event is not None
+        pieces[0][1].fill_(2)
+        [(_, second, *_)], _ = host.copy(pieces)
+        assert second is first and first.tolist() == [2, 2, 2]
+        host.copy([("w", torch.ones(4, device=XPU), (4,), (0,))])
+    assert [options["pin_memory"] for options in made] == [True, True], "another one for another shape"
+
+
 @pytest.mark.parametrize("folders,hip,kinds", [
     (["nvidia", "amd"], None, ("cuda",)), (["nvidia", "amd"], "6.4", ("cuda",)), (["nvidia"], "6.4", ()),
     (["intel"], None, ("xpu",)), ([], None, ())])
