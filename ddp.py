@@ -41,9 +41,8 @@ over bucket.replicas, whose ranks keep the same slice.
 Four things are different in special cases, which a first reading can leave out. With
 --split-masters, a master is own and the 16 bits that own lacks (ops/split_master.py). In bf16 on a
 GPU, with one micro-batch per step, a bucket that NCCL does not sum can be a CopyBucket, which keeps
-grad in bf16. A LoneBucket has no copy: grad is what backward made. For ZeRO-1, fast/peer.py has no
-grad: each rank sends its gradients of a slice to the rank that updates the slice. There grad_total
-has a row for each rank, and the optimizer adds them up.
+grad in bf16. A LoneBucket has no copy: grad is what backward made. In fast/peer.py grad_total has
+memory of its own.
 """
 import contextlib
 import itertools
@@ -54,7 +53,7 @@ from typing import NamedTuple
 import torch
 
 from ops.accelerator import on_side_stream
-from ops.flat import accumulate, copy_gradients, padded_elements, sum_of_rows
+from ops.flat import accumulate, copy_gradients, padded_elements
 from ops.split_master import SplitMaster
 from parallel import CompletedWork
 
@@ -164,7 +163,7 @@ class Comm:
         self.grad_dtype = grad_dtype
 
     def allocate(self, shard, own_slice, weights, dtype):
-        """Return a bucket's buffers flat (n,), grad (n,) or None, grad_total (n/n_slices,).
+        """Return a bucket's buffers flat (n,), grad (n,), grad_total (n/n_slices,).
 
         weights (n,), in at least fp32, will hold the initial weights. dtype: of flat. In an fp32
         model flat is weights itself. shard: the Axis of the ranks that share the buffers.
@@ -173,10 +172,6 @@ class Comm:
         flat = weights if weights.dtype == dtype else torch.zeros_like(weights, dtype=dtype)
         grad = torch.zeros_like(weights, dtype=self.grad_dtype)
         return flat, grad, grad[own_slice]
-
-    def collect(self, bucket):
-        """Take all p.grad of a CopyBucket, which are complete, before start_reduce()."""
-        bucket.copy_all_gradients()
 
     def start_reduce(self, bucket):
         """Start to sum bucket.grad over bucket.axis into grad_total, and return a handle."""
@@ -244,9 +239,7 @@ class FlatBuffers:
         weights = torch.zeros(n, dtype=wide, device=first.device)  # The rest is padding.
         self.flat, self.grad, self.grad_total = comm.allocate(
             self.shard, self.own_slice, weights, dtype or first.dtype)
-        self.grad_windows = []  # of each parameter, where there is a grad
-        if self.grad is not None:
-            self.grad_windows = self.windows(self.grad)
+        self.grad_windows = self.windows(self.grad)  # of each parameter
         self.adopt_parameters(weights)
         self.master = weights[self.own_slice]
         if weights is not self.flat:
@@ -309,15 +302,6 @@ class FlatBuffers:
         copy_gradients(zip(self.grad_windows, grads, strict=True))
         for p in self.params:
             p.grad = None
-
-    def gradient(self):
-        """Return this rank's slice of the summed gradients, (n/n_slices,).
-
-        It is grad_total, or the sum of its rows, which is new memory.
-        """
-        if self.grad_total.ndim == 1:
-            return self.grad_total
-        return sum_of_rows(self.grad_total)
 
     def after_update(self):
         """Start to send this rank's new slice of the weights, if others hold other slices."""
@@ -391,15 +375,14 @@ class Bucket(FlatBuffers):
 class CopyBucket(Bucket):
     """A Bucket for one micro-batch per step, so that no gradients are added up on this rank.
 
-    Each gradient stays in p.grad until all have come. Then they are copied into grad, or in
-    fast/peer.py, each part of them, into the memory of the rank that updates it.
+    Each gradient stays in p.grad until all have come. Then they are copied into grad.
     """
 
     def take_gradient(self, i):
         assert self.untouched[i], "a second micro-batch, but grad_dtype promises one"
 
     def complete_grad(self):
-        self.comm.collect(self)
+        self.copy_all_gradients()
 
 
 class LoneBucket(CopyBucket):
@@ -569,7 +552,7 @@ class DataParallel:
         self.completes_grads = completes_grads
 
     def finish_grad_sync(self):
-        """Wait until every bucket's grad_total holds the sum over its axis, or its addends."""
+        """Wait until every bucket's grad_total holds the sum over its axis."""
         with self.timers("grad_sync"):  # the time that backward did not hide
             for bucket in self.buckets:
                 bucket.wait_grads()

@@ -41,9 +41,6 @@ import torch
 
 from config import ceil_div
 from ops import backend
-from ops.flat import number_of_rows, sum_of_rows
-from ops.matrix_norms import divide_by_norms, squared_norms
-from ops.symmetric_mm import symmetric_mm
 from parallel import Axis
 
 COEFFICIENTS = 3.4445, -4.7750, 2.0315  # of x, x^3 and x^5
@@ -83,8 +80,8 @@ def orthogonalise(x, cut=None, axis=ALONE, *, scale=1.0, out=None):
         target, spare = spare, target
     x = normalised(x, axis, target)
     for i, n_steps in enumerate(stretches):
-        factors = (x.mT, x) if is_tall else (x, x.mT)
-        gram = axis.all_reduce(symmetric_mm(*factors))  # SUM of k (C, C), over tp
+        gram = x.mT @ x if is_tall else x @ x.mT
+        gram = axis.all_reduce(gram)  # SUM of k (C, C), over tp
         polynomial = product_of_polynomials(gram, n_steps)
         pair = (x, polynomial) if is_tall else (polynomial, x)
         target, spare = spare, target
@@ -101,24 +98,26 @@ def steps_per_gram(side, other):
 
 def normalised(x, axis, out):
     """Write each matrix of x with the norm NORM into out, which may share x's memory."""
-    squares = axis.all_reduce(squared_norms(x))  # SUM of k numbers, over tp
-    return divide_by_norms(x, squares, NORM, EPS, out)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    norms = torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True, dtype=wide)
+    squares = axis.all_reduce(norms.square())  # SUM of k numbers, over tp
+    return torch.mul(x, NORM / squares.sqrt().clamp(min=EPS), out=out)
 
 
 def product_of_polynomials(gram, n_steps):
     """Return the product of n_steps polynomials: Gram matrices (k, C, C) -> the same shape.
 
     The polynomial of a step is a + b G + c G^2. All of them commute, because each is one of G_1.
-    So their products are symmetric.
     """
     linear, cubic, quintic = COEFFICIENTS
     product = None
     for i in range(n_steps):
-        polynomial = symmetric_mm(
-            gram, gram, gram, alpha=quintic / NORM**4, beta=cubic / NORM**2, diagonal=linear)
-        product = polynomial if product is None else symmetric_mm(polynomial, product)
+        polynomial = torch.baddbmm(
+            gram, gram, gram, beta=cubic / NORM**2, alpha=quintic / NORM**4)
+        polynomial.diagonal(dim1=1, dim2=2).add_(linear)
+        product = polynomial if product is None else polynomial @ product
         if i < n_steps - 1:
-            gram = symmetric_mm(polynomial, symmetric_mm(polynomial, gram))
+            gram = polynomial @ (polynomial @ gram)
     return product
 
 
@@ -477,20 +476,15 @@ class Muon:
         return vector
 
     def add_gradient(self, momentum, grad, direction, divisor, not_finite):
-        """Add a gradient to its momentum, and write the direction: (n,) each.
-
-        grad: (n,), or (ranks, n) whose rows are added up.
-        """
+        """Add a gradient to its momentum, and write the direction: (n,) each."""
         if self.use_triton:
             from ops import kernels
             n = momentum.numel()
             grid = (ceil_div(n, 2048),)
             kernels.muon_direction[grid](
-                momentum, grad, direction, divisor, not_finite, self.momentum, n,
-                ROWS=number_of_rows(grad), BLOCK=2048, num_warps=8)
+                momentum, grad, direction, divisor, not_finite, self.momentum, n, BLOCK=2048,
+                num_warps=8)
             return
-        if grad.ndim > 1:
-            grad = sum_of_rows(grad)
         grad = grad.to(momentum.dtype) / divisor
         grad = torch.where(not_finite > 0, 0.0, grad)
         taken = (1 - not_finite).to(momentum.dtype)

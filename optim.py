@@ -194,11 +194,9 @@ class Optimizer:
     def grads(self):
         """This rank's slice of each bucket's gradients.
 
-        A ddp.LoneBucket has another tensor in each step. Where grad_total has a row for each rank
-        (fast/peer.py), each call adds up the rows into new memory. To save memory, call
-        bucket.gradient() of one bucket after the other.
+        A ddp.LoneBucket has another tensor in each step.
         """
-        return [bucket.gradient() for bucket in self.data_parallel.buckets]
+        return [bucket.grad_total for bucket in self.data_parallel.buckets]
 
     def of_adam(self, values):
         """Return those of the values, one per bucket, that belong to AdamW: without Muon all."""
@@ -293,8 +291,7 @@ class Optimizer:
         num_zeros and param_norm are computed only if full.
         """
         loss = loss.double() / self.data_parallel.mesh.tp.size  # Every tp rank has the same loss.
-        buckets = self.data_parallel.buckets
-        grad_squares = self.sum_of_squares([bucket.grad_total for bucket in buckets])
+        grad_squares = self.sum_of_squares(self.grads)
         num_zeros = torch.zeros_like(loss)
         param_squares = torch.zeros_like(loss)
         if full:
@@ -322,8 +319,7 @@ class Optimizer:
     def num_zeros(self):
         """Return this rank's part of the number of gradients that are zero, () fp64."""
         total = torch.zeros((), dtype=torch.float64, device=self.count_factors.device)
-        for bucket in self.data_parallel.buckets:
-            grad = bucket.gradient()
+        for grad, bucket in zip(self.grads, self.data_parallel.buckets, strict=True):
             end_of_filled = max(bucket.filled, bucket.own_slice.start)
             padding = max(0, bucket.own_slice.stop - end_of_filled)
             zeros = grad.numel() - padding - grad.count_nonzero()
@@ -396,8 +392,8 @@ class Optimizer:
         Padding is never written again, so a NaN there would stay.
         """
         divisor = torch.where(not_finite > 0, 1.0, divisor)
-        for bucket in self.data_parallel.buckets:
-            bucket.grad_total.div_(divisor)
+        for grad in self.grads:
+            grad.div_(divisor)
 
     def step_triton(self, lr, divisor, not_finite):
         """Do AdamW's update and masters_to_model()'s rounding in one pass over memory."""
@@ -411,7 +407,6 @@ class Optimizer:
         scalars = torch.stack([step_size, correction, divisor, not_finite]).float()
         for i in reversed(range(len(self.adam_buckets))):  # Roughly the first layers go first.
             bucket = self.adam_buckets[i]
-            grad = bucket.grad_total
             master = self.adam.params[i]
             state = self.adam.state[master]
             is_split = isinstance(master, SplitMaster)
@@ -419,8 +414,8 @@ class Optimizer:
             rounded = bucket.own.view(torch.int16) if is_split else bucket.own
             grid = (ceil_div(master.numel(), 2048),)
             kernels.adamw[grid](
-                updated, grad, state["exp_avg"], state["exp_avg_sq"], rounded, scalars,
-                1 - lr * self.adam.decays[i], 1 - beta1, 1 - beta2, self.adam.eps, master.numel(),
-                ROWS=flat.number_of_rows(grad), OUT=bucket.own.dtype != master.dtype,
-                SPLIT=is_split, BLOCK=2048, num_warps=8)
+                updated, bucket.grad_total, state["exp_avg"], state["exp_avg_sq"], rounded,
+                scalars, 1 - lr * self.adam.decays[i], 1 - beta1, 1 - beta2, self.adam.eps,
+                master.numel(), OUT=bucket.own.dtype != master.dtype, SPLIT=is_split, BLOCK=2048,
+                num_warps=8)
             self.data_parallel.on_updated(bucket)

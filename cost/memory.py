@@ -25,7 +25,6 @@ from cost.parameters import (
     query_columns,
     rank_tokens,
     sharded_parameters,
-    sums_rows,
     uncopied_gradients,
     unwidened_gradients,
 )
@@ -268,11 +267,10 @@ def buffer_rows(cfg, mesh, choice):
 def gradient_bytes(cfg, mesh, vocab_size, choice):
     """Return the bytes of the gradients.
 
-    Sums have at least fp32. A gradient to which nothing is added keeps the model's dtype. Where ZeRO-1
-    sends peer copies, a rank has the other ranks' gradients of its slice beside its own, and those of two
-    buckets that it sends; with replicas also their sum. From ZeRO-2 on a rank keeps only its slices of
-    the sums, and two slots for whole buckets; peer copies leave the gradients in the slots unwidened, and
-    need room for the other ranks' part of a bucket.
+    Sums have at least fp32. A gradient to which nothing is added keeps the model's dtype. Peer copies
+    also need this rank's slice of the sums, and room for the other ranks' part of a bucket. From ZeRO-2
+    on a rank keeps only its slices of the sums, and two slots for whole buckets; peer copies leave the
+    gradients in the slots unwidened.
     """
     weight_bytes, sum_bytes = element_bytes(cfg)
     local = local_trained(cfg, mesh, vocab_size)
@@ -284,15 +282,13 @@ def gradient_bytes(cfg, mesh, vocab_size, choice):
 
     whole = sum(n for axis, n in local.items() if axis not in sliced)
     unwidened = alone + sum(n for axis, n in copied.items() if axis not in sliced)
-    summed = {axis: n for axis, n in copied.items() if sums_rows(cfg, mesh, axis)}
-    slices = sum(n / n_slices(cfg, mesh, axis) for axis, n in {**summed, **sliced}.items())
+    slices = sum(n / n_slices(cfg, mesh, axis) for axis, n in {**copied, **sliced}.items())
     slot = _largest_bucket(buckets, sliced)
 
     total = (whole - unwidened) * sum_bytes + unwidened * weight_bytes
     total += slices * sum_bytes
     total += 2 * slot * (weight_bytes if copied else sum_bytes)
-    in_transit = 1 if cfg.zero > 1 else 2  # buckets
-    return total + in_transit * _largest_bucket(buckets, copied) * weight_bytes
+    return total + _largest_bucket(buckets, copied) * weight_bytes
 
 
 def _largest_bucket(buckets, axes):

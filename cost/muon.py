@@ -4,7 +4,6 @@ Which rank owns which matrix comes from muon.py itself.
 """
 from collections import Counter
 
-from config import ceil_div
 from cost.communication_time import ring_bandwidth, stride_of
 from cost.parameters import element_bytes, muon_buckets
 from cost.step_time import STREAM, matmul_seconds
@@ -19,7 +18,6 @@ from muon import (
     steps_per_gram,
 )
 from ops.flat import padded_elements
-from ops.symmetric_mm import TILE
 
 # Bytes per element of a rank's slices that the update moves more than AdamW's 30, in a 16-bit model: 14 for
 # the momentum and the direction, 6 for the norms, 12 for the master and the weight. What the products read
@@ -111,22 +109,10 @@ def muon_seconds(cfg, mesh, gpu, vocab_size):
         shapes = Counter(matrix.sides for matrix in max(owned, key=sum_work))
         for (side, other), count in shapes.items():
             for n_steps in steps_per_gram(side, other):
-                products = matmul_seconds(side, side, other, gpu, count)  # the Gram matrix
-                products += (4 * n_steps - 3) * matmul_seconds(side, side, side, gpu, count)
-                seconds += products * computed_share(cfg, side)
+                seconds += matmul_seconds(side, side, other, gpu, count)  # the Gram matrix
+                seconds += (4 * n_steps - 3) * matmul_seconds(side, side, side, gpu, count)
                 seconds += matmul_seconds(side, other, side, gpu, count)  # the polynomials times the matrix
     return seconds
-
-
-def computed_share(cfg, side):
-    """Return the share of a symmetric product that is computed: the tiles on and above the diagonal.
-
-    Numbers wider than 16 bits have all of it computed (ops/symmetric_mm.py).
-    """
-    if iteration_bytes(cfg) > 2:
-        return 1.0
-    across = ceil_div(side, TILE[0])
-    return (across + 1) / (2 * across)
 
 
 def sum_work(matrices):

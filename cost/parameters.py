@@ -423,14 +423,6 @@ def unwidened_gradients(mesh, local, choice):
     return alone, copied
 
 
-def sums_rows(cfg, mesh, axis):
-    """Return whether gradients that came as peer copies are added up before the optimizer reads them.
-
-    axis: its name. The optimizer does so itself, except under ZeRO-2 and 3, and where replicas need the sum.
-    """
-    return cfg.zero > 1 or getattr(mesh, axis).sharing(cfg.zero).replicas.size > 1
-
-
 def uncopied_gradients(cfg, mesh, vocab_size, choice):
     """Return the number of parameters whose gradient the optimizer reads where backward wrote it.
 

@@ -31,7 +31,6 @@ from cost.parameters import (
     owned_parameters,
     query_columns,
     rank_tokens,
-    sums_rows,
     uncopied_gradients,
     unwidened_gradients,
 )
@@ -476,11 +475,6 @@ def step_time(cfg, mesh, gpu, vocab_size, slowest, reductions):
     weight_bytes, sum_bytes = element_bytes(cfg)
     gradient_bytes -= 2 * weight_bytes * uncopied_gradients(cfg, mesh, vocab_size, choice)
     adam_bytes = owned_parameters(cfg, mesh, local) * ADAM - alone * 4
-    # It reads each rank's gradients of its slice, and the norm does, in the place of their sum.
-    for axis, n in copied.items():
-        if not sums_rows(cfg, mesh, axis):
-            slices = n_slices(cfg, mesh, axis)
-            adam_bytes += 2 * (weight_bytes - sum_bytes / slices) * n
     if cfg.split_masters:
         adam_bytes -= 2 * owned_parameters(cfg, mesh, local)
     if cfg.moments_dtype == "bf16":  # Two moments are read and written, each with 2 bytes.
@@ -519,6 +513,5 @@ def _bytes_of_sums(cfg, mesh, local, alone, copied):
     # The slices that came from the other ranks are added up.
     times = num_micro_batches if cfg.zero > 1 else 1
     for axis, n in copied.items():
-        if sums_rows(cfg, mesh, axis):
-            nbytes += n * (weight_bytes + sum_bytes / n_slices(cfg, mesh, axis)) * times
+        nbytes += n * (weight_bytes + sum_bytes / n_slices(cfg, mesh, axis)) * times
     return nbytes

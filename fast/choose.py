@@ -78,7 +78,7 @@ class Choice(NamedTuple):
             if cfg.zero > 1 and uses_slot(axis):
                 return PeerSlotComm(stream) if self.peer_copies else SlotComm()
             if self.uses_peer_copies(axis):
-                return PeerComm(stream, DTYPES[cfg.dtype], axis.sharing().replicas.size > 1)
+                return PeerComm(stream, DTYPES[cfg.dtype])
             return Comm(DTYPES[cfg.dtype] if self.keeps_grad_dtype(axis) else None)
         return comm_for
 

@@ -1,21 +1,19 @@
-"""ZeRO's gradients and weights between the GPUs of one node, without NCCL: plain copies to and from symmetric
+"""ZeRO's gradients and weights between the GPUs of one node, without NCCL: plain copies between symmetric
 buffers (fast/symm_mem.py).
 
-    gradients  each rank gets its own slice from all others and adds up what came: a reduce-scatter
+    gradients  each rank copies its own slice from all others and adds up the copies: a reduce-scatter
     weights    each rank copies the others' slices from them: an all-gather
 
-The GPU's copy engines carry almost all of the data while forward and backward run. NCCL's kernels would take
+The GPU's copy engines carry the data while forward and backward run. NCCL's kernels would take
 multiprocessors away from forward and backward. The gradients travel in the model's dtype, as backward made
 them, which is half the bytes of fp32, and each rank adds them up in fp32. The result equals the sum of fp32
 gradients: ZeRO-1 has only one micro-batch, so no rank adds gradients in the model's dtype; ZeRO-2 and 3 send
 every micro-batch's gradients.
 
     CopyStream                 where the copies run
-    Arrival, ReplicaSum        the handles of gradients that the others send
     PeerComm                   ddp.Comm by copies, for ZeRO-1
     PeerSlot, PeerSlotComm     zero.Slot and zero.SlotComm by copies, for ZeRO-2 and 3
 """
-import collections
 import contextlib
 
 import torch
@@ -23,27 +21,22 @@ import torch
 from ddp import Comm
 from fast.symm_mem import SymmetricBuffer
 from ops.accelerator import stream_module
-from ops.flat import copy_gradients, sum_slices
+from ops.flat import sum_slices
 from parallel import CompletedWork
 from zero import Slot
-
-SEND_ALONE = 2**15  # elements: a copy engine carries such a part of a gradient, one kernel all smaller ones
-KEPT = 2  # buckets whose gradients keep their memory while they are sent
 
 
 class CopyStream:
     """A stream for copies between GPUs, next to the stream that computes. On a CPU, copies run in line.
 
-    module: torch's module for this kind of device. recv_buffer: where the others' gradients arrive under
-    ZeRO-2 and 3; all buckets use it in turn.
+    module: torch's module for this kind of device. recv_buffer: where the others' gradients arrive; all
+    buckets use it in turn.
     """
 
     def __init__(self):
         self.module = None
         self.stream = None
         self.recv_buffer = None
-        self.sending = collections.deque()  # (handle, gradients that copies may still read)
-        self.expected = collections.defaultdict(list)  # {ranks: Arrivals for which nobody has waited}
 
     def reserve(self, n, like):
         """Make room for n elements, before any graph is captured. like: a tensor of the dtype and device."""
@@ -68,33 +61,6 @@ class CopyStream:
         one."""
         return CompletedWork() if self.stream is None else self.stream.record_event()
 
-    def keep_while_sending(self, gradients):
-        """Keep the memory of gradients that the copies issued so far read.
-
-        The compute stream waits for the copies of the bucket before the last KEPT ones, whose memory it gets
-        back. They have long been done. release() gives back the memory of the last ones.
-        """
-        self.sending.append((self.record_event(), gradients))
-        if len(self.sending) > KEPT:
-            handle, _ = self.sending.popleft()
-            handle.wait()
-
-    def release(self):
-        """Make the compute stream wait for all copies issued so far, and give back what they have read.
-
-        Each step does so once its gradients are summed. A handle that was kept until the next step could
-        not be waited for in there: if that step is captured as a CUDA graph, the handle is not part of it.
-        """
-        if self.sending:
-            self.record_event().wait()
-            self.sending.clear()
-
-    def meet(self, buffer):
-        """Return a handle. Its wait() waits until all that the axis' ranks have sent so far is here."""
-        with self.side_stream():
-            buffer.barrier()
-            return self.record_event()
-
     def copy_slices(self, bucket, gradients):
         """Copy the other ranks' gradients of this rank's slice. Return (size - 1, n/size), in recv_buffer.
 
@@ -112,106 +78,38 @@ def others(axis):
     return [(axis.rank + i) % axis.size for i in range(1, axis.size)]
 
 
-class Arrival:
-    """The handle of a bucket's gradients that all ranks of an axis send to this one.
-
-    The ranks meet when the first handle is waited for, after backward. This one barrier serves all buckets
-    that the same ranks have sent before it. A barrier for each bucket would make a GPU wait each time for the
-    slowest one.
-    """
-
-    def __init__(self, stream, received):
-        self.stream = stream
-        self.received = received
-        self.handle = None
-        self.expected = stream.expected[tuple(received.axis.ranks)]
-        self.expected.append(self)
-
-    def wait(self):
-        if self.handle is None:
-            handle = self.stream.meet(self.received)
-            for arrival in self.expected:
-                arrival.handle = handle
-            self.expected.clear()
-        self.handle.wait()
-        self.stream.release()
-
-
-class ReplicaSum:
-    """The handle of a bucket's sum over the replicas, which follows the sum over the shard (--shard)."""
-
-    def __init__(self, stream, handle):
-        self.stream = stream
-        self.handle = handle
-
-    def wait(self):
-        self.handle.wait()
-        self.stream.release()
-
-
 class PeerComm(Comm):
     """ddp.Comm for ZeRO-1 with one micro-batch per step, where the axis' GPUs reach each other's memory.
 
-    Each rank writes its gradients of a slice into the memory of the rank that updates the slice, from where
-    backward made them. There grad_total has a row for each rank, and the optimizer adds up the rows. With
-    --shard they are added up here, before the sum over the replicas.
-
-    No rank waits before it writes. The others have read their rows for the last time in Optimizer.step, or
-    with --shard before the sum over the replicas, and this rank begins a bucket only after their new weights,
-    or, if the step was vetoed, after the all-reduce of Optimizer.stats. The others have copied from this
-    rank's weights by the end of their forward, and this rank overwrites these only after that all-reduce.
-    There is one instance per bucket; all instances share a CopyStream.
+    The other ranks copy from this rank's gradients before their grad sync ends, and from its weights in their
+    forward. Both copies precede the all-reduce of Optimizer.stats, and this rank overwrites its buffers only
+    after that all-reduce. There is one instance per bucket; all instances share a CopyStream.
     """
 
-    def __init__(self, stream, grad_dtype, has_replicas=False):
+    def __init__(self, stream, grad_dtype):
         super().__init__(grad_dtype)
         self.stream = stream
-        self.has_replicas = has_replicas
 
     def allocate(self, shard, own_slice, weights, dtype):
         n = weights.numel()
         self.weights = SymmetricBuffer(shard, 1, n, dtype, weights.device)
-        self.received = SymmetricBuffer(shard, shard.size, n // shard.size, dtype, weights.device)
+        self.gradients = SymmetricBuffer(shard, 1, n, dtype, weights.device)
         flat = self.weights.local[0].zero_()
-        rows = self.received.local.zero_()  # (ranks, n/size). Nobody writes into the padding.
-        self.received.barrier()  # no gradient comes before the zeros
-        self.stream.reserve(0, flat)
-        return flat, None, torch.zeros_like(weights[own_slice]) if self.has_replicas else rows
-
-    def collect(self, bucket):
-        """Send all p.grad of a bucket, each part to the rank of its slice."""
-        with self.stream.side_stream():
-            copy_gradients(self.parts(bucket), alone=SEND_ALONE)
-        self.stream.keep_while_sending([p.grad for p in bucket.params])
-        for p in bucket.params:
-            p.grad = None
-
-    def parts(self, bucket):
-        """Return [(where it goes, part of a p.grad or None)]. A part is 1-D."""
-        axis = bucket.shard
-        grads = [None if p.grad is None else p.grad.flatten() for p in bucket.params]
-        parts = []
-        for rank in (*others(axis), axis.rank):
-            row = self.received.peers[rank][axis.rank]
-            theirs = bucket.slice_of_rank(rank, bucket.flat.numel())
-            for p, grad, start in zip(bucket.params, grads, bucket.starts(), strict=True):
-                begin = max(start, theirs.start)
-                end = min(start + p.numel(), theirs.stop)
-                if begin < end:
-                    part = None if grad is None else grad[begin - start:end - start]
-                    parts.append((row[begin - theirs.start:end - theirs.start], part))
-        return parts
+        grad = self.gradients.local[0].zero_()
+        grad_total = torch.zeros_like(weights[own_slice])
+        self.stream.reserve(n - grad_total.numel(), flat)
+        return flat, grad, grad_total
 
     def start_reduce(self, bucket):
         axis = bucket.shard
-        rows = self.received.local
-        axis.record("reduce-scatter", rows, axis.ring_bytes(rows))  # n numbers, as collect() has sent them
-        if not self.has_replicas:
-            return Arrival(self.stream, self.received)
+        axis.record("reduce-scatter", bucket.grad, axis.ring_bytes(bucket.grad))
         with self.stream.side_stream():
-            self.received.barrier()  # the gradients of all ranks are complete
-            sum_slices(bucket.grad_total, rows[0], rows[1:])
-            return ReplicaSum(self.stream, self.start_replica_sum(bucket))  # in fp32, over NCCL
+            self.gradients.barrier()  # the gradients of all ranks are complete
+            parts = self.stream.copy_slices(bucket, self.gradients.peers)
+            sum_slices(bucket.grad_total, bucket.grad[bucket.own_slice], parts)
+            if bucket.replicas.size > 1:
+                return self.start_replica_sum(bucket)  # in fp32, over NCCL
+            return self.stream.record_event()
 
     def start_gather(self, bucket):
         axis = bucket.shard

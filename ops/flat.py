@@ -2,7 +2,7 @@
 
     padded_elements             the length of a buffer that is cut into slices
     accumulate, copy_gradients  add or copy gradients into a buffer
-    sum_slices, sum_of_rows     the sum of several ranks' gradients, which fast/peer.py has copied
+    sum_slices                  the sum of several ranks' gradients, which fast/peer.py has copied
     sums_of_squares             of slices: for the norm of the gradient
     rectangles, own_pieces      where a slice's elements are in the full tensors: for checkpoints
 """
@@ -13,10 +13,12 @@ from typing import NamedTuple
 import torch
 
 from config import ceil_div
-from ops import backend, matrix_norms
+from ops import backend
 
 COPY_ALONE = 2**22  # a gradient of at least this many elements has a copy kernel of its own
 CONVERT_ALONE = 2**18  # a gradient of at least this many elements is converted by Triton
+BLOCK = 2048  # elements whose squares a program of the Triton kernel sums at once
+TIMES = 4  # how many times it does so
 ALIGNMENT = 128  # each slice begins at a multiple of this, so that loads are aligned
 
 
@@ -45,18 +47,18 @@ def accumulate(total, grad, first):
         total.add_(grad)
 
 
-def copy_gradients(pairs, alone=COPY_ALONE):
+def copy_gradients(pairs):
     """Copy gradients into their windows of a flat buffer. pairs: [(window, gradient or None)].
 
-    A gradient of None is zero. One kernel copies all small gradients; for a large one, of at least
-    `alone` elements, a copy by itself is faster.
+    A gradient of None is zero. One kernel copies all small gradients; for a large one, a copy by
+    itself is twice as fast.
     """
     small_windows = []
     small_grads = []
     for window, grad in pairs:
         if grad is None:
             window.zero_()
-        elif grad.numel() >= alone:
+        elif grad.numel() >= COPY_ALONE:
             window.copy_(grad)
         else:
             small_windows.append(window)
@@ -78,28 +80,14 @@ def sum_slices(total, own, others):
         total.add_(part)
 
 
-def sum_of_rows(grad):
-    """Return the sum of the rows of grad (ranks, n): (n,), in at least fp32."""
-    wide = torch.promote_types(grad.dtype, torch.float32)
-    total = torch.empty_like(grad[0], dtype=wide)
-    sum_slices(total, grad[0], grad[1:])
-    return total
-
-
-def number_of_rows(grad):
-    """Return how many rows a kernel adds up: 1 for a gradient (n,), ranks for (ranks, n)."""
-    return 1 if grad.ndim == 1 else len(grad)
-
-
 def sums_of_squares(slices, dtype):
     """Return the sum of squares of each slice, (k,) fp64. dtype: that of torch's norms on a GPU.
 
-    A slice is (n,), or the sum of the rows of (ranks, n). On a CPU torch's fp32 norm is a plain
-    sum, which is 5e-5 off for a million elements, so there the norms are in fp64.
+    On a CPU torch's fp32 norm is a plain sum, which is 5e-5 off for a million elements, so there
+    the norms are in fp64.
     """
     if all(backend.use_triton(piece) for piece in slices):
         return sums_of_squares_triton(slices)
-    slices = [sum_of_rows(piece) if piece.ndim > 1 else piece for piece in slices]
     if slices[0].device.type == "cpu":
         dtype = torch.float64
     norms = [None] * len(slices)
@@ -115,17 +103,15 @@ def sums_of_squares(slices, dtype):
 def sums_of_squares_triton(slices):
     """Return sums_of_squares by a kernel per slice. Torch's norms read at half the bandwidth."""
     from ops import kernels
-    at_once = matrix_norms.TIMES * matrix_norms.BLOCK
-    parts = [ceil_div(piece.size(-1), at_once) for piece in slices]
+    parts = [ceil_div(piece.numel(), TIMES * BLOCK) for piece in slices]
     # Each slice has a row for the sums of its parts, in fp32. Rows begin at multiples of ALIGNMENT
     # elements, so Triton compiles one kernel for all of them.
     width = ceil_div(max(parts), ALIGNMENT) * ALIGNMENT
     sums = torch.zeros(len(slices), width, device=slices[0].device)
     for piece, row, n_parts in zip(slices, sums, parts, strict=True):
-        if n_parts:  # For the kernel a slice is the first of matrices with `width` parts.
-            kernels.sum_squares[(n_parts,)](
-                piece, row, piece.size(-1), width, 0, ROWS=number_of_rows(piece), num_warps=8,
-                TIMES=matrix_norms.TIMES, BLOCK=matrix_norms.BLOCK)
+        if n_parts:
+            kernels.sum_squares[(n_parts,)](piece, row, piece.numel(), TIMES=TIMES, BLOCK=BLOCK,
+                                            num_warps=8)
     return sums.sum(1, dtype=torch.float64)
 
 

@@ -385,48 +385,15 @@ def quantise(x_ptr, scale_ptr, rows_ptr, columns_ptr, height, width, first, tota
 
 
 @triton.jit
-def sum_of_rows(x_ptr, at, n, ROWS: tl.constexpr):
-    """Return elements `at` of the sum of x (ROWS, n), in fp32: zeros where `at` is n or more."""
-    total = tl.load(x_ptr + at, mask=at < n, other=0.0).to(tl.float32)
-    for _ in tl.static_range(ROWS - 1):
-        x_ptr += n
-        total += tl.load(x_ptr + at, mask=at < n, other=0.0).to(tl.float32)
-    return total
-
-
-@triton.jit
-def sum_squares(x_ptr, sums_ptr, n, parts, distance, TIMES: tl.constexpr, BLOCK: tl.constexpr,
-                ROWS: tl.constexpr = 1):
-    """sums (k, parts) = the sums of squares of parts of matrices x (k, n), in fp32. For muon.py and flat.py.
-
-    `distance` elements lie from the start of a matrix to that of the next. A part has TIMES BLOCKs. With ROWS
-    a matrix is the sum of x (ROWS, n).
-    """
-    matrix = tl.program_id(0).to(tl.int64) // parts
-    at = tl.program_id(0).to(tl.int64) % parts * TIMES * BLOCK + tl.arange(0, BLOCK)
+def sum_squares(x_ptr, sums_ptr, n, TIMES: tl.constexpr, BLOCK: tl.constexpr):
+    """sums = the sum of squares of each part of x (n,), in fp32. A part has TIMES BLOCKs."""
+    at = tl.program_id(0).to(tl.int64) * TIMES * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
     for _ in tl.static_range(TIMES):
-        x = sum_of_rows(x_ptr + matrix * distance, at, n, ROWS)
+        x = tl.load(x_ptr + at, mask=at < n, other=0.0).to(tl.float32)
         total += x * x
         at += BLOCK
     tl.store(sums_ptr + tl.program_id(0), tl.sum(total))
-
-
-@triton.jit
-def divide_by_norms(x_ptr, squares_ptr, out_ptr, n, parts, distance, out_distance, norm, eps,
-                    TIMES: tl.constexpr, BLOCK: tl.constexpr):
-    """out (k, n) = x (k, n) * norm / max(sqrt(squares), eps) with the squares (k,) of sum_squares.
-
-    out may share x's memory.
-    """
-    matrix = tl.program_id(0).to(tl.int64) // parts
-    at = tl.program_id(0).to(tl.int64) % parts * TIMES * BLOCK + tl.arange(0, BLOCK)
-    factor = norm / tl.maximum(tl.sqrt(tl.load(squares_ptr + matrix)), eps)
-    for _ in tl.static_range(TIMES):
-        x = tl.load(x_ptr + matrix * distance + at, mask=at < n, other=0.0).to(tl.float32)
-        out = (x * factor).to(out_ptr.dtype.element_ty)
-        tl.store(out_ptr + matrix * out_distance + at, out, mask=at < n)
-        at += BLOCK
 
 
 @triton.jit
@@ -463,21 +430,19 @@ def sum_slices(own_ptr, others_ptr, out_ptr, n, RANKS: tl.constexpr, BLOCK: tl.c
 
 @triton.jit
 def adamw(w_ptr, grad_ptr, m_ptr, v_ptr, out_ptr, scalars_ptr, keep, gain1, gain2, eps, n, OUT: tl.constexpr,
-          SPLIT: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr = 1):
+          SPLIT: tl.constexpr, BLOCK: tl.constexpr):
     """One AdamW update of the fp32 masters w (n,), rounded into the model's weights `out` if OUT.
-
-    The gradient is the sum of grad (ROWS, n).
 
     scalars (4,) fp32: lr / (1 - beta1^t); sqrt(1 - beta2^t); the divisor of the gradients; 1.0 if nothing may
     change (not_finite). keep = 1 - lr * weight decay, gain = 1 - beta. The moments m and v (n,) are fp32 or
-    bf16, and their new values are computed in fp32. With a gradient of one row in fp32, the kernel moves 28
-    bytes per weight, 30 with OUT, 8 less with moments in bf16, and 2 less with SPLIT: then out (n,) has the
-    bits of bf16 weights and w the low bits of ops/split_master.py, both int16.
+    bf16, and their new values are computed in fp32. With a gradient in fp32, the kernel moves 28 bytes per
+    weight, 30 with OUT, 8 less with moments in bf16, and 2 less with SPLIT: then out (n,) has the bits of
+    bf16 weights and w the low bits of ops/split_master.py, both int16.
     """
     if tl.load(scalars_ptr + 3) == 0.0:
         at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         inside = at < n
-        grad = sum_of_rows(grad_ptr, at, n, ROWS) / tl.load(scalars_ptr + 2)
+        grad = tl.load(grad_ptr + at, mask=inside).to(tl.float32) / tl.load(scalars_ptr + 2)
         m = tl.load(m_ptr + at, mask=inside).to(tl.float32)
         m += (grad - m) * gain1
         v = tl.load(v_ptr + at, mask=inside).to(tl.float32)
@@ -504,17 +469,16 @@ def adamw(w_ptr, grad_ptr, m_ptr, v_ptr, out_ptr, scalars_ptr, keep, gain1, gain
 
 
 @triton.jit
-def muon_direction(m_ptr, grad_ptr, out_ptr, divisor_ptr, not_finite_ptr, beta, n, BLOCK: tl.constexpr,
-                   ROWS: tl.constexpr = 1):
+def muon_direction(m_ptr, grad_ptr, out_ptr, divisor_ptr, not_finite_ptr, beta, n, BLOCK: tl.constexpr):
     """Add grad / *divisor to the fp32 momenta m (n,); out (n,) = what Muon orthogonalises.
 
-    The gradient is the sum of grad (ROWS, n). Nothing changes where *not_finite is 1.0. beta: the decay of
-    the mean. With a gradient of one row in fp32, the kernel moves 14 bytes per weight in a 16-bit model.
+    Nothing changes where *not_finite is 1.0. beta: the decay of the mean. With a gradient in fp32, the kernel
+    moves 14 bytes per weight in a 16-bit model.
     """
     if tl.load(not_finite_ptr) == 0.0:
         at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         inside = at < n
-        grad = sum_of_rows(grad_ptr, at, n, ROWS) / tl.load(divisor_ptr)
+        grad = tl.load(grad_ptr + at, mask=inside).to(tl.float32) / tl.load(divisor_ptr)
         m = tl.load(m_ptr + at, mask=inside)
         m += (grad - m) * (1 - beta)
         tl.store(m_ptr + at, m, mask=inside)

@@ -1,7 +1,6 @@
-"""Triton kernels of matrix products: experts' products of unequal size, and products that are symmetric.
+"""Triton kernels of the experts' products, which have unequal sizes.
 
-Their twins, and when which of the two runs, are in ops/grouped_mm.py and ops/symmetric_mm.py. Like
-ops/kernels.py, this file is imported on a GPU only, and by tests.
+ops/grouped_mm.py says when they run. Like ops/kernels.py, this file is imported on a GPU only, and by tests.
 
 A program computes one tile of the product, or several, one after the other.
 """
@@ -113,52 +112,3 @@ def grouped_wgrad(grad_ptr, x_ptr, ends_ptr, grad_w_ptr, O, I, PROGRAMS, E: tl.c
             x_at += DEPTH * I
         grad_w_at = grad_w_ptr + mine.to(tl.int64) * O * I + o[:, None] * I + i[None, :]
         tl.store(grad_w_at, total.to(grad_w_ptr.dtype.element_ty), mask=(o < O)[:, None] & (i < I)[None, :])
-
-
-@triton.jit
-def symmetric_mm(a_ptr, b_ptr, c_ptr, out_ptr, m, n, a_matrix, a_row, a_column, b_matrix, b_row, b_column,
-                 alpha, beta, diagonal, ADD: tl.constexpr, EVEN: tl.constexpr, SIDE: tl.constexpr,
-                 DEPTH: tl.constexpr):
-    """out (k, m, m) = a b, which is symmetric, or alpha a b + beta c + diagonal I if ADD. For muon.py.
-
-    a (k, m, n) and b (k, n, m) have any strides. c and out are contiguous. One program computes one tile of
-    SIDE x SIDE on or above the diagonal, and writes it a second time as its mirror image. EVEN: SIDE divides
-    m, and DEPTH divides n.
-    """
-    across = (m + SIDE - 1) // SIDE
-    tiles = across * (across + 1) // 2  # of a matrix
-    matrix = (tl.program_id(0) // tiles).to(tl.int64)
-    # Row `down` of tiles has across - down tiles. The first is on the diagonal.
-    right = tl.program_id(0) % tiles
-    down = 0
-    while right >= across - down:
-        right -= across - down
-        down += 1
-    row = down * SIDE + tl.arange(0, SIDE)
-    column = (down + right) * SIDE + tl.arange(0, SIDE)
-    at = tl.arange(0, DEPTH)
-    a_at = a_ptr + matrix * a_matrix + row[:, None] * a_row + at[None, :] * a_column
-    b_at = b_ptr + matrix * b_matrix + at[:, None] * b_row + column[None, :] * b_column
-    total = tl.zeros([SIDE, SIDE], tl.float32)
-    for k in range(0, n, DEPTH):
-        if EVEN:
-            a = tl.load(a_at)
-            b = tl.load(b_at)
-        else:
-            a = tl.load(a_at, mask=(row < m)[:, None] & (k + at < n)[None, :], other=0.0)
-            b = tl.load(b_at, mask=(k + at < n)[:, None] & (column < m)[None, :], other=0.0)
-        total = tl.dot(a, b, total)
-        a_at += DEPTH * a_column
-        b_at += DEPTH * b_row
-    out_ptr += matrix * m * m
-    out_at = row[:, None] * m + column[None, :]
-    inside = (row < m)[:, None] & (column < m)[None, :]
-    if ADD:
-        c = tl.load(c_ptr + matrix * m * m + out_at, mask=inside, other=0.0).to(tl.float32)
-        total = alpha * total + beta * c + tl.where(row[:, None] == column[None, :], diagonal, 0.0)
-    total = total.to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + out_at, total, mask=inside)
-    if right > 0:
-        mirrored_at = column[:, None] * m + row[None, :]
-        mirrored_inside = (column < m)[:, None] & (row < m)[None, :]
-        tl.store(out_ptr + mirrored_at, tl.trans(total), mask=mirrored_inside)

@@ -58,7 +58,7 @@ class LayerNorms:
         number_of = {name: i for i, name in enumerate(self.layers)}
         squares = torch.zeros(len(self.layers), dtype=torch.float64, device=device)
         for bucket in self.data_parallel.buckets:
-            grad = bucket.gradient()
+            grad = bucket.grad_total
             pieces = bucket_pieces(bucket, grad, prefix="", owned_only=False)
             if not pieces:
                 continue  # This rank's slice is padding.

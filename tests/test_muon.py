@@ -26,7 +26,7 @@ import muon
 from corpus.synthetic import Synthetic
 from cost.gpus import GPUS
 from cost.memory import state_bytes
-from cost.muon import computed_share, muon_seconds, workspace_bytes
+from cost.muon import muon_seconds, workspace_bytes
 from cost.step_time import expected_choice
 
 # The learning rate of Muon's matrices differs from AdamW's, so that a confusion shows.
@@ -363,13 +363,6 @@ def test_the_planner_counts_one_moment_of_muons_matrices():
     assert workspace_bytes(cfg, mesh, cfg.vocab_size) == 4 * (elements + max(needs))
     assert workspace_bytes(plain, mesh, cfg.vocab_size) == muon_seconds(plain, mesh, GPUS["h200"], 100) == 0
     assert muon_seconds(cfg, mesh, GPUS["h200"], 100) > 0
-
-
-@pytest.mark.parametrize("dtype,side,share", [
-    ("bf16", 512, 10 / 16), ("fp16", 513, 15 / 25), ("bf16", 128, 1), ("bf16", 20, 1), ("fp32", 512, 1)])
-def test_the_planner_counts_the_tiles_that_are_computed(dtype, side, share):
-    """Of 4 x 4 tiles there are 10 on and above the diagonal; of 5 x 5, 15."""
-    assert computed_share(dataclasses.replace(FAMILIES["llama"], dtype=dtype), side) == share
 
 
 # -----------------------------------------------------------------------------

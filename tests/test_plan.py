@@ -22,7 +22,7 @@ import plan
 import train
 from config import Config, head_width
 from corpus.synthetic import Synthetic
-from cost import memory, step_time
+from cost import step_time
 from cost.gpus import GPUS
 from cost.memory import CONTEXT, GIB, saved_activations
 from cost.meshes import stage_mesh
@@ -286,13 +286,9 @@ def test_memory_within_a_tenth_of_measured(flags, gpus, measured):
     ("llama-7b --pp 2 --pp-chunks 2 --vocab-size 256 --micro-batch 2 --global-batch 8 --pp-layers 8,8,8,8", 2,
      88.57)])
 def test_memory_with_symmetric_memory_is_near_the_measured(flags, gpus, measured):
-    """Reserved and symmetric memory on H200. The largest error is 6 %.
-
-    With ZeRO-1 each rank also kept the fp32 sum of what came as copies, which the optimizer computes now.
-    """
+    """Reserved and symmetric memory on H200. The largest error is 6 %."""
     cfg, _ = plan.check_gpus(parse(flags.split()), gpus)
-    with mock.patch.object(memory, "sums_rows", lambda *_: True):
-        parts = plan.estimate(cfg, gpus, "h200", cfg.vocab_size)["memory_gib"]
+    parts = plan.estimate(cfg, gpus, "h200", cfg.vocab_size)["memory_gib"]
     assert sum(parts.values()) - CONTEXT / GIB == pytest.approx(measured, rel=0.07)
 
 

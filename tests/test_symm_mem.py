@@ -24,7 +24,7 @@ import train
 from config import Config
 from corpus.batches import micro_batches
 from corpus.synthetic import Synthetic
-from ddp import BUCKET_ELEMENTS
+from ddp import BUCKET_ELEMENTS, FlatBuffers
 from fast import choose, graph, padded, peer, symm_mem
 from fast.graph import BufferSizer, GraphedStep
 from fast.peer import PeerComm, PeerSlotComm
@@ -88,10 +88,7 @@ def three_steps(world, flags, slack=0.0, late=False, without="", peer_copies=Fal
         model, data_parallel, opt = train.build(cfg, mesh, cfg.vocab_size, device, choice=choice)
         assert all(isinstance(bucket.comm, PeerComm | PeerSlotComm) == (peer_copies and bucket.n_slices > 1)
                    for bucket in data_parallel.buckets)
-        gradients = [bucket.grad_total if bucket.grad is None else bucket.grad
-                     for bucket in data_parallel.buckets]
-        same = [grad.dtype == bucket.flat.dtype
-                for grad, bucket in zip(gradients, data_parallel.buckets, strict=True)]
+        same = [bucket.grad.dtype == bucket.flat.dtype for bucket in data_parallel.buckets]
         assert not peer_copies or all(same)
         step = graph.make_step(train.Step(cfg, model, data_parallel, opt), choice)
         if slack:
@@ -107,8 +104,6 @@ def three_steps(world, flags, slack=0.0, late=False, without="", peer_copies=Fal
         for number in range(1, 4):
             batches = micro_batches(cfg, mesh, source, (number - 1) * 8, 8, device)
             stats.append(torch.stack(step(batches, number)[0]).tolist())
-            assert not any(bucket.comm.stream.sending for bucket in data_parallel.buckets
-                           if isinstance(bucket.comm, PeerComm)), "a captured step cannot wait for these"
         model.provide_weights(model)
         if late:
             keeper.begin()  # the last rank need not stay behind any more
@@ -305,7 +300,7 @@ def test_the_fullest_rank_and_the_smallest_memory_decide(monkeypatch):
 def peer_steps(world, flags, slack=0.0, late=False, without=""):
     """three_steps(), gradients and weights of many small buckets carried by PeerComm."""
     with contextlib.ExitStack() as stack:
-        for kind, name in ((Optimizer, "step"), (PeerComm, "collect"), (PeerSlotComm, "collect")):
+        for kind, name in ((Optimizer, "step"), (FlatBuffers, "copy_all_gradients")):
             stack.enter_context(mock.patch.object(kind, name, late_function(getattr(kind, name))))
         return three_steps(world, flags, slack, late, without, peer_copies=True, bucket_elements=300)
 
@@ -352,68 +347,14 @@ def test_gradients_that_are_copied_stay_in_the_model_s_dtype():
     assert_equal_steps(run_ranks(2, peer_steps, flags), run_ranks(2, gloo_steps, flags))
 
 
-def test_each_part_goes_to_the_rank_that_updates_it():
-    """A parameter without a gradient sends zeros, over what an earlier step has left; padding stays."""
-    old = -7.0
-    received = Some(peers=[torch.full((2, 4), old) for _ in range(2)])
-    params = [torch.nn.Parameter(torch.zeros(shape)) for shape in ((3,), (2,), (2,))]
-    params[0].grad = torch.tensor([1.0, 2.0, 3.0])
-    params[2].grad = torch.tensor([6.0, 7.0])
-    bucket = Some(shard=Some(rank=1, size=2), params=params, starts=lambda: [0, 3, 5], flat=torch.zeros(8),
-                  slice_of_rank=lambda rank, n: slice(rank * n // 2, (rank + 1) * n // 2))
-    comm = PeerComm(peer.CopyStream(), torch.float32)
-    comm.received = received
-    comm.collect(bucket)
-    assert received.peers[0].tolist() == [[old] * 4, [1.0, 2.0, 3.0, 0.0]]
-    assert received.peers[1].tolist() == [[old] * 4, [0.0, 6.0, 7.0, old]]
-    assert all(p.grad is None for p in params)
-
-
-@pytest.mark.parametrize("layout, of_gradients", [
-    (dict(zero=1), "meet"), (dict(zero=3), "start_reduce"), (dict(zero=1, shard=2), "start_reduce")], ids=str)
-@pytest.mark.parametrize("without", ["", "gradients", "start_gather"])
-def test_a_rank_whose_gradients_are_late_is_waited_for(without, layout, of_gradients):
+@pytest.mark.parametrize("layout", [dict(zero=1), dict(zero=3), dict(zero=1, shard=2)], ids=str)
+@pytest.mark.parametrize("without", ["", "start_reduce", "start_gather"])
+def test_a_rank_whose_gradients_are_late_is_waited_for(without, layout):
     size = 2 * layout.get("shard", 1)
     flags = dict(TINY, micro_batch=8 // size, **layout)
     want = run_ranks(size, gloo_steps, flags)
-    left_out = of_gradients if without == "gradients" else without
-    got = run_ranks(size, peer_steps, flags, 0.0, True, left_out)
+    got = run_ranks(size, peer_steps, flags, 0.0, True, without)
     assert steps_are_equal(got, want) == (not without)
-
-
-class LoggedStream:
-    """A stream on a CPU that writes down what it is told, and hands out events that do the same."""
-
-    def __init__(self):
-        self.log = []
-
-    def record_event(self):
-        number = len(self.log)
-        self.log.append(f"event {number}")
-        return Some(wait=lambda: self.log.append(f"wait for {number}"))
-
-
-@pytest.mark.parametrize("handle", ["Arrival", "ReplicaSum"])
-def test_the_memory_of_gradients_comes_back_after_their_copies(handle):
-    """Whichever handle a step waits for: the compute stream waits for all copies first."""
-    copies = peer.CopyStream()
-    copies.stream = LoggedStream()
-    for bucket in range(4):
-        copies.keep_while_sending([bucket])
-        copies.stream.log.append(f"kept {[number for _, (number,) in copies.sending]}")
-    received = Some(axis=Some(ranks=(0, 1)))
-    if handle == "Arrival":
-        arrival = peer.Arrival(copies, received)
-        arrival.handle = copies.stream.record_event()
-    else:
-        arrival = peer.ReplicaSum(copies, copies.stream.record_event())
-    arrival.wait()
-    arrival.wait()
-    assert not copies.sending
-    assert copies.stream.log == [
-        "event 0", "kept [0]", "event 2", "kept [0, 1]", "event 4", "wait for 0", "kept [1, 2]",
-        "event 7", "wait for 2", "kept [2, 3]", "event 10", "wait for 10", "event 12", "wait for 12",
-        "wait for 10"]
 
 
 # -----------------------------------------------------------------------------
