@@ -96,7 +96,9 @@ def tree(axis, root):
 
     0 -> 1;     0 -> 2, 1 -> 3;     0 -> 4, 1 -> 5, 2 -> 6, 3 -> 7;     ...
     """
-    n, v, rounds = axis.size, (axis.rank - root) % axis.size, []  # v: rank counted from the root
+    n = axis.size
+    v = (axis.rank - root) % n  # the rank, counted from the root
+    rounds = []
     for have in (1 << k for k in range((n - 1).bit_length())):  # n=5: 1, 2, 4 ranks have the data
         if v < have and v + have < n:
             rounds.append(((v + have + root) % n, True))
@@ -161,7 +163,8 @@ FACTOR = {"all-reduce": lambda n: 2 * (n - 1) / n, "reduce": lambda n: 1, "broad
 
 def library(name, x, axis, root=0):
     """Return the output of the same collective of torch.distributed, where roots are ranks of the world."""
-    n, group, src = axis.size, axis.group, axis.ranks[root]
+    n, group = axis.size, axis.group
+    src = axis.ranks[root]
     length = {"all-gather": x.numel() * n, "reduce-scatter": x.numel() // n, "scatter": x.numel() // n}
     out = x if name in ("all-reduce", "reduce", "broadcast") else x.new_empty(length.get(name, x.numel()))
     parts = list(x.chunk(n)) if name == "scatter" and axis.rank == root else None
@@ -178,7 +181,8 @@ def library(name, x, axis, root=0):
 
 def answer(name, axis, count, device, root=0):
     """Return this rank's input, and its exact output or None where that is undefined. n must divide count."""
-    n, r, m = axis.size, axis.rank, count // axis.size
+    n, r = axis.size, axis.rank
+    m = count // n
     # Element i of rank q holds n * (i % 61) + q: a wrong sender and a wrong place both show. Sums are exact.
     i, q = torch.arange(count, device=device), torch.arange(n, device=device).unsqueeze(1)  # (S,), (n, 1)
     x = (n * (i % 61) + q).float()  # (n, S): the inputs of all ranks
@@ -210,7 +214,9 @@ def mesh_table(world, mesh, say):
             groups.setdefault(theirs[name][0], []).append(theirs[name][1])
         good = all(got == [sum(ranks)] * len(ranks) for ranks, got in groups.items())
         right &= good
-        shown = " ".join(str(list(ranks)) for ranks in list(groups)[:8]) + " ..." * (len(groups) > 8)
+        shown = " ".join(str(list(ranks)) for ranks in list(groups)[:8])
+        if len(groups) > 8:
+            shown += " ..."
         sums = " ".join(str(got[0]) for got in list(groups.values())[:8])
         say(f"{name:<6} {shown:<40} sums {sums}: {'ok' if good else 'WRONG'}")
     return table, right

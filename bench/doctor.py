@@ -298,8 +298,11 @@ def examine(world, flags):
 
     All ranks check the backend together.
     """
-    backend_result, gpus, fast = backend(world), gpus_seen(world), fast_paths(world)
-    rates, hosts = link_rates(world), world.tree.gather_objects(socket.gethostname())
+    backend_result = backend(world)
+    gpus = gpus_seen(world)
+    fast = fast_paths(world)
+    rates = link_rates(world)
+    hosts = world.tree.gather_objects(socket.gethostname())
     if world.local_rank != 0:
         return []
     temporary = "set TMPDIR to the node's own disk (the site's /local, /tmp)"

@@ -124,8 +124,8 @@ def plan_row(text, cfg, ranks):
                    pp=cfg.pp, ep=cfg.ep, zero=cfg.zero, mbs=cfg.micro_batch, gbs=cfg.global_batch,
                    recompute=cfg.recompute)
         if dp not in (0, fits):
-            raise ValueError(f"dp {dp} * tp {cfg.tp}{f' * cp {cfg.cp}' * (cfg.cp > 1)} * pp {cfg.pp} are not "
-                             f"{ranks} ranks; try dp{fits}")
+            raise ValueError(f"dp {dp} * tp {cfg.tp} * cp {cfg.cp} * pp {cfg.pp} are not {ranks} ranks; "
+                             f"try dp{fits}")
         check_layout(cfg, meshes[0], cfg.global_batch)
         row["predicted"] = max(sum(memory(cfg, mesh, vocab).values()) for mesh in meshes) / 2**30
     except ValueError as e:
@@ -177,7 +177,8 @@ def run_layout(cfg, ranks, limit, say):
         s.bind(("127.0.0.1", 0))  # the kernel picks a free port
         port = s.getsockname()[1]
     context, end = mp.get_context("fork"), time.monotonic() + limit
-    processes, pipes, answers = [], [], {}  # answers: rank -> its numbers, or the text of its failure
+    processes, pipes = [], []
+    answers = {}  # rank -> its numbers, or the text of its failure
     try:
         for rank in range(ranks):
             ours, theirs = context.Pipe(duplex=False)
@@ -243,7 +244,8 @@ def table(rows):
 
 def sweep(flags):
     """Run every layout of flags, print a row for each, and return the rows and the name of the GPU."""
-    rows, configs, gpu = [], [], flags.gpu
+    rows, configs = [], []
+    gpu = flags.gpu
     for text in filter(str.strip, flags.layouts.split(";")):
         cfg, row = plan_row(text, flags, flags.ranks)
         if cfg is not None:

@@ -81,7 +81,8 @@ def mixtral():
         seed = torch.randn(T, C, generator=torch.Generator().manual_seed(2))
         logits = x @ ours.router.weight.T
         balance = module.load_balancing_loss_func((logits,), E, K)  # without Megatron's 1/K: K times ours
-        y.backward(seed), z.backward(seed)
+        y.backward(seed)
+        z.backward(seed)
         w13 = theirs.experts.gate_up_proj.grad.chunk(2, dim=1)
         out[f"Mixtral block k={K}"] = {
             "output": difference(y, z), "grad x": difference(a.grad, b.grad),

@@ -97,7 +97,9 @@ def network(env, nccl=True, system=Path("/sys/class"), find=ctypes.util.find_lib
     fabric = [f"{kind}/{p.name}" for kind in ("infiniband", "cxi") for p in sorted((system / kind).glob("*"))]
     if not fabric:
         return "OK", "no fabric in /sys/class (infiniband, cxi): TCP sockets", ""
-    names = ", ".join(fabric[:4]) + f" and {len(fabric) - 4} more" * (len(fabric) > 4)
+    names = ", ".join(fabric[:4])
+    if len(fabric) > 4:
+        names += f" and {len(fabric) - 4} more"
     if not nccl:
         return "OK", f"{names}; gloo and MPI choose for themselves", ""
     folders = [Path(folder) for folder in env.get("LD_LIBRARY_PATH", "").split(":") if folder]

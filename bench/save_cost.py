@@ -30,7 +30,8 @@ def take_steps(training, count, save=None, every=0):
 
     save(step) starts a save after every `every`-th step.
     """
-    device, seconds, stalls = training.world.device, [], []
+    device = training.world.device
+    seconds, stalls = [], []
     for _ in range(count):
         synchronize(device)
         began = time.perf_counter()

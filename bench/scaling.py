@@ -100,9 +100,14 @@ def groups(runs):
         first = max((r for r in same if r["ranks"] == same[0]["ranks"]), key=lambda r: r["tok_s_gpu"])
         for r in same:
             r["eff"] = r["tok_s_gpu"] / first["tok_s_gpu"]
-            weak = r["batch"] * first["ranks"] == first["batch"] * r["ranks"]
-            r["kind"] = "-" if r["ranks"] == first["ranks"] else "weak" if weak else \
-                "strong" if r["batch"] == first["batch"] else "mixed"
+            if r["ranks"] == first["ranks"]:
+                r["kind"] = "-"
+            elif r["batch"] * first["ranks"] == first["batch"] * r["ranks"]:
+                r["kind"] = "weak"
+            elif r["batch"] == first["batch"]:
+                r["kind"] = "strong"
+            else:
+                r["kind"] = "mixed"
     return out
 
 

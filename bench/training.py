@@ -49,7 +49,8 @@ class Training:
     never = ()  # as `without`, of all models of this process: see portable()
 
     def __init__(self, cfg, world, without=()):
-        self.cfg, self.world, self.number = cfg, world, 0  # number: steps taken
+        self.cfg, self.world = cfg, world
+        self.number = 0  # steps taken
         deterministic(cfg.deterministic)
         self.mesh = make_mesh(world, cfg.tp, cfg.pp, cfg.ep, n_experts=cfg.n_experts, cp=cfg.cp,
                               shard=cfg.shard)

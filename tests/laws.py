@@ -8,6 +8,7 @@ test_laws.py holds every file to them. A law of form is a function of a file's t
 import ast
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -49,21 +50,21 @@ LIMITS = {
     "corpus, cost, programs": (5600, 34), "house": (16000, 100), "bench": (4200, 30),
     "tests": (21000, 85), "pages": (3600, 18), "tutorial": (4450, 15), "scripts": (950, 20)}
 HOUSE = list(LIMITS)[:4]  # the parts of the house
+TEXTS = {"bench": (".py", ".sh", ".js", ".html", ".pbs", ".slurm"),
+         "tests": (".py", ".sh", ".json", ".txt", ".toml", ".md")}
 
 # What is larger today: a number here only falls, and what is within its limit leaves the list.
 OVER = {
-    "reading path": (5496, 16), "ops, fast": (5417, 37), "runtime, interface": (10153, 56),
-    "corpus, cost, programs": (10988, 42), "house": (32054, 151), "bench": (10374, 42),
-    "tests": (46233, 130), "pages": (10599, 30)}
+    "reading path": (5471, 16), "ops, fast": (4866, 34), "runtime, interface": (9819, 55),
+    "corpus, cost, programs": (10981, 42), "house": (31137, 147), "bench": (6869, 31),
+    "tests": (37160, 112), "pages": (7594, 24)}
 LONG_FILES = {
-    "tests/fuzz.py": 660, "tests/test_chat.py": 706, "tests/test_checkpoint.py": 710,
+    "tests/fuzz.py": 660, "tests/test_chat.py": 706, "tests/test_checkpoint.py": 707,
     "tests/test_cli.py": 670, "tests/test_convert.py": 707, "tests/test_data.py": 750,
-    "tests/test_faults.py": 606, "tests/test_import.py": 716,
-    "tests/test_kernels.py": 745, "tests/test_launch.py": 750, "tests/test_lora.py": 616,
-    "tests/test_model.py": 633, "tests/test_plan.py": 744, "tests/test_products.py": 667,
-    "tests/test_resume.py": 703, "tests/test_small_inputs.py": 639, "tests/test_wrong_commands.py": 749}
-TEXTS = {"bench": (".py", ".sh", ".js", ".html", ".pbs", ".slurm"),
-         "tests": (".py", ".sh", ".json", ".txt", ".toml", ".md")}
+    "tests/test_import.py": 716, "tests/test_kernels.py": 711, "tests/test_launch.py": 750,
+    "tests/test_lora.py": 610, "tests/test_model.py": 633, "tests/test_plan.py": 744,
+    "tests/test_products.py": 667, "tests/test_resume.py": 703, "tests/test_small_inputs.py": 639,
+    "tests/test_wrong_commands.py": 749}
 
 
 # -----------------------------------------------------------------------------
@@ -91,14 +92,13 @@ def is_text_or_list(node):
     return is_text or isinstance(node, (ast.JoinedStr, ast.List, ast.Tuple, ast.ListComp))
 
 
-def count_values(target, value):
-    """Return how many names get a value of their own: 2 for `a, b = 1, 2`, 1 for `a, b = f()`."""
+def count_values(value):
+    """Return how many values a right side lists, in the longer branch. Constants count as one value."""
     if isinstance(value, ast.IfExp):
-        return max(count_values(target, value.body), count_values(target, value.orelse))
-    if not isinstance(target, (ast.Tuple, ast.List)) or not isinstance(value, (ast.Tuple, ast.List)):
+        return max(count_values(value.body), count_values(value.orelse))
+    if not isinstance(value, ast.Tuple) or all(isinstance(x, ast.Constant) for x in value.elts):
         return 1
-    return sum(isinstance(leaf, (ast.Name, ast.Attribute, ast.Subscript)) and isinstance(leaf.ctx, ast.Store)
-               for leaf in ast.walk(target))
+    return sum(count_values(x) for x in value.elts)
 
 
 def squeezed_expression(node):
@@ -132,17 +132,16 @@ def squeezed_statement(node):
             return "several calls as one statement: a line each"
         if isinstance(node.value, COMPREHENSION):
             return "a comprehension as a statement: a loop"
-    if isinstance(node, ast.Assign) and any(count_values(to, node.value) > 2 for to in node.targets):
+    is_unpacked = isinstance(node, ast.Assign) and isinstance(node.targets[0], (ast.Tuple, ast.List))
+    if is_unpacked and count_values(node.value) > 2:
         return "three and more assignments in one: a line each"
     return None
 
 
 def second_statements(tree):
     """Return the lines on which a second statement begins, after a `;` or a `:`."""
-    starts = [node.lineno for node in ast.walk(tree) if isinstance(node, ast.stmt)]
-    starts += [node.body[0].lineno for node in ast.walk(tree)
-               if isinstance(node, ast.Try) and node.body[0].lineno == node.lineno]
-    return sorted({line for line in starts if starts.count(line) > 1})
+    starts = Counter(node.lineno for node in ast.walk(tree) if isinstance(node, ast.stmt))
+    return [line for line, count in starts.items() if count > 1]
 
 
 def squeezed(tree):
@@ -281,7 +280,7 @@ def violations(path):
         found.append((len(lines), f"the file has {len(lines)} lines, {FILE_LINES} are allowed"))
     if is_house(path):
         found += imports_that_go_up(tree, path)
-    if is_house(path) or path.startswith("tutorial/"):
+    if not path.startswith("tests/"):
         found += squeezed(tree)
     if not path.startswith("tests/") and path not in LAUNCH_FILES:
         found += environment(tree)

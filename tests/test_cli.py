@@ -34,7 +34,6 @@ from interface.schema import Range, check_schema, load_json
 from parallel import make_mesh
 from runtime import log
 from runtime.launch import World, exit_together
-from runtime.launcher import bare_environment
 
 MPIEXEC = Path(sys.executable).with_name("mpiexec")
 
@@ -669,21 +668,3 @@ def test_help_and_wrong_flags_are_answered_without_torch():
     assert len(said) == 12, job.stderr
     for command, (code, has_torch) in said.items():
         assert not has_torch and code == (0 if "--help" in command else 2), (command, code)
-
-
-@pytest.mark.parametrize("ranks,name,value,why", [
-    (1, "TORCH_LOGS", "nonsense", "Invalid log settings"),
-    (1, "TORCH_LOGS", "+dynamo,no.module", "No module named 'no'"),
-    (2, "TORCH_DISTRIBUTED_DEBUG", "nonsense", "must be OFF, INFO, or DETAIL"),
-    pytest.param(2, "GLOO_SOCKET_IFNAME", "nonsense", "no network interface nonsense with an address",
-                 marks=pytest.mark.long)])
-def test_a_variable_that_torch_does_not_understand_is_one_line(ranks, name, value, why, tmp_path):
-    command = [sys.executable, ROOT / "train.py", "tiny", "--data=synthetic", f"--out={tmp_path}"]
-    if ranks > 1:
-        command = [MPIEXEC, "-n", str(ranks), *command]
-    env = {**bare_environment(), name: value}
-    job = subprocess.run(command, capture_output=True, text=True, env=env)
-    assert job.returncode == 2 and job.stderr.count("\n") == 1, job.stderr
-    assert f"{name}={value} in the environment" in job.stderr
-    assert why in job.stderr and "unset it" in job.stderr
-    assert list(tmp_path.iterdir()) == []

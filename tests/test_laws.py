@@ -86,9 +86,8 @@ def test_each_file_counts_in_one_part(path, part):
 @pytest.mark.parametrize("wrong,squeezed,plain", [
     ("a second statement", "a = 1; b = 2", "a = 1\nb = 2"),
     ("a second statement", "if a: f()", "if a:\n    f()\nelse:\n    g()"),
-    ("a second statement", "try: f()\nfinally:\n    g()", "try:\n    f()\nfinally:\n    g()"),
-    ("three and more assignments", "a, b, c = 1, f(), x", "a, b = 1, 2\nB, T, C = x.shape"),
-    ("three and more assignments", "a, (b, c) = (1, f()) if x else y", "a, b, c = f() if x else y"),
+    ("three and more assignments", "a, b, c = 1, f(), x", "a, b = f(), x\nB, T, C = 2, 8, 16"),
+    ("three and more assignments", "a, b, c = (1, 2, f()) if x else y", "B, T, C = x.shape if y else f()"),
     ("a conditional inside another", "x = a if b else c if d else e", "x = f(a if b else c, d if e else g)"),
     ("a text or a list times", "x = 's' * (n > 1)", "x = '-' * width"),
     ("a text or a list times", "x = bool(n) * [y]", "x = [y] * (n - 1)"),

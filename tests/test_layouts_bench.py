@@ -59,7 +59,7 @@ def test_every_layout_becomes_a_row(tmp_path):
     assert by["mbs1"]["note"] == "rank 1 died with exit code -9"
     assert by["recompute"]["note"] == "given up after 0.5 s, waiting for rank 0, 1"
     assert by["tp3"]["note"] == "refused: 2 ranks do not divide by tp 3 * pp 1; try --tp 2"
-    assert by["dp3"]["note"] == "refused: dp 3 * tp 1 * pp 1 are not 2 ranks; try dp2"
+    assert by["dp3"]["note"] == "refused: dp 3 * tp 1 * cp 1 * pp 1 are not 2 ranks; try dp2"
     assert "try dp4 tp2" in by["zero4"]["note"]
     for name, dp, tp, pp in (("dp2", 2, 1, 1), ("tp2", 1, 2, 1), ("pp2,zero1", 1, 1, 2)):
         row = by[name]

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from pool import ROOT
 
 from config import Config
 from interface import streams
@@ -22,6 +23,7 @@ from interface.layout import check_batch, check_ramp
 from interface.schema import ChangedFile
 from runtime import abort, address, agree, debugger, guardian, launch, launcher, mpi, session, tracker
 from runtime.launch import World
+from runtime.launcher import bare_environment
 
 # -----------------------------------------------------------------------------
 # The batch and its ramp
@@ -453,3 +455,21 @@ def test_the_address_of_an_interface_and_of_a_route():
     assert address.of_interface("lo") == "127.0.0.1"
     store = SimpleNamespace(host="127.0.0.1", port=1)
     assert address.on_route(store, "lo") == "127.0.0.1" and address.on_route(store, "") != "0.0.0.0"
+
+
+@pytest.mark.parametrize("ranks,name,value,why", [
+    (1, "TORCH_LOGS", "nonsense", "Invalid log settings"),
+    (1, "TORCH_LOGS", "+dynamo,no.module", "No module named 'no'"),
+    (2, "TORCH_DISTRIBUTED_DEBUG", "nonsense", "must be OFF, INFO, or DETAIL"),
+    pytest.param(2, "GLOO_SOCKET_IFNAME", "nonsense", "no network interface nonsense with an address",
+                 marks=pytest.mark.long)])
+def test_a_variable_that_torch_does_not_understand_is_one_line(ranks, name, value, why, tmp_path):
+    command = [sys.executable, ROOT / "train.py", "tiny", "--data=synthetic", f"--out={tmp_path}"]
+    if ranks > 1:
+        command = [Path(sys.executable).with_name("mpiexec"), "-n", str(ranks), *command]
+    env = {**bare_environment(), name: value}
+    job = subprocess.run(command, capture_output=True, text=True, env=env)
+    assert job.returncode == 2 and job.stderr.count("\n") == 1, job.stderr
+    assert f"{name}={value} in the environment" in job.stderr
+    assert why in job.stderr and "unset it" in job.stderr
+    assert list(tmp_path.iterdir()) == []
