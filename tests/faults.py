@@ -10,6 +10,7 @@ function as it was. The fault is in the arguments, the result or the effect, so 
 lines. A fault that is never called is an error.
 
     planted, with_faults     plant faults, in this process or on a rank
+    replaced                 the same for what is no fault, such as a stand-in for a GPU
     nothing, constant, ...   replacements that several test files use
     run_with_faults          trains with faults, and compares the numbers with those of one rank
 """
@@ -34,7 +35,7 @@ from config import Config
 from corpus.synthetic import Synthetic
 from model import GPT, init_weights
 from optim import learning_rate
-from parallel import make_mesh
+from parallel import Axis, make_mesh
 from runtime.launch import World
 
 PACKAGES = "ops", "fast", "runtime", "corpus", "cost", "interface"
@@ -89,7 +90,7 @@ def code_named(name, code):
 # END
 @contextlib.contextmanager
 def replaced(where, replacement):
-    """Do what `planted` does, and give a list that has an entry for each call.
+    """Do the same where it is no fault, and need not be called. Give a list with an entry for each call.
 
     The function object stays, and gets other code. So the fault reaches every module that has imported it.
     """
@@ -195,6 +196,12 @@ def router_loss_times(original, model, *args, factor, **kwargs):
 def router_loss_weight(factor):
     """Return the fault that multiplies the router loss by `factor`."""
     return "model.GPT.forward", functools.partial(router_loss_times, factor=factor)
+
+
+def router_loss_of_this_rank(original, layer, *args):
+    """MoE.router_loss of this tp rank's tokens alone."""
+    with mock.patch.object(layer, "mesh", dataclasses.replace(layer.mesh, tp=Axis("tp"))):
+        return original(layer, *args)
 
 
 def other_coordinates(original, cfg, mesh, *args, **ranks):

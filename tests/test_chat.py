@@ -1,7 +1,6 @@
 """Fine-tuning: conversations as windows with masks, --init-from, the one division, and sample.py --chat."""
 import contextlib
 import dataclasses
-import functools
 import io
 import json
 import math
@@ -366,33 +365,19 @@ def test_refused_starts(data, pretrained, tmp_path):
 # -----------------------------------------------------------------------------
 # Planted faults, as in test_faults.py: each must fail a comparison.
 
-def own_count(original, model, data_parallel, batches, n_trained, *args, factor):
-    """forward_backward that divides by `factor` times this rank's own number of trained tokens."""
-    own = sum((y >= 0).sum() for _, y in batches)
-    return original(model, data_parallel, batches, own * factor, *args)
-
-
 def all_tokens(original, step, *args, n_trained):
     """Step.gradients to which every token is trained."""
     return original(step, *args)
 
 
-def count_of_half(original, source, first, count, device):
-    """trained_tokens of the first half of the batch."""
-    return original(source, first, count // 2, device)
+def masked_as_word(original, ctx, logits, target, axis):
+    """_VocabCrossEntropy.forward to which a masked target is the first word."""
+    return original(ctx, logits, target.clamp(min=0), axis)
 
 
-DIVIDE, TP = "pipeline.forward_backward", "vocab._VocabCrossEntropy.forward"
 FAULTS = {  # name: (ranks, layout, a fault as arguments of planted)
-    "division by the rank's own count": (2, {}, DIVIDE, functools.partial(own_count, factor=1)),
-    "the mean of the ranks' means": (2, {}, DIVIDE, functools.partial(own_count, factor=2)),
-    "the mean of the micro-batches' means": (
-        1, {}, "pipeline.one_stage", "loss / n_trained", "loss / (y >= 0).sum() / len(batches)"),
     "division by all tokens": (2, {}, "train.Step.gradients", all_tokens),
-    "the count of a part of the batch": (2, {}, "corpus.batches.trained_tokens", count_of_half),
-    "the loss of a masked target over tp": (2, dict(tp=2), TP, ".masked_fill(ignored, 0).sum()", ".sum()"),
-    "the gradient of a masked target over tp": (
-        2, dict(tp=2), TP, ".masked_fill_(ignored.unsqueeze(1), 0)", "")}
+    "masked targets over tp": (2, dict(tp=2), "vocab._VocabCrossEntropy.forward", masked_as_word)}
 MASKED = dict(test_layouts.LLAMA, n_layer=2, micro_batch=2)
 
 
@@ -406,27 +391,19 @@ def test_a_fault_of_the_division_is_caught(name):
         test_layouts.compare(MASKED, n, 8, Masked, **layout)
 
 
-CONVERSATION, WINDOWS = "corpus.chat.Template.conversation", "corpus.chat.fill_windows"
-BATCH, TARGETS = "corpus.shards.Tokens.batch", "corpus.shards.Tokens.n_targets"
-DATA_FAULTS = {
-    "the mask shifted by one": (
-        BATCH, "_, trained = ", "trained, _ = "),
-    "the user's words trained": (CONVERSATION, "is_trained(message)", 'message["role"] != "system"'),
-    "the role trained": (CONVERSATION, "append(0)", "append(1)"),
-    "the end not trained": (CONVERSATION, "* (len(new) - 1)", "* (len(new) - 2) + [0]"),
-    "padding trained": (WINDOWS, "np.zeros((len(windows), width), np.uint8)",
-                        "np.ones((len(windows), width), np.uint8)"),
-    "the counts of windows in order": (
-        TARGETS, "self.window_starts(first, n) // self.stride", "np.arange(first, first + n)"),
-    "targets that the shifted text gives": (
-        "corpus.shards.Tokens.shuffled_starts", "epoch > 0 and self.masks is None", "epoch > 0")}
+def but_the_system(original, message):
+    """is_trained that trains the user's words, too."""
+    return message["role"] != "system"
 
 
-@pytest.mark.parametrize("name", [None, *DATA_FAULTS])
-def test_a_fault_of_the_masks_is_caught(name, data, tmp_path):
+@pytest.mark.parametrize("faults", [[], [("corpus.chat.is_trained", but_the_system)]],
+                         ids=["right", "the user's words trained"])
+def test_a_fault_of_the_masks_is_caught(faults, data, tmp_path):
     """The windows of three epochs against the conversations themselves."""
     (tmp_path / "base").symlink_to(data / "base")
-    with planted(*DATA_FAULTS[name]) if name else contextlib.nullcontext():
+    with contextlib.ExitStack() as stack:
+        for fault in faults:
+            stack.enter_context(planted(*fault))
         assert prepare_chat(tmp_path, data / "conversations.jsonl")[0] == 0
         ds = shards.Tokens(tmp_path / "qa", "train", SEQ, seed=1)
         x, y = ds.batch(0, 3 * ds.n_samples)
@@ -442,14 +419,19 @@ def test_a_fault_of_the_masks_is_caught(name, data, tmp_path):
             for run in filter(None, runs[:-1]):
                 assert run in answers, run
             assert any(a.startswith(runs[-1]) for a in answers), "cut at the window's end"
-    if name is None:
+    if not faults:
         return check()
     with pytest.raises(AssertionError):
         check()
 
 
+def every_target(original, source, first, n):
+    """Tokens.n_targets that counts masked ones."""
+    return n * source.seq_len
+
+
 def test_evaluation_that_counts_masked_targets_is_caught(data):
-    fault = "train.evaluate", "source.n_targets(0, n_batches * batch)", "(n_batches * batch * cfg.seq_len)"
+    fault = "corpus.shards.Tokens.n_targets", every_target
     with planted(*fault), pytest.raises(AssertionError):
         test_the_loss_of_a_run_is_the_mean_over_trained_tokens(data)
 

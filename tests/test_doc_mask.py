@@ -10,7 +10,7 @@ import json
 import pytest
 import torch
 import torch.nn.functional as F
-from faults import planted, run_with_faults
+from faults import assert_caught, planted
 from runs import TINY, assert_refused, rows, session
 from test_graph import graphed_session
 from test_layouts import GPT2, LLAMA, MOE, compare
@@ -116,29 +116,14 @@ def test_a_window_of_documents_is_each_document_alone(form):
     assert (masked - unmasked).abs().max() > 0.01, "without the mask the losses are others"
 
 
-FAULTS = {  # name: (form, a fault as arguments of planted)
-    "a query that sees the last token before its document": (
-        "llama", "attention.window_mask", "queries - window", "queries - window - 1"),
-    "a query that does not see its document's first token": (
-        "llama", "corpus.documents.document_places", "- starts + 1", "- starts"),
-    "documents that start after <|endoftext|>": (
-        "llama", "corpus.documents.document_places", "tokens == eod", "tokens.roll(1, 1) == eod"),
-    "documents of the whole micro-batch's first window": (
-        "llama", "attention.visible_keys", "places.clamp", "places[:1].clamp"),
-    "a document instead of a window": ("windows", "attention.visible_keys", "window or n_keys", "n_keys"),
-    "a window instead of a document": (
-        "windows", "attention.visible_keys", "is not None:", "is not None and not window:")}
+def one_key_more(original, n_queries, n_keys, window, device):
+    """window_mask in which a query sees the last token before its document, or window."""
+    return original(n_queries, n_keys, window + 1, device)
 
 
-FAST = ("a query that sees the last token before its document", "a window instead of a document")
-
-
-@pytest.mark.parametrize("name", [
-    pytest.param(name, marks=[] if name in FAST else [pytest.mark.long]) for name in FAULTS])
-def test_a_fault_in_the_mask_is_found(name):
-    form, *fault = FAULTS[name]
-    with planted(*fault), pytest.raises(AssertionError):
-        check_against_documents_alone(form)
+def test_a_fault_in_the_mask_is_found():
+    with planted("attention.window_mask", one_key_more), pytest.raises(AssertionError):
+        check_against_documents_alone("llama")
 
 
 # -----------------------------------------------------------------------------
@@ -180,31 +165,19 @@ def places_shifted(original, *args):
     return batches
 
 
-CP, PP, TP = (2, dict(cp=2)), (2, dict(pp=2)), (2, dict(tp=2))
-CALL = "model(*batches[i], hidden=hidden, chunk=chunk)"
-LAYOUT_FAULTS = {  # name: ((ranks, layout), a fault as arguments of planted)
-    "documents of a rank's own tokens": (CP, "corpus.batches.micro_batches", places_of_own_segments),
-    "places that are not cut as the tokens are": (CP, "corpus.batches.micro_batches", places_shifted),
-    "the other segment's documents": (
-        CP, "attention.attend_segments", "early_places, late_places =", "late_places, early_places ="),
-    "a segment without documents": (CP, "attention.attend_segments", "late_places = places.chunk(2, dim=1)",
-                                      "late_places = places[:, ::2], None"),
-    "the previous micro-batch's documents on the later stages": (
-        PP, "pipeline.several_stages", CALL,
-        "model(*batches[i][:2], batches[i - (hidden is not None)][2], hidden=hidden, chunk=chunk)"),
-    "later stages without documents": (
-        PP, "pipeline.several_stages", CALL,
-        "model(*batches[i][:3 if hidden is None else 2], hidden=hidden, chunk=chunk)")}
-QUICK = ("documents of a rank's own tokens", "the previous micro-batch's documents on the later stages")
+def without_places(original, model, tokens, targets=None, places=None, hidden=None, **options):
+    """GPT.forward that knows no documents on later stages."""
+    return original(model, tokens, targets, None if hidden is not None else places, hidden, **options)
 
 
-@pytest.mark.parametrize("name", [
-    pytest.param(name, marks=[] if name in QUICK else [pytest.mark.long]) for name in LAYOUT_FAULTS])
-def test_a_fault_in_a_layout_is_found(name):
-    place, *fault = LAYOUT_FAULTS[name]
-    check = run_with_faults(SHORT, place, [fault], kind=Documents)
-    with pytest.raises(AssertionError):
-        check()
+@pytest.mark.parametrize("place,fault", [
+    ((2, dict(cp=2)), ("corpus.batches.micro_batches", places_of_own_segments)),
+    pytest.param((2, dict(cp=2)), ("corpus.batches.micro_batches", places_shifted), marks=pytest.mark.long),
+    ((2, dict(pp=2)), ("model.GPT.forward", without_places))],
+    ids=["documents of a rank's own tokens", "places that are not cut as the tokens are",
+         "later stages without documents"])
+def test_a_fault_in_a_layout_is_found(place, fault):
+    assert_caught(SHORT, place, fault, kind=Documents)
 
 
 # -----------------------------------------------------------------------------

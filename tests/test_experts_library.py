@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 import test_flash
 import torch
-from faults import planted
+from faults import replaced as planted
 from runs import TINY, rows, session
 from test_flash import CUDA, HOPPER, broken, missing
 from test_model import MESH

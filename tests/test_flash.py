@@ -11,7 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
-from faults import planted
+from faults import planted, replaced
 from runs import TINY, rows, session
 from test_graph import graphed_session
 from test_model import MESH, random_model
@@ -86,7 +86,7 @@ CHOSEN = ("fast.libraries.Library.is_taken", takes_flash_attn)
 
 @pytest.fixture(autouse=True)
 def library():
-    with planted(*ON_A_CPU):
+    with replaced(*ON_A_CPU):
         yield
     forget()
 
@@ -284,7 +284,7 @@ def test_without_the_version_that_was_tried_torch_attends(version, fault, words,
     """A reason is told where it is installed, and where the run could have taken it."""
     if version:
         installed.setattr(importlib.metadata, "version", version)
-    with planted(*fault or ON_A_CPU), mock.patch.multiple(torch.cuda, **HOPPER):
+    with replaced(*fault or ON_A_CPU), mock.patch.multiple(torch.cuda, **HOPPER):
         assert words in FLASH_ATTN.problem and not FLASH_ATTN.is_taken(WIDE, CUDA)
         assert FLASH_ATTN.why_not(WIDE, CUDA) == ("" if version is missing else FLASH_ATTN.problem)
         for change in (dict(kernels="plain"), dict(dtype="fp32")):
@@ -357,18 +357,19 @@ def check_kernels(T, h, g, D, is_causal):
         assert (a - want).norm() <= 1.2 * (b - want).norm()
 
 
+def without_mask(original, flash, q, k, v, is_causal):
+    """FlashAttention whose queries see all keys."""
+    return original(flash, q, k, v, False)
+
+
+def twice(original, ctx, grad, *args):
+    """The kernel's backward, of twice the gradient."""
+    return original(ctx, 2 * grad, *args)
+
+
 @pytest.mark.parametrize("fault", [
-    ("attention.attend", "mask is None:", "mask is None or True:"),
-    ("fast.flash.FlashAttention.__call__", "return out.transpose(1, 2)", "return out.reshape(q.shape)"),
-    ("fast.flash.FlashAttention.__call__", "v.transpose(1, 2), is_causal)", "v.transpose(1, 2), True)"),
-    ("fast.flash.backward", "grad.contiguous()", "2 * grad"),
-    ("fast.flash.fits", " or cfg.deterministic", ""), ("fast.flash.fits", " or cfg.cp > 1", ""),
-    ("fast.flash.fits", "0 < cfg.full_every <= cfg.n_layer or ", "")], ids=str)
-def test_fault_is_detected(fault, installed):
-    with planted(*fault), pytest.raises((AssertionError, RuntimeError, TypeError)):
+    ("fast.flash.FlashAttention.__call__", without_mask), ("fast.flash.backward", twice)],
+    ids=["without a mask", "twice the gradient"])
+def test_fault_is_detected(fault):
+    with planted(*fault), pytest.raises(AssertionError):
         test_it_attends_as_torch_does(4, 2, "causal")
-        test_it_attends_as_torch_does(4, 2, "mlm")
-        test_where_a_mask_hides_keys_torch_attends()
-        for change in (dict(deterministic=True), dict(cp=2), dict(window=8)):
-            test_when_it_is_taken(change, False, installed)
-        test_when_it_is_taken(dict(window=8, full_every=2), True, installed)

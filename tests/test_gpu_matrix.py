@@ -18,7 +18,7 @@ from faults import planted
 from pool import ROOT, run_ranks
 from shared import SharedBuffer
 from test_accelerator import XPU, stand_in
-from test_flex import CHOSEN
+from test_flex import CHOSEN, wider_window
 from test_graph import graphs_on_a_cpu
 
 sys.path.insert(0, str(ROOT / "bench"))  # also in the ranks of the pool, which import this module
@@ -172,6 +172,14 @@ def test_synchronisations_are_watched_in_the_third_pass():
 
 
 # -----------------------------------------------------------------------------
+# Kernels that compute something else
+
+def negative(original, *args, **options):
+    """A function that returns the negative result."""
+    return -original(*args, **options)
+
+
+# -----------------------------------------------------------------------------
 # The flash kernel, which torch computes here without a compiler
 
 def flash_on_a_cpu(*faults):
@@ -189,9 +197,8 @@ def test_the_flash_kernel_has_the_losses_of_the_mask():
 
 
 def test_a_flash_kernel_that_sees_other_keys_is_found():
-    wider = "fast.flex.pair_rule", "key > own - window", "key > own - window - 50"
     with pytest.raises(AssertionError, match="'window': 200"):
-        flash_on_a_cpu(wider)
+        flash_on_a_cpu(("fast.flex.pair_rule", wider_window))
 
 
 @pytest.fixture
@@ -208,8 +215,8 @@ def test_flash_attn_4_has_the_losses_of_torchs_attention(flash_attn):
 
 
 def test_another_attention_is_found(flash_attn):
-    negative = "fast.flash.FlashAttention.__call__", "return out", "return -out"
-    with planted(*negative), pytest.raises(AssertionError, match="llama"):
+    fault = "fast.flash.FlashAttention.__call__", negative
+    with planted(*fault), pytest.raises(AssertionError, match="llama"):
         gpu_matrix.check_attention(World())
 
 
@@ -257,8 +264,8 @@ def test_quack_has_the_losses_of_our_products(n, runs):
 
 
 def test_another_product_is_found():
-    negative = "fast.experts.QuackProducts.experts_mm", "return y", "return -y"
-    with quack(), planted(*negative), pytest.raises(AssertionError, match="'ffn_hidden': 128"):
+    fault = "fast.experts.QuackProducts.experts_mm", negative
+    with quack(), planted(*fault), pytest.raises(AssertionError, match="'ffn_hidden': 128"):
         gpu_matrix.check_products(World())
 
 

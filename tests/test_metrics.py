@@ -179,9 +179,6 @@ def check_rates(row, cfg, ranks):
     assert row["ms"] > 0
 
 
-LAYERS = "runtime.layer_norms.LayerNorms"
-
-
 def layer_norms(out, *flags, ranks=1, faults=(), plan=None):
     """Return {layer: norm} of each row of a run with --log-layers, and its grad_norm."""
     argv = [*FLAGS, f"--out={out}", "--log-layers", *flags]
@@ -197,25 +194,29 @@ def norms_of_one(tmp_path_factory):
     return norms
 
 
-def check_norms(out, want, ranks, *flags, faults=()):
-    [(found, norm)] = layer_norms(out, "--steps=1", *flags, ranks=ranks, faults=faults)
-    assert found == pytest.approx(want, rel=1e-2 if "--dtype=fp16" in flags else 1e-10)
+def check_norms(found, norm, want, tolerance=1e-10):
+    assert found == pytest.approx(want, rel=tolerance)
     assert math.hypot(*found.values()) == pytest.approx(norm)
 
 
+def without_blocks(original, name):
+    """layer_of that takes the blocks of each stage for its first."""
+    return original("blocks.0.of_a_stage" if name.startswith("blocks.") else name)
+
+
+def halved(original, optimizer):
+    """Optimizer.prepare_update that measures gradients after they were divided."""
+    optimizer.divide_gradients(torch.tensor(2.0), torch.tensor(0.0))
+    original(optimizer)
+
+
 @pytest.mark.parametrize("ranks,layout,fault", [
-    (2, "--tp=2", (f"{LAYERS}.measure", "* bucket.count_factor", "* 1")),
-    (2, "--zero=1", (f"{LAYERS}.report", "self.data_parallel.mesh.world.all_reduce(self.squares)",
-                     "self.squares")),
-    (2, "--pp=2", ("runtime.layer_norms.layer_of", "block_of(name)", "block_of(name[:7] + '0')")),
-    (1, "--dtype=fp16", (f"{LAYERS}.measure", "self.opt.unscale(torch.stack(norms).double())",
-                         "torch.stack(norms).double()")),
-    (1, "--zero=0", ("optim.Optimizer.step", "self.prepare_update()",
-                     "self.divide_gradients(self.divisor(grad_norm), grad_norm * 0)\n"
-                     "        self.prepare_update()"))], ids=lambda x: str(x)[:12])
+    (2, "--pp=2", ("runtime.layer_norms.layer_of", without_blocks)),
+    (1, "--zero=0", ("optim.Optimizer.prepare_update", halved))], ids=["layers of a stage", "after clipping"])
 def test_a_fault_in_the_norms_of_layers_is_found(ranks, layout, fault, norms_of_one, tmp_path):
+    [row] = layer_norms(tmp_path, "--steps=1", layout, ranks=ranks, faults=[fault])
     with pytest.raises(AssertionError):
-        check_norms(tmp_path, norms_of_one, ranks, layout, faults=[fault])
+        check_norms(*row, norms_of_one)
 
 
 def test_norms_of_layers_are_summed_in_fp64_on_a_cpu(monkeypatch):
@@ -232,7 +233,8 @@ def test_norms_of_layers_are_summed_in_fp64_on_a_cpu(monkeypatch):
 
 def test_norms_of_layers_have_no_loss_scale(norms_of_one, tmp_path):
     """test_every_logged_number_of_a_step has the other layouts."""
-    check_norms(tmp_path, norms_of_one, 1, "--dtype=fp16")
+    [row] = layer_norms(tmp_path, "--steps=1", "--dtype=fp16")
+    check_norms(*row, norms_of_one, 1e-2)
 
 
 def test_norms_of_layers_in_steps_that_are_not_taken(tmp_path):

@@ -27,6 +27,7 @@ from faults import (
     group,
     not_over,
     planted,
+    router_loss_of_this_rank,
     router_loss_weight,
     run_with_faults,
     with_faults,
@@ -34,7 +35,6 @@ from faults import (
 from pool import run_ranks
 from test_layouts import run
 
-from parallel import Axis
 from pipeline import is_last_stage
 
 CAPACITY, SIGMOID = (
@@ -49,12 +49,6 @@ def router_loss_of_last_stage(original, model, *args, chunk=0, **options):
     """GPT.forward whose router loss has a gradient on the last stage only."""
     out, router_loss = original(model, *args, chunk=chunk, **options)
     return out, router_loss if is_last_stage(model, chunk) else router_loss.detach()
-
-
-def router_loss_of_this_rank(original, layer, *args):
-    """MoE.router_loss of this tp rank's tokens alone."""
-    with mock.patch.object(layer, "mesh", dataclasses.replace(layer.mesh, tp=Axis("tp"))):
-        return original(layer, *args)
 
 
 def capacity_of_two_ranks(original, cfg, n):

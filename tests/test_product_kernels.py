@@ -17,7 +17,6 @@ from test_kernels import (  # noqa: F401
     randn,
     small_tiles,
     torch_twin,
-    with_fault,
 )
 
 from ops import activations, backend, grouped_mm, permute, routed_experts, tiles
@@ -273,33 +272,3 @@ def test_the_experts_products_compile_for_hopper(monkeypatch):
     done = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[1], capture_output=True,
                           text=True)
     assert done.returncode == 0, done.stderr
-
-
-FAULTS_OF_PRODUCTS = {
-    "the second product is left out": ("if TWO:", "if not TWO:"),
-    "a row of the next expert is written": ("(row < stop)", "(row <= stop)"),
-    "a tile takes another's columns": ("w_tiles.load([mine, k, left])", "w_tiles.load([mine, k, 0 * left])"),
-    "the matrix is not turned": (".reshape(COLUMNS, DEPTH).T", ".reshape(DEPTH, COLUMNS)"),
-    "the last rows of an expert have no gradient": ("if last < end:", "if last > end:"),
-    "the gradient takes what comes after the end": ("x = tl.where(inside, x, 0.0).to(x.dtype)", "x = x"),
-    "the last columns of x are left out": ("range(0, I, DEPTH)", "range(0, I // DEPTH * DEPTH, DEPTH)"),
-    "a gradient is written over the next row": (
-        "& (i < I)[None, :]", "& ((i < I)[None, :] | (o < O - 1)[:, None])"),
-}
-
-
-@pytest.mark.parametrize("fault", FAULTS_OF_PRODUCTS)
-def test_fault_of_the_experts_products_is_detected(fault, small_tiles, tmp_path, monkeypatch):  # noqa: F811
-    from ops import product_kernels, tma_kernels
-    monkeypatch.setattr(grouped_mm, "use_tma", lambda *_: True)
-    monkeypatch.setattr(tiles, "WGRAD_ROWS", 0)
-    test_the_sum_of_two_products_goes_where_it_is_asked(True, None)
-    test_grouped_mm(torch.float32, "some have none", ODD, "descriptors")
-    text, planted = FAULTS_OF_PRODUCTS[fault]
-    faulty = with_fault(tma_kernels, text, planted, tmp_path)
-    for name in ("grouped_mm", "grouped_wgrad"):
-        monkeypatch.setattr(tma_kernels, name, getattr(faulty, name))
-    assert product_kernels.grouped_mm is not tma_kernels.grouped_mm
-    with pytest.raises(AssertionError):
-        test_the_sum_of_two_products_goes_where_it_is_asked(True, None)
-        test_grouped_mm(torch.float32, "some have none", ODD, "descriptors")

@@ -338,8 +338,8 @@ def test_nothing_is_timed_while_a_cuda_graph_is_recorded(monkeypatch):
 
 
 def test_a_slow_rank_is_compared_within_its_stage_and_named_one_time_after_three_intervals():
-    s = watch.Stragglers.__new__(watch.Stragglers)
-    s.stage, s.slow_streak = 4, {}
+    mesh = SimpleNamespace(world=SimpleNamespace(calls=None, size=8), stage=SimpleNamespace(size=4))
+    s = watch.Stragglers(mesh, torch.device("cpu"))
     equal, slow = [10.0] * 4 + [30.0] * 4, [10.0] * 4 + [30.0] * 3 + [40.0]
     assert [s.flag_slow(ms) for ms in (slow, slow, equal, slow, slow)] == [[]] * 5
     (line,) = s.flag_slow(slow)
