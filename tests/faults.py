@@ -20,7 +20,6 @@ import functools
 import importlib
 import inspect
 import itertools
-import re
 import types
 from operator import attrgetter
 from unittest import mock
@@ -46,48 +45,16 @@ numbers = itertools.count()  # one for each planted fault
 # Planting
 
 @contextlib.contextmanager
-def planted(where, *fault):
+def planted(where, replacement):
     """Call replacement(original, *arguments) in place of the function `where`.
 
     AssertionError at the end: nothing has called it.
     """
-    with planting(where, *fault) as calls:
+    with replaced(where, replacement) as calls:
         yield
     assert calls, f"nothing has called {where}"
 
 
-# TEMPORARY
-def planting(where, *fault):
-    return replaced(where, *fault) if callable(fault[0]) else edited(where, *fault)
-
-
-@contextlib.contextmanager
-def edited(where, old, new):
-    """Replace `old` by `new` in the source of the function `where`; line breaks and spaces do not matter."""
-    function = find(where)
-    words = re.findall(r"\w+|[^\w\s]", old)
-    pattern = r"\s*".join(map(re.escape, words))
-    source, count = re.subn(pattern, lambda match: new, inspect.getsource(function))
-    assert count == 1, f"{where} contains {old!r} {count} times: rewrite this fault"
-    if source[0] == " ":
-        source = "class _:\n" + source  # A method is compiled inside a class, so that super() works.
-    before = function.__code__
-    function.__code__ = code_named(function.__name__, compile(source, f"fault in {where}", "exec"))
-    try:
-        yield [1]
-    finally:
-        function.__code__ = before
-
-
-def code_named(name, code):
-    """Return the code of the function `name`, which is defined somewhere inside `code`."""
-    codes = [code]
-    while codes[0].co_name != name:
-        codes[:1] = [constant for constant in codes[0].co_consts if inspect.iscode(constant)]
-    return codes[0]
-
-
-# END
 @contextlib.contextmanager
 def replaced(where, replacement):
     """Do the same where it is no fault, and need not be called. Give a list with an entry for each call.
@@ -149,12 +116,12 @@ def find(where):
 def with_faults(world, faults, fn, *args):
     """Call fn on this rank while the faults are planted. AssertionError: no rank came to one of them."""
     with contextlib.ExitStack() as stack:
-        calls = [stack.enter_context(planting(*fault)) for fault in faults]
+        calls = [stack.enter_context(replaced(*fault)) for fault in faults]
         result = fn(world, *args)
     counts = torch.tensor([len(of_fault) for of_fault in calls])
     if world.size > 1:
         torch.distributed.all_reduce(counts)
-    for (where, *_), count in zip(faults, counts.tolist(), strict=True):
+    for (where, _), count in zip(faults, counts.tolist(), strict=True):
         assert count, f"no rank has called {where}"
     return result
 
