@@ -3,10 +3,11 @@
     python plan.py bloom-176b --gpus 384 --gpu a100-80 --tp 4 --pp 12 --zero 1 --recompute full --tokens 366e9
     python plan.py smol-1.7b --gpus 8 --gpu h200 --search
     python plan.py dense-210m --zero 1 --scaling 1,2,4,8,64,512
+    python plan.py smol-1.7b --gpus 8 --pp 4 --serve
 
     1) the plan of one layout, from cost/: parameters, traffic, memory, step_time, idle
     2) many layouts: the search, weak scaling
-    3) the command line; cost/plan_tables.py prints what is found
+    3) the command line; cost/plan_tables.py prints what is found, and a page in the browser draws it
 """
 import contextlib
 import dataclasses
@@ -34,6 +35,7 @@ if __name__ == "__main__":  # --help and wrong flags are answered before torch i
 from config import Config, as_typed, ceil_div, flags_beyond
 from corpus.rampup import batch_size
 from corpus.shards import load_blend_meta, settled_doc_mask
+from cost import plan_page
 from cost.gpus import GPUS, gpu_for
 from cost.idle import idle_warnings
 from cost.memory import GIB, memory, saved_activations
@@ -61,6 +63,7 @@ from cost.traffic import bytes_between_nodes, reductions, traffic
 from fast.choose import needs_row_limit
 from interface.layout import check_layout
 from interface.nearest import with_fix
+from interface.serve import Server
 from interface.terminal import complain, counted, say
 
 # -----------------------------------------------------------------------------
@@ -416,10 +419,26 @@ def plan_many(cfg, vocab):
     return plans
 
 
+def answer(asked):
+    """Return the plan of the words that the page of --serve sends, as JSON. ValueError: they are wrong."""
+    words = asked["words"]
+    if {"-h", "--help", "--help-all"} & set(words):
+        raise ValueError("--help is for the terminal; leave it out")
+    cfg, counts = arguments([*words, "--json"])
+    if counts or cfg.search:
+        raise ValueError("--search and --scaling are for the terminal; leave them out")
+    cfg = dataclasses.replace(cfg, doc_mask=documents(cfg))
+    cfg, plan = plan_one(cfg, vocabulary(cfg))
+    return [json.dumps({"plan": plan, "schedule": plan_page.schedule(cfg)})]
+
+
 @wrong_input()
 def main(argv=None, parsed=None):
     """Print a plan. parsed: arguments(argv), where that was done already."""
     cfg, counts = parsed or arguments(sys.argv[1:] if argv is None else argv)
+    if cfg.serve:
+        Server("127.0.0.1", cfg.port).run(answer, plan_page.settings(cfg), "plan.html", {"words": [str]})
+        return
     warn_of_uncounted(cfg)
     cfg = dataclasses.replace(cfg, doc_mask=documents(cfg))
     vocab = vocabulary(cfg)

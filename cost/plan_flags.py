@@ -21,8 +21,10 @@ class PlanFlags(Config):
     search: bool = False  # rank every layout that fits into memory, fastest first
     scaling: str | None = None  # numbers of GPUs such as 1,8,64: a plan for each, with the same work per GPU
     json: bool = False  # print the numbers as JSON
+    serve: bool = False  # show the plan in the browser, at http://127.0.0.1:8000, where its flags are a form
+    port: int = 8000  # serve: the port; 0 finds a free one
 
-    RANGES = {"gpus": (1, MOST_GPUS), "tokens": (0, 10**18)}
+    RANGES = {"gpus": (1, MOST_GPUS), "tokens": (0, 10**18), "port": (0, 65535)}
 
 
 ABOUT = ("Predict what a training run will cost before it runs: parameters, memory, bytes sent and "
@@ -40,6 +42,8 @@ def arguments(argv):
     if cfg.search and cfg.scaling is not None:
         raise ValueError("--search ranks the layouts of one number of GPUs, and --scaling plans one layout; "
                          "leave out one of them")
+    if cfg.serve and (cfg.json or cfg.search or cfg.scaling is not None):
+        raise ValueError("--serve shows one plan; leave out --json, --search and --scaling")
     needed = cfg.pp * math.lcm(cfg.tp * cfg.cp, cfg.ep)
     if needed > 1 and not (given(argv, "gpus") or cfg.scaling or cfg.search):
         raise ValueError(f"--gpus is missing, the number of GPUs, which this layout needs {needed} of; try "

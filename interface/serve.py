@@ -1,8 +1,8 @@
-"""sample.py --serve: a page in the browser that talks with a model, by the standard library's HTTP server.
+"""--serve: a page in the browser, by the standard library's HTTP server: sample.py's, plan.py's.
 
-serve.html asks by a POST of JSON (ASKED) that holds all that was said: the server keeps no conversation. The
-answer is plain text, piece by piece, one answer at a time. Pages of others are refused, also those whose name
-was made to lead here (DNS rebinding).
+A page asks by a POST of JSON that holds all that the answer depends on: the server keeps nothing. serve.html
+sends all that was said (ASKED). The answer is plain text, piece by piece, one answer at a time. Pages of
+others are refused, also those whose name was made to lead here (DNS rebinding).
 """
 import contextlib
 import html
@@ -91,7 +91,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         """Write what the model answers, piece by piece."""
         try:
             asked = json.loads(message)
-            check_schema(asked, ASKED, "the message")
+            check_schema(asked, self.server.asks, "the message")
             pieces = self.server.talk(asked)
         except (ValueError, RecursionError) as e:
             raise Refused(400, one_line(e).removeprefix("the message: ")) from None
@@ -133,12 +133,14 @@ class Server(http.server.ThreadingHTTPServer):
             raise ValueError(f"--host {host} --port {port}: {e.strerror}; give another --port "
                              "(0 finds a free one), or a --host of this machine") from None
 
-    def run(self, talk, settings):
+    def run(self, talk, settings, page="serve.html", asks=ASKED):
         """Answer until Ctrl-C.
 
-        talk: a function of what is ASKED that returns the pieces of an answer. settings: what the page shows.
+        talk: a function of what the page asks, as asks says, that returns the pieces of an answer.
+        settings: what the page shows.
         """
-        text = Path(__file__).with_name("serve.html").read_text()
+        text = Path(__file__).with_name(page).read_text()
+        self.asks = asks
         self.page = text.replace("SETTINGS", html.escape(json.dumps(settings))).encode()
         self.talk = talk
         name = f"[{self.host}]" if ":" in self.host else self.host

@@ -1,0 +1,92 @@
+"""What the page of plan.py --serve begins with, and the pipeline that it draws. interface/plan.html draws."""
+import dataclasses
+import typing
+
+from config import Config
+from cost.bubble import bubble
+from cost.meshes import stage_mesh
+from cost.parameters import micro_batches
+from cost.plan_flags import PlanFlags
+from interface.command_line import help_comments
+from interface.presets import PRESETS
+from pipeline import timetable
+
+FORM = {  # the flags that the page asks for, in groups
+    "where": ("gpus", "gpu", "tokens"),
+    "layout": ("tp", "cp", "pp", "pp_chunks", "ep", "zero", "shard"),
+    "training": ("micro_batch", "global_batch", "seq_len", "recompute", "dtype", "fp8", "optimizer", "lora"),
+    "model": ("n_layer", "n_head", "n_kv_head", "n_embd", "ffn_hidden", "vocab_size", "mlp", "norm", "pos",
+              "tied"),
+    "experts": ("n_experts", "top_k", "n_shared_experts", "capacity_factor")}
+ASKED_ELSEWHERE = ("preset", "data", "serve", "port", "json", "search", "scaling")
+MOST_MICRO_BATCHES, MOST_RANKS = 24, 32  # that are drawn
+
+
+def settings(cfg):
+    """Return what the page begins with. cfg: the PlanFlags of the command line."""
+    comments = help_comments(Config) | help_comments(PlanFlags)
+    fields = {}
+    for field in dataclasses.fields(PlanFlags):
+        choices = ()
+        if typing.get_origin(field.type) is typing.Literal:
+            choices = typing.get_args(field.type)
+        elif field.type is bool:
+            choices = ("true", "false")
+        _, text = comments[field.name]
+        fields[field.name] = {"help": text, "choices": choices, "value": as_word(field.default)}
+
+    presets = {}
+    for preset, values in PRESETS.items():
+        presets[preset] = {name: as_word(value) for name, value in values.items() if name in in_form()}
+    start = {name: as_word(getattr(cfg, name)) for name in in_form()}
+    groups = {group: {name: fields[name] for name in names} for group, names in FORM.items()}
+    return {"fields": groups, "presets": presets,
+            "start": {**start, "preset": cfg.preset, "more": " ".join(other_words(cfg))}}
+
+
+def in_form():
+    return [name for names in FORM.values() for name in names]
+
+
+def as_word(value):
+    """Return a flag's value as a form has it."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, tuple):
+        return " ".join(map(str, value))
+    return str(value)
+
+
+def other_words(cfg):
+    """Return the words of the command line that the form has no field for."""
+    words = []
+    for field in dataclasses.fields(PlanFlags):
+        value = getattr(cfg, field.name)
+        usual = PRESETS[cfg.preset].get(field.name, field.default)
+        if field.name in (*in_form(), *ASKED_ELSEWHERE) or value == usual:
+            continue
+        flag = field.name.replace("_", "-")
+        if value is False:
+            words.append(f"--no-{flag}")
+        elif value is True:
+            words.append(f"--{flag}")
+        else:
+            words += [f"--{flag}", as_word(value)]
+    if cfg.data:
+        words += ["--data", cfg.data]
+    return words
+
+
+def schedule(cfg):
+    """Return what each rank of a pipeline does when, or None where there is one stage. A forward takes 1."""
+    if cfg.pp == 1:
+        return None
+    count = micro_batches(cfg, stage_mesh(cfg, cfg.gpus, 0))
+    drawn = []
+    for end, ops in timetable(cfg.pp, cfg.pp_chunks, min(count, MOST_MICRO_BATCHES)).items():
+        for rank, op in enumerate(ops[:MOST_RANKS]):
+            if op is not None:
+                drawn.append({"rank": rank, "begin": end - op.duration, "end": end, "kind": op.kind,
+                              "micro_batch": op.micro_batch, "chunk": op.chunk})
+    return {"ranks": min(cfg.pp, MOST_RANKS), "chunks": cfg.pp_chunks, "micro_batches": count,
+            "idle": bubble(cfg.pp, cfg.pp_chunks, count), "ops": drawn}

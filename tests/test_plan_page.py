@@ -1,0 +1,133 @@
+"""plan.py --serve: the page asks over HTTP, and has the numbers and the lines of plan.py in a terminal."""
+import functools
+import json
+import threading
+from unittest import mock
+
+import pytest
+from browser import browser
+from test_serve import ask
+
+import plan
+from cost import plan_page
+from cost.plan_flags import arguments
+from interface.serve import Server
+
+EXAMPLE = ["smol-1.7b", "--gpus", "8", "--pp", "4", "--zero", "1", "--global-batch", "64"]
+
+
+@pytest.fixture(scope="module")
+def server():
+    """plan.py --serve with EXAMPLE, in a thread."""
+    made = Server("127.0.0.1", 0)
+    made.serve_forever = functools.partial(made.serve_forever, 0.01)
+    with mock.patch.object(plan, "Server", lambda host, port: made):
+        thread = threading.Thread(target=plan.main, args=([*EXAMPLE, "--serve", "--port", "0"],))
+        thread.start()
+        while not hasattr(made, "talk"):
+            thread.join(0.01)
+        yield made
+        made.shutdown()
+        thread.join()
+
+
+def printed(argv, capsys):
+    plan.main([*argv, "--json"])
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("argv", [
+    EXAMPLE, ["tiny", "--data", "synthetic"], ["tiny-moe", "--gpus", "4", "--ep", "4", "--tp", "2"],
+    ["dense-210m", "--gpus", "8", "--pp", "2", "--pp-chunks", "3", "--micro-batch", "2", "--tokens", "1e9"]])
+def test_the_page_has_the_numbers_of_the_terminal(argv, server, capsys):
+    status, text = ask(server, {"words": argv})
+    found = json.loads(text)
+    assert status == 200 and found["plan"] == printed(argv, capsys)
+    cfg, _ = arguments([*argv, "--json"])
+    assert (found["schedule"] is None) == (cfg.pp == 1)
+
+
+@pytest.mark.parametrize("words", [
+    ["smol-1.7b", "--gpus", "8", "--tp", "3"], ["smol-1.7b", "--gpuz", "8"], ["smol-17b"], ["--gpus", "x"],
+    ["tiny", "--pp", "2"], ["tiny", "--gpus", "2", "--norm", "none"], ["gpt2", "--gpus", "7"]])
+def test_wrong_flags_are_the_line_of_the_terminal(words, server, capsys):
+    with pytest.raises(SystemExit):
+        plan.main(words)
+    line = capsys.readouterr().err.removeprefix("nanoshard: ")
+    assert ask(server, {"words": words}) == (400, line)
+    assert ask(server, {"words": ["tiny"]})[0] == 200, "the next question is answered"
+
+
+@pytest.mark.parametrize("asked, said", [
+    ({"words": ["--help"]}, "for the terminal"), ({"words": ["--search"]}, "for the terminal"),
+    ({"words": ["tiny", "--scaling", "1,2"]}, "for the terminal"), ({"words": "tiny"}, "words is"),
+    ([], "an object")])
+def test_what_only_a_terminal_can_show_is_refused(asked, said, server):
+    status, text = ask(server, asked)
+    assert status == 400 and said in text and text.count("\n") == 1
+
+
+def test_the_page_is_one_file_for_this_machine_alone(server, capsys):
+    assert server.server_address[0] == "127.0.0.1"
+    status, page = ask(server, method="GET")
+    assert status == 200 and "NONCE" not in page and "SETTINGS" not in page
+    for word in ("https://", "innerHTML", "src=", "@import"):
+        assert word not in page
+    with mock.patch.object(plan, "Server") as opened:
+        plan.main(["tiny", "--serve"])
+    assert opened.call_args.args == ("127.0.0.1", 8000)
+    with pytest.raises(SystemExit):
+        plan.main(["tiny", "--serve", "--search"])
+    assert "leave out --json, --search" in capsys.readouterr().err
+
+
+def test_the_page_begins_with_the_command_line():
+    """The fields and the words beside them are the command line again."""
+    argv = ["gpt2", "--gpus", "4", "--tp", "2", "--no-compile", "--qk-norm", "head", "--data", "synthetic",
+            "--lr", "1e-3", "--rampup-batch-size", "16", "16", "4800", "--tied"]
+    cfg, _ = arguments(argv)
+    settings = plan_page.settings(cfg)
+    start = settings["start"]
+    assert start["preset"] == "gpt2" and (start["tp"], start["tied"]) == ("2", "true")
+    again = [start["preset"], *start["more"].split()]
+    for fields in settings["fields"].values():
+        for name, field in fields.items():
+            usual = settings["presets"]["gpt2"].get(name, field["value"])
+            if start[name] != usual:
+                again += [f"--{name.replace('_', '-')}", start[name]]
+    assert arguments(again)[0] == cfg
+
+
+def test_the_schedule_that_is_drawn():
+    """Each micro-batch goes forward and backward through each chunk of each rank, one after the other."""
+    cfg, _ = arguments(["tiny", "--gpus", "2", "--pp", "2", "--pp-chunks", "2", "--micro-batch", "2",
+                        "--global-batch", "8"])
+    drawn = plan_page.schedule(cfg)
+    assert drawn["micro_batches"] == 4
+    for rank in range(2):
+        ops = [op for op in drawn["ops"] if op["rank"] == rank]
+        assert len({(op["kind"], op["micro_batch"], op["chunk"]) for op in ops}) == len(ops) == 16
+        assert all(one["end"] <= other["begin"] for one, other in zip(ops, ops[1:], strict=False))
+        assert sum(op["end"] - op["begin"] for op in ops) == 24
+    last = max(op["end"] for op in drawn["ops"])
+    assert last / 24 - 1 == pytest.approx(drawn["idle"])
+
+
+@pytest.mark.long
+def test_the_page_in_a_browser(server, capsys):
+    with browser() as chromium:
+        view = chromium.new_page()
+        wrong = []
+        view.on("pageerror", lambda error: wrong.append(str(error)))
+        view.goto(f"http://127.0.0.1:{server.server_address[1]}/")
+        assert view.inner_text("#command") == f"python plan.py {' '.join(EXAMPLE)}"
+        view.wait_for_selector("svg rect")
+        view.select_option("select[name=preset]", "moe-4b")
+        view.fill("input[name=ep]", "4")
+        words = ["moe-4b", "--gpus", "8", "--ep", "4"]
+        assert view.inner_text("#command") == f"python plan.py {' '.join(words)}"
+        ms = printed(words, capsys)["ms"]
+        view.wait_for_function(f"document.querySelector('#headline').textContent.startsWith('{ms:,.1f} ms')")
+        view.fill("input[name=tp]", "3")
+        view.wait_for_function("document.querySelector('#bad').textContent.includes('do not divide by tp 3')")
+        assert not wrong
