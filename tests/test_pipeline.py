@@ -294,11 +294,8 @@ def warm_up_of_another_rank(original, rank, pp, *args, **options):
 
 def to_the_same_chunk(original, ended_ops, chunks):
     """messages_between that leave the ring's first rank in the sender's chunk."""
-    found = []
-    for message in original(ended_ops, chunks):
-        chunk = ended_ops[message.sender].chunk
-        found.append(message._replace(receiver_op=message.receiver_op._replace(chunk=chunk)))
-    return found
+    found = original(ended_ops, chunks)
+    return [(sender, receiver, op._replace(chunk=ended_ops[sender].chunk)) for sender, receiver, op in found]
 
 
 WAITS = test_no_rank_waits_for_ever_and_the_bubble_is_what_is_promised
