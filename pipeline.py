@@ -9,8 +9,9 @@ forward and the backward of micro-batch i; a backward takes about twice as long 
     stage 3           F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5
 
 Stage s of pp keeps the activations of at most pp - s micro-batches, however many there are. With
---pp-chunks v (section 2.2 of that paper) a rank holds v smaller stages: chunk c of rank r is stage
-c * pp + r. Ranks then idle for (pp - 1) / (v n) of n micro-batches' time, and send v times as often.
+--pp-chunks v (section 2.2 of that paper) a rank holds v smaller stages: chunk c of rank r is
+stage c * pp + r. Ranks then idle for (pp - 1) / (v n) of n micro-batches' time, and send v times
+as often.
 """
 import functools
 import itertools
@@ -183,7 +184,7 @@ def schedule(rank, pp, chunks, micro_batches, backward=True):
             order += [(i, chunk) for i in range(first, first + pp)]
     forwards = [Op("F", i, chunk) for i, chunk in order]
     backwards = [Op("B", i, chunks - 1 - chunk) for i, chunk in order] if backward else []
-    # One forward for each later rank; with several chunks two, so that messages have time to arrive.
+    # One forward for each later rank; with several chunks two, so that messages can arrive.
     warmup = (chunks - 1) * pp + (pp - 1 - rank) * (1 if chunks == 1 else 2)
     steady = itertools.chain(*itertools.zip_longest(forwards[warmup:], backwards))
     ops = [*forwards[:warmup], *steady]
@@ -240,7 +241,7 @@ class Ring:
         self.like = next(model.parameters())  # for the dtype and device of messages
         self.shape = n_tokens // model.mesh.tp.size, model.cfg.n_embd  # (n, C)
         self.inbox = {}  # Op: (the tensor that it waits for, the number of its batch)
-        self.in_flight = deque()  # batches that have not arrived, oldest first; they keep tensors alive
+        self.in_flight = deque()  # batches under way, oldest first; they keep their tensors alive
         self.started = 0
 
     def walk(self, micro_batches, forward, backward=None):
@@ -253,7 +254,8 @@ class Ring:
                 run = forward if op.kind == "F" else backward
                 made = run(op.micro_batch, op.chunk, self.receive(op))
             self.start_exchange(ended_ops, made)
-            self.wait(may_remain=2 * self.axis.size)  # else a rank could run ahead and fill its memory
+            # Else a rank could run ahead and fill its memory.
+            self.wait(may_remain=2 * self.axis.size)
         self.wait(may_remain=0)
 
     def receive(self, op):
@@ -271,18 +273,19 @@ class Ring:
     def start_exchange(self, ended_ops, made):
         """Start all sends and receives of this rank at one time of the table. made: to send."""
         axis = self.axis
+        group = axis.group
         batch = []
         for sender, receiver, op in messages_between(ended_ops, self.n_chunks):
             if sender == axis.rank:
                 axis.record("send", made, made.numel() * made.element_size())
                 # n*C to a neighbour, over pp
-                batch.append(dist.P2POp(dist.isend, made.contiguous(), axis.ranks[receiver], axis.group))
+                batch.append(dist.P2POp(dist.isend, made.contiguous(), axis.ranks[receiver], group))
             elif receiver == axis.rank:
                 tensor = self.like.new_empty(self.shape)
                 self.inbox[op] = tensor, self.started + 1
                 axis.record("receive", tensor)
                 # n*C from a neighbour, over pp
-                batch.append(dist.P2POp(dist.irecv, tensor, axis.ranks[sender], axis.group))
+                batch.append(dist.P2POp(dist.irecv, tensor, axis.ranks[sender], group))
         if batch:
             self.in_flight.append((dist.batch_isend_irecv(batch), batch))
             self.started += 1

@@ -206,7 +206,9 @@ class FrozenBucket(ShardedBucket):
     """The weights that --lora leaves as they are: gathered and freed, but without gradients."""
 
     def __init__(self, contents, axis, dtype, comm):
-        self.contents, self.axis, self.comm = contents, axis, comm
+        self.contents = contents
+        self.axis = axis
+        self.comm = comm
         self.shard, self.replicas = axis.sharing()
         self.n_slices = self.shard.size
         first = self.params[0]
@@ -289,7 +291,12 @@ class ZeRO3(ZeRO2):
 
     def move_to_part(self, part, backward=False):
         """Fetch the part that computes now and the next one, and free all others."""
-        needed = self.needed_in_backward(part) if backward else self.needed_in_forward(part)
+        if backward:
+            needed = [number for number in (part, part - 1) if number > 0]  # part 0 reads no weights
+        elif part == len(self.parts) - 1:
+            needed = [part, part - 1]  # Then backward comes: the head, then the last block.
+        else:
+            needed = [part, part + 1]
         wanted = unique(itertools.chain.from_iterable(self.sharded[number] for number in needed))
         for bucket in unique(itertools.chain.from_iterable(self.sharded)):
             if bucket not in wanted:
@@ -299,13 +306,6 @@ class ZeRO3(ZeRO2):
         for module in self.parts[part]:
             super().provide_weights(module)
         self.current_part = part
-
-    def needed_in_forward(self, part):
-        is_head = part == len(self.parts) - 1  # then backward comes: the head, then the last block
-        return [part, part - 1] if is_head else [part, part + 1]
-
-    def needed_in_backward(self, part):
-        return [number for number in (part, part - 1) if number > 0]  # part 0 reads no weights
 
 
 # The DataParallel of each --zero.

@@ -29,7 +29,7 @@ FILES = {str(ROOT / name) for name in (
     "optim.py", "muon.py", "zero.py", "moe.py", "ops/flat.py", "ops/permute.py")}
 STEPS = 3  # the last one is shown: in the first, buffers are made
 LONGEST = 3  # calls in a sequence whose repetition is noticed
-SMALL = 3  # lines: a function without calls that is not longer is not shown
+SMALL = 2  # lines, its docstring left out: a function without calls that is not longer is not shown
 # Shown only if they call something: without that, they have nothing to do.
 IDLE = {"GPT.provide_weights", "DataParallel.provide_weights", "gather_rows", "scatter_rows", "select_rows",
         "reset_stats", "update_router_bias", "FlatBuffers.after_update", "DataParallel.on_updated",
@@ -61,10 +61,10 @@ class Call:
 def describe(code):
     """Return (place, sentence, small) of a function: the first sentence of its docstring, or ""."""
     lines = inspect.getsource(code).splitlines()
-    text = inspect.cleandoc(code.co_consts[0] or "") if isinstance(code.co_consts[0], str) else ""
-    sentence = " ".join(text.split("\n\n")[0].split()).partition(". ")[0].rstrip(".")
+    text = code.co_consts[0] if isinstance(code.co_consts[0], str) else ""
+    sentence = " ".join(inspect.cleandoc(text).split("\n\n")[0].split()).partition(". ")[0].rstrip(".")
     place = f"{Path(code.co_filename).relative_to(ROOT)} {code.co_qualname.replace('.<locals>', '')}"
-    small = len(lines) <= SMALL or code.co_qualname in IDLE
+    small = len(lines) - len(text.splitlines()) <= SMALL or code.co_qualname in IDLE
     return place, sentence, small
 
 

@@ -83,13 +83,13 @@ def test_two_parts_have_whole_weights_at_most(n, flags):
     check_parts(run_ranks(n, parts_alive, flags), flags["n_layer"], "recompute" in flags)
 
 
-def part_after(original, zero, part):
-    """ZeRO3.needed_in_backward that goes on in the direction of forward."""
-    return [part, min(part + 1, len(zero.parts) - 1)]
+def always_forward(original, zero, part, backward=False):
+    """ZeRO3.move_to_part that goes on in the direction of forward."""
+    original(zero, part)
 
 
 def test_weights_in_memory_that_should_not_be_there():
-    fault = "zero.ZeRO3.needed_in_backward", part_after
+    fault = "zero.ZeRO3.move_to_part", always_forward
     results = run_ranks(2, with_faults, [fault], parts_alive, dict(LLAMA, n_layer=2, micro_batch=2))
     with pytest.raises(AssertionError, match="are whole, not"):
         check_parts(results, 2, False)
