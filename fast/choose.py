@@ -193,11 +193,14 @@ def peer_access(mesh, axis, device):
             if world.rank == 0:
                 say(obstacle.format(f"{axis.name} {axis.size}"))
             return False
+    if device.index is None:
+        return True
     # A bool from each rank, over the world, twice: a rank that has no memory to share must not let the others
     # wait for it where they share theirs.
-    if world.tree.any(not can_allocate(device)):
+    rows = 1, 128, torch.float32, device
+    if world.tree.any(fails(RuntimeError, symm_mem.shareable, *rows)):
         return False
-    return not world.tree.any(not can_share(axis, device))
+    return not world.tree.any(fails(ValueError, symm_mem.SymmetricBuffer, axis, *rows))
 
 
 def place_of(axis, device):
@@ -221,23 +224,10 @@ def obstacle_between(group):
     return None
 
 
-def can_allocate(device):
-    """Whether this rank can allocate symmetric memory; True on a CPU."""
-    if device.index is None:
-        return True
+def fails(error, function, *args):
+    """Call the function. Return whether it raised this error."""
     try:
-        symm_mem.shareable(1, 128, torch.float32, device)
-    except RuntimeError:
-        return False
-    return True
-
-
-def can_share(axis, device):
-    """Whether the ranks of the axis reach each other's symmetric memory; True on a CPU."""
-    if device.index is None:
+        function(*args)
+    except error:
         return True
-    try:
-        symm_mem.SymmetricBuffer(axis, 1, 128, torch.float32, device)
-    except ValueError:
-        return False
-    return True
+    return False
