@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import test_layouts
 import torch
-from faults import planted, with_faults
+from faults import LLAMA, TP, assert_caught, planted
 from pool import context, run_ranks
 from runs import TINY, assert_refused, final, go, rows, same, session
 from shared import Masked
@@ -365,30 +365,13 @@ def test_refused_starts(data, pretrained, tmp_path):
 # -----------------------------------------------------------------------------
 # Planted faults, as in test_faults.py: each must fail a comparison.
 
-def all_tokens(original, step, *args, n_trained):
-    """Step.gradients to which every token is trained."""
-    return original(step, *args)
-
-
 def masked_as_word(original, ctx, logits, target, axis):
     """_VocabCrossEntropy.forward to which a masked target is the first word."""
     return original(ctx, logits, target.clamp(min=0), axis)
 
 
-FAULTS = {  # name: (ranks, layout, a fault as arguments of planted)
-    "division by all tokens": (2, {}, "train.Step.gradients", all_tokens),
-    "masked targets over tp": (2, dict(tp=2), "vocab._VocabCrossEntropy.forward", masked_as_word)}
-MASKED = dict(test_layouts.LLAMA, n_layer=2, micro_batch=2)
-
-
-@pytest.mark.parametrize("name", FAULTS)
-def test_a_fault_of_the_division_is_caught(name):
-    n, layout, *fault = FAULTS[name]
-    want = test_layouts.reference(dict(MASKED), 8, 1, 1, Masked)
-    results = run_ranks(n, with_faults, [fault], test_layouts.run, dict(MASKED, **layout), 8, 1, 1, Masked)
-    with mock.patch.object(test_layouts, "run_ranks", lambda *_: results), \
-            mock.patch.object(test_layouts, "reference", lambda *_: want), pytest.raises(AssertionError):
-        test_layouts.compare(MASKED, n, 8, Masked, **layout)
+def test_a_masked_target_that_counts_over_tp_is_caught():
+    assert_caught(LLAMA, TP, ("vocab._VocabCrossEntropy.forward", masked_as_word), kind=Masked)
 
 
 def but_the_system(original, message):

@@ -154,17 +154,6 @@ def places_of_own_segments(original, *args):
     return [(x, y, document_places(x, EOD)) for x, y, _ in original(*args)]
 
 
-def places_shifted(original, *args):
-    """micro_batches() that cuts the places in the order of the ranks, not in the zigzag of the tokens."""
-    cfg, mesh, source, first, *_ = args
-    batches = original(*args)
-    for i, (x, y, _) in enumerate(batches):
-        number = first + (mesh.dp.rank * len(batches) + i) * cfg.micro_batch
-        whole = source.places(number, source.batch(number, cfg.micro_batch)[0])
-        batches[i] = x, y, whole.chunk(mesh.cp.size, 1)[mesh.cp.rank]
-    return batches
-
-
 def without_places(original, model, tokens, targets=None, places=None, hidden=None, **options):
     """GPT.forward that knows no documents on later stages."""
     return original(model, tokens, targets, None if hidden is not None else places, hidden, **options)
@@ -172,10 +161,8 @@ def without_places(original, model, tokens, targets=None, places=None, hidden=No
 
 @pytest.mark.parametrize("place,fault", [
     ((2, dict(cp=2)), ("corpus.batches.micro_batches", places_of_own_segments)),
-    pytest.param((2, dict(cp=2)), ("corpus.batches.micro_batches", places_shifted), marks=pytest.mark.long),
     ((2, dict(pp=2)), ("model.GPT.forward", without_places))],
-    ids=["documents of a rank's own tokens", "places that are not cut as the tokens are",
-         "later stages without documents"])
+    ids=["documents of a rank's own tokens", "later stages without documents"])
 def test_a_fault_in_a_layout_is_found(place, fault):
     assert_caught(SHORT, place, fault, kind=Documents)
 

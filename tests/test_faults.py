@@ -44,10 +44,10 @@ from pool import run_ranks
 from ddp import DataParallel, FlatBuffers
 from generate import Cache
 from interface.layout import stage_layers
-from parallel import Axis, gather_rows, make_mesh, scatter_rows
+from parallel import gather_rows, make_mesh, scatter_rows
 from vocab import vocab_cross_entropy
 
-TP4, DP_TP, CHUNKS = (4, dict(tp=4)), (4, dict(tp=2)), (2, dict(pp=2, pp_chunks=2))
+TP4, CHUNKS = (4, dict(tp=4)), (2, dict(pp=2, pp_chunks=2))
 FOUR = dict(LLAMA, n_layer=4)
 
 
@@ -71,12 +71,6 @@ def first_slice(original, bucket, rank, n):
     return original(bucket, 0, n)
 
 
-def last_sum(original, comm, bucket):
-    """SlotComm.add_to_total that forgets earlier micro-batches."""
-    bucket.grad_total.zero_()
-    original(comm, bucket)
-
-
 def given_at_once(original, slot, bucket):
     """Slot.give_to that does not take out the sum of the last user."""
     slot.user = bucket
@@ -91,11 +85,6 @@ def move_without_waiting(original, zero, part, backward=False):
     """ZeRO3.move_to_part that does not wait for the weights in backward."""
     with mock.patch.object(DataParallel, "provide_weights") if backward else contextlib.nullcontext():
         original(zero, part, backward)
-
-
-def move_one_part_late(original, zero, part, backward=False):
-    """ZeRO3.move_to_part that moves to the part that backward has just left."""
-    original(zero, part + 1 if backward else part, backward)
 
 
 class LateWork:
@@ -133,11 +122,6 @@ POISON = "zero.ShardedBucket.fetch", poisoned_fetch
 # -----------------------------------------------------------------------------
 # Tensor and context parallelism, and the model
 
-def without_maximum(original, axis, x, *op):
-    """Axis.all_reduce that only knows sums."""
-    return x if op else original(axis, x)
-
-
 def maximum_of_zero(original, axis, x, *op):
     """Axis.all_reduce whose maximum is zero."""
     return x.zero_() if op else original(axis, x)
@@ -153,13 +137,6 @@ def without_padding(original, logits, target, vocab_size, axis):
     return original(logits, target, logits.size(1) * axis.size, axis)
 
 
-def positions_of_first_tp_rank(original, model, *args):
-    """GPT._add_positions as if every tp rank had the first rows."""
-    mesh = dataclasses.replace(model.mesh, tp=dataclasses.replace(model.mesh.tp, rank=0))
-    with mock.patch.object(model, "mesh", mesh):
-        return original(model, *args)
-
-
 def bias_on_every_rank(original, layer, x):
     """RowLinear.forward that adds the bias before the sum."""
     return scatter_rows(F.linear(x, layer.weight, layer.bias), layer.tp)
@@ -170,14 +147,6 @@ def next_kv_head(original, attention, cfg, mesh, *args):
     original(attention, cfg, mesh, *args)
     head = mesh.tp.rank % cfg.n_kv_head
     attention.kv_rows = slice(head * attention.D, (head + 1) * attention.D)
-
-
-def piece_of_targets(original, cfg, mesh, source, first, count, device):
-    """micro_batches in which each cp rank has one piece of the targets, not two segments."""
-    uncut = dataclasses.replace(mesh, cp=Axis("cp"))
-    whole = original(cfg, uncut, source, first, count, device)
-    batches = original(cfg, mesh, source, first, count, device)
-    return [(x, y.chunk(2, 1)[mesh.cp.rank]) for (x, _), (_, y) in zip(batches, whole, strict=True)]
 
 
 def keys_of_next_rank(original, q, k, v, cfg, axis, **options):
@@ -193,11 +162,6 @@ def segments_by_rank(original, x, axis):
 def causal_segments(original, q, k, v, cfg, axis, **options):
     """attend_segments with the causal mask."""
     return original(q, k, v, dataclasses.replace(cfg, objective="causal"), axis, **options)
-
-
-def masked_rows_of_one_rank(original, x, targets, cp):
-    """MaskedHead.masked_rows as if the rank had its share of every sequence's masked tokens."""
-    return original(x, targets, dataclasses.replace(cp, size=1))
 
 
 # -----------------------------------------------------------------------------
@@ -237,20 +201,13 @@ FAULTS = {  # name: (model, (ranks, layout), faults as arguments of planted)
     # Data, sums, norms
     "the same data on every dp rank": (
         LLAMA, DP, ("corpus.batches.micro_batches", functools.partial(other_coordinates, dp=0))),
-    "the same dropout on every dp rank": (
-        dict(LLAMA, dropout=0.2), DP, ("pipeline.dropout_seeds", functools.partial(other_coordinates, dp=0))),
     "sharded weights summed over the stage": (LLAMA, TP, group("dp", "stage")),
-    "norm weights not summed over dp": (LLAMA, DP_TP, group("stage", "tp")),
-    "tied embedding not summed over the stages": (GPT2, PP, group("tied", "dp")),
     "loss counted by every tp rank": (LLAMA, TP, ("optim.Optimizer.stats", stats_of_all_tp_losses)),
     "padding counted as zero gradients": (LLAMA, ZERO, ("optim.Optimizer.num_zeros", zeros_of_padding)),
     # Tensor parallelism
-    "softmax with the local maximum": (LLAMA, TP, ("parallel.Axis.all_reduce", without_maximum)),
     "targets at the wrong vocabulary offset": (
         LLAMA, TP, ("vocab._VocabCrossEntropy.forward", target_of_first_rank)),
     "vocabulary padding takes probability": (LLAMA, TP, ("vocab.vocab_cross_entropy", without_padding)),
-    "every tp rank embeds the first rank's positions": (
-        GPT2, TP4, ("model.GPT._add_positions", positions_of_first_tp_rank)),
     "row-linear bias added by every tp rank": (GPT2, TP, ("layers.RowLinear.forward", bias_on_every_rank)),
     "a replicated kv head of other query heads": (LLAMA, TP4, ("attention.Attention.__init__", next_kv_head)),
     # The pipeline
@@ -260,21 +217,15 @@ FAULTS = {  # name: (model, (ranks, layout), faults as arguments of planted)
     # ZeRO
     "weights read before they arrive": (LLAMA, ZERO, LATE, ("ddp.Bucket.wait_for_weights", nothing)),
     "every rank updates the first slice": (LLAMA, ZERO, ("ddp.FlatBuffers.slice_of_rank", first_slice)),
-    "only the last micro-batch is kept": (LLAMA, ZERO2, ("zero.SlotComm.add_to_total", last_sum)),
     "the last micro-batch is not waited for": (LLAMA, ZERO2, ("zero.SlotBucket.wait_grads", nothing)),
     "a slot is given on before its sum was taken out": (LLAMA, ZERO2, ("zero.Slot.give_to", given_at_once)),
     "weights from before the step, used after it": (LLAMA, ZERO3, ("zero.ShardedBucket.free", free_nothing)),
     "backward does not wait for the weights": (
         LLAMA, ZERO3, LATE, POISON, ("zero.ZeRO3.move_to_part", move_without_waiting)),
-    "backward gathers a part too late": (
-        LLAMA, ZERO3, LATE, POISON, ("zero.ZeRO3.move_to_part", move_one_part_late)),
     # Context parallelism
-    "targets of one piece per cp rank": (LLAMA, CP, ("corpus.batches.micro_batches", piece_of_targets)),
     "the keys of another cp rank's queries": (LLAMA, CP, ("attention.attend_segments", keys_of_next_rank)),
     "gathered keys in the order of the ranks": (LLAMA, CP, ("parallel.gather_segments", segments_by_rank)),
     "the causal mask is left on over cp": (BERT, CP, ("attention.attend_segments", causal_segments)),
-    "a head for the masked tokens that a rank of cp has on average": (
-        BERT, CP, ("model.MaskedHead.masked_rows", masked_rows_of_one_rank)),
     # These faults change every layout alike: only the comparison with plain PyTorch detects them
     "weight decay on norms": (
         LLAMA, ONE, ("ddp.uses_weight_decay", functools.partial(constant, value=True))),

@@ -180,16 +180,6 @@ def test_the_lists_name_the_blocks_of_the_mask():
         check_lists(*sizes)
 
 
-def of_windows_alone(original, q, k, window, places):
-    """first_keys that knows no documents."""
-    return original(q, k, window, None)
-
-
-def test_a_fault_in_the_lists_is_found():
-    with planted("fast.flex.first_keys", of_windows_alone), pytest.raises(AssertionError):
-        test_the_lists_name_the_blocks_of_the_mask()
-
-
 # -----------------------------------------------------------------------------
 # Models
 

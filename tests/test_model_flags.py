@@ -2,7 +2,6 @@
 
 tests/test_model.py compares each with the model that is written out in plain_model.py.
 """
-import functools
 
 import pytest
 import torch
@@ -78,12 +77,6 @@ def own_part_alone(original, x, axis):
     return x * axis.size
 
 
-def of_columns(original, attention, *args, name, group):
-    """Attention.__init__ that sums the gradient of a norm's weight over another group."""
-    original(attention, *args)
-    attention.get_parameter(name).reduction_axis = group
-
-
 def first_layer(original, layer, n):
     """is_nth that takes each layer for the first."""
     return original(0, n)
@@ -91,9 +84,6 @@ def first_layer(original, layer, n):
 
 FAULTS = {  # name: (form, (ranks, layout), a fault as arguments of planted)
     "the mean square of a rank's own heads": ("olmo2", TP, ("parallel.sum_over_ranks", own_part_alone)),
-    "a norm of copied keys that is summed over dp": (
-        "olmo2", (4, dict(tp=4)), ("attention.Attention.__init__", functools.partial(
-            of_columns, name="k_norm.weight", group="dp"))),
     "the layers of a stage counted from 0": ("windows", PP, ("attention.is_nth", first_layer)),
 }
 
@@ -112,11 +102,6 @@ def norm_of_the_sum(original, block, x, y):
     return block.norm2(x + y)
 
 
-def other_layers(original, *args):
-    """is_nth of all other layers."""
-    return not original(*args)
-
-
 def angles_of_windows(original, *args):
     """GPT._rotation by the windows' base in every layer."""
     found = original(*args)
@@ -124,7 +109,6 @@ def angles_of_windows(original, *args):
 
 
 PLAIN_FAULTS = {  # name: (form, a fault as arguments of planted)
-    "the other layers see all keys": ("windows", "attention.is_nth", other_layers),
     "every layer turns by the windows' base": ("gemma3", "model.GPT._rotation", angles_of_windows),
     "the norm after the sum": ("olmo2", "model.Block.add_output", norm_of_the_sum),
 }

@@ -407,28 +407,16 @@ def alone(original, x, cut=None, axis=None, **rest):
     return original(x, cut, **rest)
 
 
-def all_but_one(original, matrices, n_ranks):
-    """muon.assign_owners that forgets the last matrix."""
-    return original(matrices[:-1], n_ranks)
-
-
 def one_matrix(original, params):
     """muon.shapes_of that takes the experts of a layer for the rows of one matrix."""
     return [((p.numel() // p.size(-1), p.size(-1)), tuple(p.full_shape[-2:])) for p in params]
-
-
-def rate_of_adamw(original, optimizer, lr, *args):
-    """Muon.step at AdamW's learning rate."""
-    original(optimizer, lr / optimizer.lr_factor, *args)
 
 
 TP, DP, ZERO, EP = (2, 4, dict(tp=2)), (2, 8, dict()), (2, 8, dict(zero=1)), (2, 4, dict(ep=2))
 FAULTS = {  # name: (family, (ranks, sequences, layout), a fault as arguments of planted)
     "each share orthogonalised alone": ("llama", TP, ("muon.orthogonalise", alone)),
     "the experts of a layer are one matrix": ("moe", EP, ("muon.shapes_of", one_matrix)),
-    "AdamW's learning rate": ("llama", DP, ("muon.Muon.step", rate_of_adamw)),
     "updates stay with the owner": ("llama", ZERO, ("muon.WholeMatrices.hand_back", nothing)),
-    "a matrix without an owner": ("llama", ZERO, ("muon.assign_owners", all_but_one)),
 }
 
 

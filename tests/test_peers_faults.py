@@ -22,7 +22,6 @@ from faults import (
     GPT2,
     LLAMA,
     MOE,
-    ONE,
     PP,
     TP,
     assert_caught,
@@ -103,21 +102,16 @@ def scaled_at_each_addition(original, total, grad, first):
     total.div_(2)
 
 
-def factor_on(original, bucket, axis, factor):
-    """Bucket.count_factor times a factor in the buckets of one axis."""
-    return original(bucket) * (factor if bucket.axis.name == axis else 1)
-
-
 def experts_of_first_rank(original, bucket):
     """Bucket.count_factor that leaves out the experts of all ranks but the first."""
     return 0.0 if bucket.axis.name == "edp" and torch.distributed.get_rank() else original(bucket)
 
 
-def scaled_experts(original, bucket, factor):
-    """Bucket.wait_grads that multiplies the experts' gradients."""
+def doubled_experts(original, bucket):
+    """Bucket.wait_grads that multiplies the experts' gradients by a number of ranks."""
     original(bucket)
     if bucket.axis.name == "edp":
-        bucket.grad.mul_(factor)
+        bucket.grad.mul_(2)
 
 
 def local_norm(optimizer):
@@ -216,8 +210,8 @@ FAULTS = {  # threads: what went wrong there: (model, (ranks, layout), faults as
     "torchtitan #2972: a pipeline divides the logged loss alone": (
         LLAMA, PP, ("pipeline.several_stages", divided_after_backward)),
     "AReaL #1273: a pipeline divides once more by its micro-batches": (LLAMA, PP, token_count(4)),
-    "Megatron-LM #906: the loss scaled by cp": (LLAMA, CP, token_count(1 / 2)),
-    "modded-nanogpt #146: accumulated gradients not divided": (LLAMA, ONE, token_count(1 / 2)),
+    "Megatron-LM #906, modded-nanogpt #146: the loss lacks one factor of its divisor": (
+        LLAMA, CP, token_count(1 / 2)),
     # Sums of gradients
     "pytorch #144530, trl #7245: no gradient summed over the replicas": (
         LLAMA, DP, ("ddp.Bucket.start_sum", nothing), ("ddp.Bucket.wait_grads", nothing)),
@@ -233,14 +227,10 @@ FAULTS = {  # threads: what went wrong there: (model, (ranks, layout), faults as
     "Megatron-LM #7452 (11), Pai-Megatron-Patch #397: what tp does not cut not summed over tp": (
         dict(MOE, qk_norm="head"), TP, group("stage", "dp")),
     "Megatron-LM #1628: experts summed over the ranks of the dense weights": (MOE, TP, group("edp", "dp")),
-    "Megatron-LM #5956, pytorch #160285: experts' gradients ep times too large": (
-        MOE, EP, ("ddp.Bucket.wait_grads", functools.partial(scaled_experts, factor=2))),
-    "torchtitan #1551: experts' gradients divided by another number of ranks": (
-        MOE, EP, ("ddp.Bucket.wait_grads", functools.partial(scaled_experts, factor=1 / 2))),
+    "Megatron-LM #5956, pytorch #160285, torchtitan #1551: experts' gradients times a number of ranks": (
+        MOE, EP, ("ddp.Bucket.wait_grads", doubled_experts)),
     # The norm, clipping
-    "Megatron-LM #7452 (8): a sharded weight counted as replicated in the norm": (
-        LLAMA, TP, ("ddp.Bucket.count_factor", functools.partial(factor_on, axis="dp", factor=1 / 2))),
-    "Megatron-LM #7228: both copies of a tied weight counted in the norm": (
+    "Megatron-LM #7452 (8), #7228: a weight counted by a wrong number of ranks in the norm": (
         GPT2, PP, ("ddp.Bucket.count_factor", functools.partial(constant, value=1))),
     "Megatron-LM #5916: experts of later tp ranks left out of the norm": (
         MOE, TP_EP, ("ddp.Bucket.count_factor", experts_of_first_rank)),
@@ -258,16 +248,14 @@ FAULTS = {  # threads: what went wrong there: (model, (ranks, layout), faults as
     # Rows and positions
     "nanotron #172: of the input's gradient only the rank's own rows are right": (
         LLAMA, TP, ("parallel._ScatterRows.backward", repeated_grad)),
-    "torchtitan #1878, SkyRL #1886: the gradient of gathered rows not summed over tp": (
+    "torchtitan #1878, SkyRL #1886, Megatron-LM #1464: the gradient of gathered rows not summed": (
         LLAMA, TP, ("parallel._GatherRows.backward", own_rows)),
-    "Megatron-LM #1464: attention's gradients under cp": (
-        LLAMA, CP, ("parallel._GatherRows.backward", own_rows)),
     "Megatron-LM #560: positions of cp ranks": (LLAMA, CP, ("model.GPT._positions", one_piece)),
     "OLMo-core #828: recomputed dropout draws other masks": (
         dict(LLAMA, dropout=0.2), RECOMPUTED, ("model.Block.maybe_recompute", other_masks)),
     # Experts
-    "Megatron-LM #7452 (10), #5047: the router's loss scaled by tp": (MOE, TP, router_loss_weight(2)),
-    "Automodel #3359: the router's loss not divided by the micro-batches": (MOE, DP, router_loss_weight(2)),
+    "Megatron-LM #7452 (10), #5047, Automodel #3359: the router's loss scaled": (
+        MOE, TP, router_loss_weight(2)),
     "Automodel #1408: the router's loss has no gradient": (
         MOE, DP, ("model.GPT.forward", no_router_gradient)),
     "Automodel #2995: the router learns nothing from the loss": (

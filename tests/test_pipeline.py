@@ -2,7 +2,6 @@
 messages pair by their order alone, and plan.py's picture, bubble and memory are those of the schedule.
 """
 import dataclasses
-import functools
 import itertools
 from collections import Counter
 from types import SimpleNamespace
@@ -11,7 +10,7 @@ from unittest import mock
 import pytest
 import test_dropout
 import torch
-from faults import constant, planted
+from faults import planted
 
 import pipeline
 import plan
@@ -301,8 +300,6 @@ def to_the_same_chunk(original, ended_ops, chunks):
 WAITS = test_no_rank_waits_for_ever_and_the_bubble_is_what_is_promised
 FAULTS = {  # name: (a fault as arguments of planted, the test that detects it)
     "the warm-up of another rank": ("pipeline.schedule", warm_up_of_another_rank, WAITS),
-    "timetable of equally long ops": (
-        "pipeline.Op.duration", functools.partial(constant, value=1), WAITS),
     "the last rank's message to the same chunk": (
         "pipeline.messages_between", to_the_same_chunk, test_messages_pair_by_their_order_alone),
     "the same dropout in every chunk": (

@@ -134,13 +134,6 @@ def slice_of_the_replica(original, bucket, rank, n):
     return original(bucket, bucket.replicas.rank % bucket.n_slices, n)
 
 
-def gather_over_the_replicas(original, comm, bucket):
-    """Comm.start_gather that brings the same slice from other groups."""
-    same = bucket.replicas.all_gather(bucket.own)
-    bucket.flat.copy_(same[:bucket.flat.numel()])
-    return CompletedWork()
-
-
 def another_seed(original, p, name, model, seed):
     """initial_weights that draws other weights in each group."""
     return original(p, name, model, seed + model.mesh.dp.shard_sharing.replicas.rank)
@@ -148,8 +141,6 @@ def another_seed(original, p, name, model, seed):
 
 FAULTS = {  # name: (--zero, a fault as arguments of planted)
     "summed over the shard only": (1, "ddp.Comm.start_replica_sum", no_sum),
-    "summed over the replicas only, ZeRO-2": (2, "zero.SlotComm.start_reduce", no_sum),
-    "weights gathered over the replicas": (1, "ddp.Comm.start_gather", gather_over_the_replicas),
     "the slice of another rank": (1, "ddp.Bucket.slice_of_rank", slice_of_the_replica),
     "another seed per group, ZeRO-3": (3, "model.initial_weights", another_seed)}
 
