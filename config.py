@@ -211,11 +211,6 @@ class Config:
     # the products of attention and of the dense MLP take numbers of 8 bits, of which a GPU multiplies up to
     # twice as many; weights, activations between them, the head and experts keep --dtype
     fp8: bool = flag(False, "free")
-    # on Hopper GPUs (docs/machines.md): auto takes libraries that are installed in the versions that were
-    # tried, flash-attn-4 for attention without a mask and quack-kernels for experts, and measures which
-    # algorithms multiply fastest; plain does neither. With auto plan.py counts quack-kernels as installed; it
-    # never counts flash-attn-4
-    kernels: Literal["auto", "plain"] = flag("auto", "free")
     # AdamW's fp32 masters are kept as the bf16 weights and the 16 bits that these lack, which saves 2 bytes
     # per weight
     split_masters: bool = flag(False, "free")
@@ -316,6 +311,12 @@ COMMON = tuple(name for name, said in FLAGS.items() if said["common"])
 SHAPE = flags_of_kind("shape")
 MEANING = flags_of_kind("data") + flags_of_kind("meaning")  # what --resume-changed can allow
 SILENT = flags_of_kind("silent")
+# Flags of earlier versions. They changed no model, so a config.json or a checkpoint that holds one is read
+# without a word. The sentence answers a command line that has it.
+REMOVED = {
+    "kernels": "is no flag any more: leave it out; flash-attn-4 attends where it is installed (pip uninstall "
+               "flash-attn-4 does without), and --deterministic measures no products",
+}
 
 
 def has_effect(name, cfg):
@@ -341,7 +342,7 @@ def unknown_flags(saved, beside=()):
 
     Another version of the code wrote them: the model may be another one. beside: names of no flags.
     """
-    names = saved.keys() - FLAGS.keys() - set(beside)
+    names = saved.keys() - FLAGS.keys() - REMOVED.keys() - set(beside)
     off = (None, False, 0, "", [], "none")
     return {name: saved[name] for name in sorted(names) if saved[name] not in off}
 

@@ -168,8 +168,7 @@ class MoE(nn.Module):
         # reference.
         is_local = isinstance(plan, LocalPlan) and self.cfg.mlp == "swiglu"
         if is_local and use_grouped_mm(x, self.w1) and x.numel():
-            multiplier = self.dispatcher.multiplier(plan.ends)
-            return RoutedSwiGLU.apply(x, gates, self.w1, self.w3, self.w2, *plan, multiplier)
+            return RoutedSwiGLU.apply(x, gates, self.w1, self.w3, self.w2, *plan)
         rows = self.dispatcher.dispatch(x, plan)  # (R, C), by expert
         results = self.ffn(rows, plan.ends)  # (R, C), by expert
         return self.dispatcher.combine(results, gates, plan)
@@ -184,8 +183,7 @@ class MoE(nn.Module):
         if self.cfg.mlp == "swiglu" and use_grouped_mm(x, self.w1) and x.numel():
             ends = None if ends is None else ends.to(torch.int32)
             out = self.dispatcher.output_buffer()
-            multiplier = self.dispatcher.multiplier(ends)
-            return SwiGLUExperts.apply(x, self.w1, self.w3, self.w2, ends, out, multiplier)
+            return SwiGLUExperts.apply(x, self.w1, self.w3, self.w2, ends, out)
         products = [grouped_mm(x, w, ends) for w in (self.w1, self.w3) if w is not None]
         return grouped_mm(ACTIVATIONS[self.cfg.mlp](*products), self.w2, ends)
 
@@ -250,7 +248,6 @@ class Dispatcher:
     expert. The perm of this file's plans says which copy stands in each slot, and inv_perm in which
     slot each copy stands: see ops/permute.py.
     """
-    make_multiplier = None  # where a library multiplies, fast/experts.py sets what makes one
 
     def __init__(self, cfg, mesh):
         self.cfg = cfg
@@ -270,13 +267,6 @@ class Dispatcher:
     def output_buffer(self):
         """Return the tensor (at least R, C) for the experts' results, or None for a new one."""
         return None
-
-    def multiplier(self, ends):
-        """Return who multiplies the experts' rows on a GPU, or None for ops/grouped_mm.py.
-
-        A multiplier has experts_mm and experts_wgrad, as that file. ends (e,) int32: as in MoE.ffn.
-        """
-        return None if self.make_multiplier is None else self.make_multiplier(ends)
 
 
 class LocalPlan(NamedTuple):

@@ -55,7 +55,6 @@ from cost.step_time import (
     MOST_UNEVEN,
     expected_choice,
     max_load_factor,
-    quack_multiplies,
     stage_time,
     step_time,
 )
@@ -152,7 +151,6 @@ def estimate(cfg, gpus, gpu, vocab, uneven=False):
         "tok_s_gpu": tokens / total / gpus,
         "tflops": full * tokens / total / gpus / 1e12,
         "mfu": full * tokens / total / gpus / chip.peak,
-        "quack": quack_multiplies(cfg, meshes[0], chip),
         "stage_ms": [of_stage[stage] * 1e3 for stage in range(cfg.pp)]}
 
 

@@ -10,17 +10,15 @@
                by itself
 6) attention   with flash-attn-4 (fast/flash.py), bf16 steps give the losses of steps with torch's
                attention
-7) products    with quack-kernels (fast/experts.py), bf16 steps of experts give the losses of steps
-               with our own kernels, each rank by itself and with all ranks' experts
-8) measured    with products by the algorithms that are fastest here (fast/products.py), bf16 steps
+7) measured    with products by the algorithms that are fastest here (fast/products.py), bf16 steps
                give the losses of steps with those of cuBLAS, and replicas hold the same bits
-9) sync        the MoE layer never synchronises GPU and host, torch.cuda.set_sync_debug_mode
+8) sync        the MoE layer never synchronises GPU and host, torch.cuda.set_sync_debug_mode
                says: with a capacity, dropless on one rank, and dropless over all ranks through
                symmetric memory
 
 --portable: experts multiply by our Triton kernels also in bf16 on Hopper; in fp32 they always do.
-Without CUDA (a CPU, for a rehearsal) graph captures nothing, flash, attention, products and measured have
-no kernel, and sync watches nothing; they say so.
+Without CUDA (a CPU, for a rehearsal) graph captures nothing, flash, attention and measured have no
+kernel, and sync watches nothing; they say so.
 """
 import sys
 from dataclasses import dataclass
@@ -43,7 +41,7 @@ import test_layouts as matrix
 
 from config import Config
 from fast import symm_mem
-from fast.choose import OURS, Choice, choose, has_cuda_api
+from fast.choose import Choice, choose, has_cuda_api
 from interface.presets import PRESETS
 from ops import cublas_lt, tiles
 from ops.checksum import checksum
@@ -56,8 +54,7 @@ HEAD_NORMS = dict(qk_norm="head", mlp="relu2", logit_softcap=15.0, rope_scaling=
 NORMS_AFTER = dict(qk_norm="all", norm_place="after")
 # 16 wide heads: the GPU's attention and grouped kernels need rows of a multiple of 16 bytes
 SHAPE = dict(n_embd=64, ffn_hidden=96)
-PARTS = ("fp64", "fp32", "bf16", "replicas", "graph", "flash", "attention", "products", "measured",
-         "sync")
+PARTS = ("fp64", "fp32", "bf16", "replicas", "graph", "flash", "attention", "measured", "sync")
 STEPS = 20
 LAYER = PRESETS["moe-4b"]  # of sync: the flags of its layer, and how many rows go through it
 ROWS = 16384
@@ -93,7 +90,6 @@ UNMASKED = (  # heads of 64 and of 128, causal, and BERT's of 64
 LARGER = dict(n_embd=256, ffn_hidden=512, seq_len=256)  # of products that are measured
 MEASURED = (  # a layout with copies between GPUs, products with GELU, and experts
     ("llama", dict(zero=1)), ("gpt2", dict(bias=False, tp=2, zero=1)), ("dropless", dict(ep=2, zero=1)))
-MULTIPLIED = ((128, 512), (192, 2048))  # widths of an expert and tokens: other tiles for many rows
 COMPILED = (False, True)
 MEAN = 100  # tokens of a document
 
@@ -312,7 +308,7 @@ def check_flash(world):
 
 
 def of_library(family, **flags):
-    """Return flags for which libraries have kernels."""
+    """Return flags for which flash-attn-4 has kernels."""
     return dict(FAMILIES[family], **dict(SHAPE, n_embd=256), seq_len=512, micro_batch=2, dtype="bf16",
                 lr=1e-3, warmup=1, data="synthetic") | flags
 
@@ -342,31 +338,6 @@ def check_attention(world):
         worst = max(worst, difference(losses, expected, f"{family} {heads}"))
     return (f"{STEPS} bf16 steps with flash-attn-4: {len(UNMASKED)} runs, losses within {worst:.1e} of those "
             "with torch's attention")
-
-
-def check_products(world):
-    """Train experts with quack-kernels and with our own kernels, and return a line about it.
-
-    AssertionError: a loss differs by more than the rounding of bf16.
-    """
-    alone = World(device=world.device)
-    runs = [(alone, dict(ffn_hidden=ffn_hidden, seq_len=seq_len)) for ffn_hidden, seq_len in MULTIPLIED]
-    if world.size > 1:
-        runs.append((world, dict(ffn_hidden=128, ep=world.size, zero=1)))
-    worst = 0.0
-    for ranks, shape in runs:
-        say_begun(world, f"products {shape}")
-        flags = of_library("dropless", **shape)
-        losses = {}
-        for without in ((), ("quack",)):
-            training = Training(Config(**flags), ranks, without)
-            if not without and training.products == OURS:
-                return f"products: left out, quack-kernels is not taken here ({world.device.type})"
-            losses[without] = np.array([training.step(training.batches(), full=True).item()
-                                        for _ in range(STEPS)])
-        worst = max(worst, difference(losses[()], losses["quack",], f"{shape}"))
-    return (f"{STEPS} bf16 steps with quack-kernels: {len(runs)} runs, losses within {worst:.1e} of "
-            "those with our own kernels")
 
 
 # -----------------------------------------------------------------------------
@@ -472,8 +443,6 @@ def check(part, world):
         return check_flash(world)
     if part == "attention":
         return check_attention(world)
-    if part == "products":
-        return check_products(world)
     if part == "measured":
         return check_measured(world)
     if part == "sync":

@@ -2,7 +2,6 @@
 
     dense           the dense SwiGLU, compiled
     dropless        our layer: routing, sort, grouped matrix products, as this GPU runs them
-    same, by quack  the same by quack-kernels, where it is installed and this GPU runs it (fast/experts.py)
     same, torch's   the same by torch's grouped_mm, where this GPU runs ops/tma_kernels.py
     same, pointers  the same by ops/product_kernels.py, the Triton kernels of other GPUs
     capacity 1.0    our layer with a capacity (bmm)
@@ -25,7 +24,6 @@ from timing import gpu_milliseconds, graphed
 
 import moe
 from config import Config
-from fast.experts import QUACK, by_quack
 from interface.command_line import wrong_input
 from model import DTYPES
 from ops import grouped_mm
@@ -33,8 +31,8 @@ from ops.activations import swiglu
 from parallel import make_mesh
 
 VARIANTS = (  # label, capacity factor, what is off
-    ("dropless", 0.0, ""), ("same, by quack", 0.0, ""), ("same, torch's", 0.0, "use_tma"),
-    ("same, pointers", 0.0, "use_torch"), ("capacity 1.0", 1.0, ""))
+    ("dropless", 0.0, ""), ("same, torch's", 0.0, "use_tma"), ("same, pointers", 0.0, "use_torch"),
+    ("capacity 1.0", 1.0, ""))
 SHAPES = {  # tokens, experts, hidden width, width, top-k; ms of torch's grouped_mm, compiled, on an H200
     "W2": (16384, 64, 1792, 512, 1, 1.051),
     "top-8": (16384, 64, 1408, 2048, 8, 14.14),
@@ -84,9 +82,9 @@ def forward(layer, x):
     return layer(x, routing, plain_call), routing.router_loss
 
 
-def compiled(cfg, device, make_dispatcher=moe.plain_dispatcher):
+def compiled(cfg, device):
     """Return a layer on one rank, its routing compiled as train.py compiles it, and its forward pass."""
-    layer = moe_layer(cfg, make_mesh(World()), device, make_dispatcher)
+    layer = moe_layer(cfg, make_mesh(World()), device)
     layer.route = torch.compile(layer.route, fullgraph=True)
     return layer, lambda x: forward(layer, x)
 
@@ -132,13 +130,8 @@ def measure(name, device):
           flush=True)
     for label, factor, off in VARIANTS:
         cfg = experts(factor)
-        make_dispatcher = moe.plain_dispatcher
-        if label == "same, by quack":
-            if not QUACK.is_taken(cfg, device):
-                continue
-            make_dispatcher = by_quack(make_dispatcher)
         with turned_off(off):
-            run = forward_backward(*compiled(cfg, device, make_dispatcher), x, g)
+            run = forward_backward(*compiled(cfg, device), x, g)
             eager = gpu_milliseconds(run)
             replay = gpu_milliseconds(graphed(run))
         print(f"  {label:14s} {eager:8.3f} ms, as a CUDA graph {replay:8.3f} ms", flush=True)

@@ -32,7 +32,6 @@ from config import SHAPE, flags_of_kind
 from cost.gpus import kind_of
 from cost.parameters import count_parameters, flops_per_token
 from cost.step_time import peak_flops
-from fast.choose import OURS
 from interface.command_line import parse
 from interface.terminal import say
 from ops.accelerator import device_name, total_memory
@@ -166,14 +165,11 @@ def window(world, first, last, times, paths):
     return {"steps": [first, last], "ms": ms, "paths": shares}
 
 
-def planned_ms(cfg, world, vocab, products=None):
+def planned_ms(cfg, world, vocab):
     """Return the milliseconds of a step that plan.py expects here; None for a GPU that it does not know.
 
-    cfg: a Config with a global batch. vocab: the number of symbols, before padding. products: what multiplies
-    the experts' rows of this run. plan.py takes quack-kernels to be installed.
+    cfg: a Config with a global batch. vocab: the number of symbols, before padding.
     """
-    if products == OURS:
-        cfg = dataclasses.replace(cfg, kernels="plain")
     gpu = kind_of(device_name(world.device), total_memory(world.device) / 2**30)
     return estimate(cfg, world.size, gpu, vocab)["ms"] if gpu else None
 
@@ -221,8 +217,7 @@ def measure(world, name, train_flags, steps, profile=False, *, make=Training):
     # Two numbers from each rank to all, over the world.
     reserved, allocated = world.tree.maximum([reserved, allocated])
     windows = [window(world, first, last, times, paths) for first, last in counted]
-    planned = planned_ms(dataclasses.replace(cfg, global_batch=training.batch), world, training.vocab,
-                         training.products)
+    planned = planned_ms(dataclasses.replace(cfg, global_batch=training.batch), world, training.vocab)
     ms = windows[0]["ms"]
     redone, slack = training.overflows()
     tokens = training.batch * cfg.seq_len / world.size
@@ -235,8 +230,8 @@ def measure(world, name, train_flags, steps, profile=False, *, make=Training):
             "reserved_gib": reserved, "allocated_gib": allocated, "windows_gib": symmetric,
             "first_step_s": first_step, "loss": losses,
             "parameters": count_parameters(cfg, training.vocab)["total"],
-            "graph": training.graph, "attention": training.attention, "products": training.products,
-            "measured": training.measured, "redone": redone, "slack": slack,
+            "graph": training.graph, "attention": training.attention, "measured": training.measured,
+            "redone": redone, "slack": slack,
             "windows": windows,
             "peer": peer, "ratio_to_peer": rate / theirs if theirs else None,
             "torch": torch.__version__, "time": time.strftime("%Y-%m-%d %H:%M")}

@@ -21,7 +21,6 @@ from runtime.timing import Stopwatch
 def portable():
     """Let our Triton kernels multiply the experts' rows, as on GPUs for which torch has no kernel."""
     grouped_mm.use_torch = lambda x, w: False
-    Training.never = ("quack",)
 
 
 class Documents(Synthetic):
@@ -44,9 +43,7 @@ class Training:
     without: fields of fast.choose.Choice that are off where train.py would choose them, such as "graph".
     """
     attention = None  # what attends without a mask, in words; another trainer does not say
-    products = None  # what multiplies the experts' rows, likewise
     measured = False  # whether dense products take the algorithms that are fastest here
-    never = ()  # as `without`, of all models of this process: see portable()
 
     def __init__(self, cfg, world, without=()):
         self.cfg, self.world = cfg, world
@@ -63,15 +60,12 @@ class Training:
     def build(self, without):
         cfg, mesh = self.cfg, self.mesh
         device = self.world.device
-        choice = choose(cfg, mesh, device)._replace(**dict.fromkeys((*without, *self.never), False))
-        if not (choice.graph or choice.symm_mem) and mesh.ep.size > 1:
-            choice = choice._replace(quack=False)  # Rows come in messages of their exact size: see choose().
+        choice = choose(cfg, mesh, device)._replace(**dict.fromkeys(without, False))
         self.model, self.data_parallel, self.opt = train.build(cfg, mesh, self.vocab, device, choice=choice)
         self.train_step = make_step(train.Step(cfg, self.model, self.data_parallel, self.opt), choice)
         self.graph = choice.graph
         self.measured = choice.graph and choice.measured
         self.attention = choice.attention_by()
-        self.products = choice.products_by(cfg)
 
     def batches(self):
         """This rank's micro-batches of the next step."""

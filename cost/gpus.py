@@ -16,7 +16,6 @@ class Gpu(NamedTuple):
     rails: int = 1    # GPUs of a node that have a network adapter each; a ring uses all of them
     node: int = 8     # GPUs of a node
     fp8: float = 0.0  # rate of a product of fp8 numbers over that of bf16; 0: the GPU has none
-    quack: bool = False  # quack-kernels has products for it (fast/experts.py)
     gelu: bool = False  # cuBLASLt has products with GELU for it (ops/gelu_mlp.py)
     measured: float = 1.0  # time of dense products by the fastest algorithms (fast/products.py) over torch's
 
@@ -30,7 +29,7 @@ class Gpu(NamedTuple):
 # biases. On H200 they were not timed alone: steps were 3 % faster than predicted without this number. Tiles:
 # those in the names of cuBLAS' kernels for Llama 6.7B on H200.
 HOPPER = dict(peak=989e12, sms=132, sustained=0.735, tail=0.5, link=320e9, net=40e9, rails=8, fp8=1.65,
-              tiles=((128, 256), (256, 128), (192, 192)), quack=True, gelu=True, measured=0.97)
+              tiles=((128, 256), (256, 128), (192, 192)), gelu=True, measured=0.97)
 # a100: sustained, tail and link (what tensor parallelism gets, nothing hidden) come from 17 rows of
 # BLOOM's planning table with other models, 12288, 13312 and 13824 wide (tests/test_plan.py lists them).
 # They are the best of a grid, with an error of 4.6 % rms (5.0 with the parts of a step that were added

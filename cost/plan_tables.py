@@ -14,7 +14,6 @@ from cost.bubble import bubble
 from cost.gpus import GPUS
 from cost.meshes import stage_mesh
 from cost.parameters import micro_batches
-from fast import experts
 from interface.terminal import columns, say
 from optim import learning_rate, stable_until
 from pipeline import timetable
@@ -116,7 +115,6 @@ def print_plan(cfg, plan):
     if plan["ms_uneven"] is not None:
         sums.append(("sum while routing is uneven", f"{plan['ms_uneven']:,.1f}"))
     print_table("milliseconds per step, expected", [*parts, *sums])
-    print_library([plan])
 
     print_table("work", [("FLOPs per step, full attention", f"{plan['flops']['full']:.4g}"),
                          ("FLOPs per step, causal", f"{plan['flops']['causal']:.4g}"),
@@ -137,15 +135,6 @@ def print_plan(cfg, plan):
                             break_on_hyphens=False))
 
 
-def print_library(plans):
-    """Print which library is taken to be installed, if it makes any of the plans faster."""
-    if any(plan["quack"] for plan in plans):
-        library = experts.QUACK
-        line = (f"experts' products: those of {library.package} {library.tested}, which train.py takes where "
-                "it is installed; --kernels plain plans without it")
-        print(textwrap.fill(line, page_width(), subsequent_indent="    ", break_on_hyphens=False))
-
-
 def print_search(cfg, plans):
     """Print a table of the plans of search()."""
     first = "; the first 20" if len(plans) > 20 else ""
@@ -161,7 +150,6 @@ def print_search(cfg, plans):
         rows.append((str(i), *flags, f"{plan['memory']:.1f}", f"{plan['ms']:,.1f}",
                      f"{plan['tflops']:.1f}", days))
     print_table("fastest first", rows)
-    print_library(plans)
 
 
 def print_scaling(cfg, plans):
@@ -178,4 +166,3 @@ def print_scaling(cfg, plans):
                      f"{plan['ms_parts']['reduce']:.1f}", f"{plan['ms'] / layout['global_batch']:.2f}",
                      f"{plan['tok_s_gpu']:,.0f}", f"{100 * plan['efficiency']:.1f} %"))
     print_table("weak scaling", rows)
-    print_library(plans)

@@ -8,7 +8,6 @@ them was fitted to the milliseconds of a step on H200; tests/test_plan.py compar
 steps. plan.py prints the result.
 """
 import math
-from typing import NamedTuple
 
 import torch
 
@@ -34,13 +33,11 @@ from cost.parameters import (
     uncopied_gradients,
     unwidened_gradients,
 )
-from fast import experts as quack
 from fast import products
 from fast.choose import choose, needs_row_limit
 from ops import gelu_mlp
 from ops.accelerator import device_name
 from ops.activations import GATED
-from ops.tiles import WGRAD_ROWS
 
 # -----------------------------------------------------------------------------
 # What was measured
@@ -53,11 +50,6 @@ FP8_INPUT = 6
 FP8_WEIGHT = 8
 FP8_GRADIENT = 6
 GROUPED = 0.5  # of peak, experts: 445 TFLOP/s at 1024 rows each, less the time of the weights' bytes
-# Rates of quack-kernels over those of ours, of experts' products and of gradients of their weights: the
-# geometric means of 15 and 10 products on one H100, sustained, each by the tile that fast/experts.py takes
-# (bench/results/experts-quack-tiles-h100.jsonl). They are 1.04 to 1.24 and 0.95 to 1.29.
-QUACK_RATE = 1.134
-QUACK_WGRAD_RATE = 1.183
 
 # Other kernels
 ATTENTION = 0.34  # of peak, causal FLOPs: cuDNN SDPA both ways, 340 TFLOP/s on h200 at 2048 tokens
@@ -237,8 +229,7 @@ def dense_matmuls(cfg, mesh, gpu):
 
 
 def expert_matmuls(cfg, mesh, gpu, uneven=False):
-    """Return the seconds of one block's experts in a forward by our products, on the rank with the most rows.
-    """
+    """Return the seconds of one block's experts in a forward, on the rank with the most rows."""
     weight_bytes, _ = element_bytes(cfg)
     _, experts = matmul_shapes(cfg, mesh)
     load = max_load_factor(cfg, mesh, uneven=uneven)
@@ -252,33 +243,6 @@ def expert_matmuls(cfg, mesh, gpu, uneven=False):
     return seconds
 
 
-def quack_multiplies(cfg, mesh, gpu):
-    """Whether quack-kernels multiplies the experts' rows, on GPUs where the library is installed."""
-    if cfg.kernels == "plain" or not gpu.quack or not quack.fits(cfg):
-        return False
-    return mesh.ep.size == 1 or expected_choice(cfg, mesh, gpu.node).graph
-
-
-class ExpertPasses(NamedTuple):
-    """How long the experts' products take, each over their forward by our own products."""
-    forward: float = 1.0
-    of_rows: float = 1.0     # the gradients of rows
-    of_weights: float = 1.0  # the gradients of weights
-
-
-def expert_passes(cfg, mesh, gpu, uneven=False):
-    """Return the ExpertPasses of one micro-batch."""
-    if not quack_multiplies(cfg, mesh, gpu):
-        return ExpertPasses()
-    # Of the three products that give gradients of rows, two are added up. Their sum stays ours.
-    of_rows = (1 / QUACK_RATE + 2) / 3
-    rows = expert_rows(cfg, rank_tokens(cfg, mesh) // mesh.tp.size) * row_limit_factor(cfg, mesh, uneven)
-    has_many_rows = rows >= WGRAD_ROWS * (cfg.n_experts // mesh.ep.size)
-    ours_make_weights = mesh.ep.size > 1 and has_many_rows  # QuackProductsOverRanks
-    of_weights = 1.0 if ours_make_weights else 1 / QUACK_WGRAD_RATE
-    return ExpertPasses(1 / QUACK_RATE, of_rows, of_weights)
-
-
 def product_seconds(cfg, mesh, gpu, uneven=False):
     """Return the seconds of one block's matrix products, forward and backward of one micro-batch.
 
@@ -288,9 +252,7 @@ def product_seconds(cfg, mesh, gpu, uneven=False):
     backwards = 1 if cfg.lora else 2
     seconds = (forwards + backwards) * dense_matmuls(cfg, mesh, gpu)
     if cfg.n_experts:
-        times = expert_passes(cfg, mesh, gpu, uneven)
-        passes = forwards * times.forward + times.of_rows + times.of_weights
-        seconds += passes * expert_matmuls(cfg, mesh, gpu, uneven)
+        seconds += (forwards + 2) * expert_matmuls(cfg, mesh, gpu, uneven)
     return seconds
 
 

@@ -12,9 +12,7 @@ import torch
 import moe
 from config import draws_random_numbers, head_width
 from ddp import Comm
-from fast import products, symm_mem
-from fast.experts import QUACK, by_quack
-from fast.flash import FLASH_ATTN, FlashAttention
+from fast import flash, products, symm_mem
 from fast.flex import FlexAttention
 from fast.padded import PaddedAllToAll
 from fast.peer import CopyStream, PeerComm, PeerSlotComm
@@ -22,8 +20,6 @@ from interface.terminal import say
 from model import DTYPES
 from ops import backend
 from zero import SlotComm, uses_slot
-
-OURS = "torch and ops/"  # what multiplies experts' rows where no library does
 
 
 class Choice(NamedTuple):
@@ -34,16 +30,10 @@ class Choice(NamedTuple):
     single_microbatch: bool  # nothing is added to bf16 gradients, so they need no fp32 sum
     flex: bool = False       # windows and documents in a flash kernel, not through a mask
     flash: bool = False      # attention without a mask by flash-attn-4
-    quack: bool = False      # experts' products by quack-kernels
     measured: bool = False   # products by the algorithms that are fastest here
 
     def dispatcher_maker(self, cfg):
         """Return make_dispatcher(cfg, mesh), which makes the token dispatcher of each expert layer."""
-        make_dispatcher = self.way_to_experts(cfg)
-        return by_quack(make_dispatcher) if self.quack else make_dispatcher
-
-    def way_to_experts(self, cfg):
-        """Return the dispatcher_maker of the way that rows take to the experts. ops/ multiplies there."""
         if self.symm_mem:
             return symm_mem.SymmMemCapacity if cfg.capacity_factor else symm_mem.SymmMem
 
@@ -58,17 +48,11 @@ class Choice(NamedTuple):
 
     def unmasked_attention(self):
         """Return what attends in the layers that hide no keys, or None for torch's function."""
-        return FlashAttention() if self.flash else None
+        return flash.FlashAttention() if self.flash else None
 
     def attention_by(self):
         """Return what attends in those layers, in words."""
-        return FLASH_ATTN.with_version() if self.flash else "torch"
-
-    def products_by(self, cfg):
-        """Return what multiplies the experts' rows, in words, or None if there are no experts."""
-        if not cfg.n_experts:
-            return None
-        return QUACK.with_version() if self.quack else OURS
+        return flash.NAME if self.flash else "torch"
 
     def comm_maker(self, cfg):
         """Return make_comm(axis), which makes the Comm of a bucket that is reduced over axis."""
@@ -110,11 +94,8 @@ def choose(cfg, mesh, device, reach=None):
     graph = static_shapes(cfg, mesh, device)
     experts_of_others = cfg.n_experts > 0 and mesh.ep.size > 1
     one_sided = graph and experts_of_others and reach(mesh, mesh.ep, device)
-    # Without a graph, rows of other ranks come in messages of their exact size.
-    has_buffers = graph or mesh.ep.size == 1
     return Choice(graph, one_sided, peer_copies, single, flex_possible(cfg, device),
-                  FLASH_ATTN.is_taken(cfg, device), has_buffers and QUACK.is_taken(cfg, device),
-                  graph and products.is_possible(cfg, device))
+                  flash.is_taken(cfg, device), graph and products.is_possible(cfg, device))
 
 
 def has_cuda_api(device):

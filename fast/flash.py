@@ -9,7 +9,7 @@ find it on the disk. Backward adds up the gradient of the queries in any order, 
 docs/machines.md says what it saves, and in which shapes it was run.
 
     FlashAttention   what attention.attend calls in the place of torch's function
-    FLASH_ATTN       the library: fast/choose.py asks whether a run takes it
+    is_taken         whether a run takes it
 """
 import functools
 import warnings
@@ -18,8 +18,12 @@ from collections.abc import Sequence
 import torch
 
 from config import head_width
-from fast.libraries import Library
+from interface.packages import version_of
+from ops.backend import is_hopper
 
+PACKAGE = "flash-attn-4"
+VERSION = "4.0.0b36"  # Only this one is taken, because the two functions of it that we call are not public.
+NAME = f"{PACKAGE} {VERSION}"
 HEAD_WIDTHS = {"causal": (64, 128), "mlm": (64,)}  # by objective: those that were run on a GPU
 TOKENS = 128  # Sequences whose length is no multiple were not run.
 
@@ -122,5 +126,35 @@ def fits(cfg):
     return has_full_layer and cfg.doc_mask != "on"
 
 
-# Only this version is taken, because the two functions of it that we call are not public.
-FLASH_ATTN = Library("flash-attn-4", tested="4.0.0b36", load=library, fits=fits)
+def is_taken(cfg, device):
+    """Whether a run attends by the library. plan.py's device has no index."""
+    return is_wanted(cfg, device) and not problem()
+
+
+def why_not(cfg, device):
+    """Return why a run cannot take the library that is installed for it, or ""."""
+    return problem() if is_wanted(cfg, device) else ""
+
+
+def is_wanted(cfg, device):
+    """Whether the library is installed, in any version, and has kernels for this run on this GPU.
+
+    Where it is not installed nothing is asked about the GPU: a torch that was built for CPUs alone could not
+    answer.
+    """
+    if device.index is None or not fits(cfg) or not version_of(PACKAGE):
+        return False
+    return is_hopper(device)
+
+
+@functools.cache
+def problem():
+    """Return why the installed library cannot be taken, or "". An import that failed is not tried again."""
+    version = version_of(PACKAGE)
+    if version != VERSION:
+        return f"version {version} was not tried, {VERSION} was; pip install {PACKAGE}=={VERSION}"
+    try:
+        library()
+    except Exception as e:
+        return f"it cannot be imported: {e}"
+    return ""

@@ -35,9 +35,6 @@ class PaddedAllToAll(AllToAll):
     def active(self):
         return self.rows_in_use > 0 and torch.is_grad_enabled()
 
-    def multiplier(self, ends):
-        return super().multiplier(ends) if self.active() else None
-
     def plan(self, expert_ids, gates):
         ep = self.ep.size
         expert = expert_ids.flatten()  # (N,)

@@ -218,9 +218,6 @@ class _OneSided:
     def output_buffer(self):
         return self.buffers.results.local if self.active() else None
 
-    def multiplier(self, ends):
-        return super().multiplier(ends) if self.active() else None
-
 
 class SymmMem(_OneSided, AllToAll):
     """Dropless without asking the host. Shapes are static, so a step with experts is one CUDA graph, too.

@@ -27,6 +27,7 @@ from typing import Literal
 
 from config import (
     COMMON,
+    REMOVED,
     SHAPE,
     Config,
     Outcome,
@@ -105,7 +106,7 @@ def command_line(cls, argv, prog, about, default=None):
 # -----------------------------------------------------------------------------
 # The config.json of a run
 
-# What a run writes there beside its flags.
+# What a run writes there beside its flags. Earlier versions also wrote `products`.
 OF_THE_RUN = ("vocab_size_used", "mask_token", "git", "argv", "world", "nodes", "launcher", "dp", "torch",
               "machine", "attention", "products")
 TUPLES = {field.name: [typing.get_args(field.type)[0]] for field in dataclasses.fields(Config)
@@ -162,13 +163,12 @@ def read_flags(path):
     if isinstance(saved, dict) and "model_type" in saved and "preset" not in saved:
         raise ValueError(f"{path} is of a model of Hugging Face, and of no run: python convert.py import "
                          f"{path.parent} --out out/NAME makes a run of it, then --init-from out/NAME")
-    saved = with_values_of_today(saved)
     types = {field.name: field.type for field in dataclasses.fields(Config)}
     types.update(TUPLES)
     types["min_lr"] = (float, type(None))
     check_schema(saved, {f"{name}?": kind for name, kind in types.items()}, path)
     for key in saved:
-        if key not in types and key not in OF_THE_RUN:
+        if key not in types and key not in OF_THE_RUN and key not in REMOVED:
             close = difflib.get_close_matches(key, types, 1, ALIKE)
             hint = f"; perhaps {close[0]} is meant" if close else ""
             raise ValueError(f"{path}: {key} is no flag{hint or of_other_code(saved)}")
@@ -179,13 +179,6 @@ def read_flags(path):
     for name in TUPLES.keys() & values.keys():
         values[name] = tuple(values[name])
     return values
-
-
-def with_values_of_today(saved):
-    """Return what a config.json holds, with --kernels auto for --kernels quack, which it had for a time."""
-    if isinstance(saved, dict) and saved.get("kernels") == "quack":
-        return {**saved, "kernels": "auto"}
-    return saved
 
 
 def read_run_config(path):
@@ -200,7 +193,7 @@ def read_run_config(path):
     schema["vocab_size_used"] = Range(1, 2**24)
     saved = {}
     try:
-        saved = with_values_of_today(load_json(path))
+        saved = load_json(path)
         check_schema(saved, schema, "flags")
         values = {name: value for name, value in saved.items() if name in types}
         for name in TUPLES.keys() & values.keys():

@@ -149,7 +149,7 @@ SENTENCES = table(
     ("fsdp fully_shard use_fsdp", "is a value here: --zero 3"),
     ("deepspeed deepspeed_config", "is no flag: give --zero 1, 2 or 3"),
     ("use_flash_attn flash_attn attn_implementation flash",
-     "is no flag: attention is chosen without one; --kernels plain takes torch's"),
+     "is no flag: leave it out; flash-attn-4 attends where it is installed and the GPU can run it"),
     ("sequence_parallel tp_comm_overlap overlap_grad_reduce overlap_param_gather "
      "ddp ddp_find_unused_parameters backend distributed_backend",
      "is no flag: leave it out, it is done or chosen without one"),
@@ -368,7 +368,7 @@ def answer_flag(word, value, ours, prog, is_train):
     if sentence is None and flag in ours:
         return answer_value(name, value, ours) or f"{name} is {typed(flag)} here"
     if sentence is None and is_train:
-        sentence = SENTENCES.get(key)
+        sentence = config.REMOVED.get(key) or SENTENCES.get(key)
     if sentence is None:
         sentence = OF_ALL.get(key)
     if sentence is not None:

@@ -11,7 +11,6 @@ asks the host how many rows each expert has.
 """
 import functools
 import importlib.util
-import sys
 
 import torch
 import torch.nn.functional as F
@@ -269,16 +268,13 @@ class SwiGLUExperts(torch.autograd.Function):
 
     With a capacity ends is None and x is (e, rows, C). w1, w3 (e, F, C), w2 (e, C, F). Rows after the last
     expert's are undefined. out: None, or a tensor (at least R, C) that receives the result and, in backward,
-    the gradient of x. multiplier: who multiplies, None for this file. The lines below the call in moe.MoE.ffn
-    are the reference.
+    the gradient of x. The lines below the call in moe.MoE.ffn are the reference.
     """
 
     @staticmethod
-    def forward(ctx, x, w1, w3, w2, ends, out, multiplier=None):
+    def forward(ctx, x, w1, w3, w2, ends, out):
         ctx.ends = ends
         ctx.out = out
-        ctx.multiplier = multiplier or sys.modules[__name__]
-        experts_mm = ctx.multiplier.experts_mm
         gate = experts_mm(x, w1.transpose(1, 2), ends)  # (R, F)
         up = experts_mm(x, w3.transpose(1, 2), ends)  # (R, F)
         n_valid = last_end(ends)
@@ -290,8 +286,6 @@ class SwiGLUExperts(torch.autograd.Function):
     def backward(ctx, grad_y):
         x, gate, up, w1, w3, w2 = ctx.saved_tensors
         ends = ctx.ends
-        experts_mm = ctx.multiplier.experts_mm
-        experts_wgrad = ctx.multiplier.experts_wgrad
         n_valid = last_end(ends)
         grad_y = grad_y.contiguous()
 
@@ -306,7 +300,7 @@ class SwiGLUExperts(torch.autograd.Function):
         grad_x = experts_mm(grad_gate, w1, ends, (grad_up, w3), ctx.out)
         grad_w1 = experts_wgrad(grad_gate, x, ends)
         grad_w3 = experts_wgrad(grad_up, x, ends)
-        return grad_x, grad_w1, grad_w3, grad_w2, None, None, None
+        return grad_x, grad_w1, grad_w3, grad_w2, None, None
 
 
 def last_end(ends):

@@ -8,8 +8,8 @@ have to carry the gates, so there the gate multiplies at home.
 """
 import torch
 
-from ops import grouped_mm
 from ops.activations import weighted_silu_mul, weighted_silu_mul_backward
+from ops.grouped_mm import experts_mm, experts_wgrad
 from ops.permute import permute, unpermute
 
 
@@ -17,14 +17,11 @@ class RoutedSwiGLU(torch.autograd.Function):
     """The sum of gate * expert(row) over a row's K choices: x (n, C), gates (n, K) -> (n, C)
 
     w1, w3 (e, F, C), w2 (e, C, F). perm (N,), inv_perm (N,) and ends (e,) int32 are those of moe.LocalPlan.
-    multiplier: who multiplies, None for ops/grouped_mm.py.
     """
 
     @staticmethod
-    def forward(ctx, x, gates, w1, w3, w2, perm, inv_perm, ends, multiplier=None):
+    def forward(ctx, x, gates, w1, w3, w2, perm, inv_perm, ends):
         K = gates.size(1)
-        ctx.multiplier = multiplier or grouped_mm
-        experts_mm = ctx.multiplier.experts_mm
         gates = gates.contiguous()
         rows = permute(x, perm, K, False)  # (N, C), by expert
         gate = experts_mm(rows, w1.transpose(1, 2), ends)  # (N, F)
@@ -38,8 +35,6 @@ class RoutedSwiGLU(torch.autograd.Function):
     def backward(ctx, grad):
         rows, gates, gate, up, w1, w3, w2, perm, inv_perm, ends = ctx.saved_tensors
         K = gates.size(1)
-        experts_mm = ctx.multiplier.experts_mm
-        experts_wgrad = ctx.multiplier.experts_wgrad
         grad_y = permute(grad, perm, K, False)  # (N, C), by expert
         # weighted_silu_mul_backward computes h again and writes it over its gradient.
         h = experts_mm(grad_y, w2, ends)  # until the next line, the gradient of h
@@ -50,4 +45,4 @@ class RoutedSwiGLU(torch.autograd.Function):
         grad_x = unpermute(grad_rows, inv_perm, K, False)
         grad_w1 = experts_wgrad(grad_gate, rows, ends)
         grad_w3 = experts_wgrad(grad_up, rows, ends)
-        return grad_x, grad_gates.view_as(gates), grad_w1, grad_w3, grad_w2, None, None, None, None
+        return grad_x, grad_gates.view_as(gates), grad_w1, grad_w3, grad_w2, None, None, None

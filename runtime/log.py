@@ -25,9 +25,8 @@ from corpus.shards import first_folder
 from cost.parameters import flops_per_token
 from cost.step_time import peak_flops
 from cost.traffic import bytes_between_nodes, traffic
+from fast import flash
 from fast.compile import compilation
-from fast.experts import QUACK
-from fast.flash import FLASH_ATTN
 from fast.symm_mem import bytes_allocated
 from generate import generate
 from interface import report
@@ -205,7 +204,7 @@ def make_log(cfg, parts, world, out, state, source):
         config["mask_token"] = source.mask_token
     config.update(git=git_revision(), argv=sys.argv, world=world.size, nodes=world.n_nodes,
                   launcher=world.launcher, dp=mesh.dp.size, torch=torch.__version__, machine=machine(world),
-                  attention=parts.choice.attention_by(), products=parts.choice.products_by(cfg))
+                  attention=parts.choice.attention_by())
 
     if world.n_nodes == 1:
         print_node(world)
@@ -345,11 +344,9 @@ def started(cfg, model, resumed, batch, source, skip):
         say("  --fp8: a CPU rounds to fp8 and multiplies as without it, which takes longer")
     has_flash = any(getattr(module, "flash", None) is not None for module in model.modules())
     if has_flash and not source.has_documents:  # Documents need a mask in every layer.
-        say(f"  attention without a mask by {FLASH_ATTN.with_version()}, whose kernels are compiled "
-            "first; --kernels plain takes torch's")
-    if problem := FLASH_ATTN.why_not(cfg, next(model.parameters()).device):
+        say(f"  attention without a mask by {flash.NAME}, whose kernels are compiled first")
+    if problem := flash.why_not(cfg, next(model.parameters()).device):
         say(f"  attention by torch: flash-attn-4 is installed, but {problem}")
-    say_who_multiplies(cfg, model)
     has_kernel = any(getattr(module, "flex", None) is not None for module in model.modules())
     if has_kernel:
         how = "in a flash kernel that skips hidden keys (flex_attention): the first step compiles it"
@@ -360,16 +357,6 @@ def started(cfg, model, resumed, batch, source, skip):
         say(f"  each document attends to itself alone (--doc-mask), {how}")
     if 0 < cfg.window < cfg.seq_len:
         say(f"  --window {cfg.window}: its layers attend {how}")
-
-
-def say_who_multiplies(cfg, model):
-    """Say whether a library multiplies experts' rows, and if one that is installed cannot, why."""
-    dispatchers = [module.dispatcher for module in model.modules() if hasattr(module, "dispatcher")]
-    if any(dispatcher.make_multiplier for dispatcher in dispatchers):
-        say(f"  experts' products by {QUACK.with_version()}, whose kernels are compiled first; "
-            "--kernels plain takes ours, and torch's attention")
-    if problem := QUACK.why_not(cfg, next(model.parameters()).device):
-        say(f"  experts' products by ours: quack-kernels is installed, but {problem}")
 
 
 def say_what_has_no_effect(cfg, mesh):

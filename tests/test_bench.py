@@ -9,7 +9,6 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 import torch
@@ -27,7 +26,7 @@ import windows
 from training import Training
 
 import attention
-from fast.choose import OURS, Choice
+from fast.choose import Choice
 from interface.command_line import command_line, parse
 from parallel import make_mesh
 from plan import estimate
@@ -257,54 +256,23 @@ def test_young_routing_is_told_from_settled_routing():
 
 
 def test_a_model_of_a_benchmark_is_made_as_its_flags_say(monkeypatch):
-    """Deterministic or not, whatever the model before it was; without what portable() turns off."""
+    """Deterministic or not, whatever the model before it was; without a way that is turned off."""
     flags = "tiny --n-layer 1 --n-experts 2 --vocab-size 100 --micro-batch 1"
     for extra, want in ((" --deterministic", True), ("", False)):
         Training(parse((flags + extra).split(), data="synthetic"), World())
         assert torch.are_deterministic_algorithms_enabled() is want
     asked = []
-    monkeypatch.setattr(training.train, "build", lambda *_, choice: asked.append(choice.quack) or (None,) * 3)
+    monkeypatch.setattr(training.train, "build", lambda *_, choice: asked.append(choice.flex) or (None,) * 3)
     monkeypatch.setattr(training, "make_step", lambda *_: None)
     monkeypatch.setattr(training.train, "Step", lambda *_: None)
-    monkeypatch.setattr(training.Training, "never", ())
     monkeypatch.setattr(training.grouped_mm, "use_torch", None)
     real = training.choose
-    monkeypatch.setattr(training, "choose", lambda *args: real(*args)._replace(quack=True))
+    monkeypatch.setattr(training, "choose", lambda *args: real(*args)._replace(flex=True))
     cfg = parse(flags.split(), data="synthetic")
     Training(cfg, World())
     training.portable()
-    Training(cfg, World())
+    Training(cfg, World(), ("flex",))
     assert asked == [True, False] and training.grouped_mm.use_torch(None, None) is False
-
-
-def quack_without(world, without):
-    """Whether the library multiplies in a model over ep, where train.py's own choice has it."""
-    asked = []
-    cfg = parse(["tiny-moe", "--n-layer", "1", "--vocab-size", "100", "--ep", "2"], data="synthetic")
-    chosen = Choice(True, False, False, True, quack=True)
-    build = mock.Mock(side_effect=lambda *_, choice: asked.append(choice.quack) or (None,) * 3)
-    with mock.patch.multiple(training, choose=lambda *_: chosen, make_step=mock.Mock()), \
-            mock.patch.multiple(training.train, build=build, Step=mock.Mock()):
-        Training(cfg, world, without)
-    return asked
-
-
-def test_without_a_graph_the_library_gets_no_messages_of_their_exact_size():
-    """It would keep a plan for each number of rows. With a graph they stand in a buffer."""
-    assert run_ranks(2, quack_without, ()) == [[True]] * 2
-    assert run_ranks(2, quack_without, ("graph",)) == [[False]] * 2
-
-
-def test_a_row_of_speed_is_planned_with_what_multiplied(monkeypatch):
-    def training_by_a_library(cfg, world):
-        training = Training(cfg, world)
-        training.products = "quack-kernels 1"
-        return training
-    asked = []
-    monkeypatch.setattr(speed, "planned_ms", lambda cfg, world, vocab, products: asked.append(products))
-    flags = "tiny --n-layer 1 --n-experts 2 --vocab-size 100 --micro-batch 1"
-    speed.measure(World(), "W2b", flags, 4, make=training_by_a_library)
-    assert asked == ["quack-kernels 1"]
 
 
 def test_a_row_of_speed_has_the_time_that_plan_expects(monkeypatch, capsys):
@@ -315,9 +283,6 @@ def test_a_row_of_speed_has_the_time_that_plan_expects(monkeypatch, capsys):
     monkeypatch.setattr(speed, "device_name", lambda device: "NVIDIA H200")
     planned = speed.planned_ms(cfg, world, 128256)
     assert planned == estimate(cfg, 2, "h200", 128256)["ms"] and planned > 30
-    experts = parse(["moe-4b", "--global-batch", "8"], data="synthetic")
-    ours, by_quack = (speed.planned_ms(experts, World(), 128256, name) for name in (OURS, "quack-kernels 1"))
-    assert by_quack == estimate(experts, 1, "h200", 128256)["ms"] < ours
     window = {"ms": 43.0, "steps": [30, 60], "paths": {"graph": 1.0}}
     row = dict.fromkeys(("tok_s_gpu", "tflops", "tflops_causal", "mfu", "reserved_gib", "first_step_s"), 1.0)
     row |= {"workload": "W1", "flags": "", "windows": [window], "windows_gib": 0, "slack": None,
@@ -343,7 +308,7 @@ def test_a_ratio_is_to_a_peer_of_the_same_model_on_the_same_kind_of_gpu(name, fl
 
 
 def test_all_rows_of_a_moe_layer_run(monkeypatch, capsys):
-    """Tiny, on a CPU: without a GPU's clock, graph and kernels. quack-kernels has a row where it is taken."""
+    """Tiny, on a CPU: without a GPU's clock, graph and kernels."""
     def once(f, n=1):
         f()
         return 1.0
@@ -355,14 +320,6 @@ def test_all_rows_of_a_moe_layer_run(monkeypatch, capsys):
     labels = [line[2:16].strip() for line in capsys.readouterr().out.splitlines()[1:]]
     assert labels == ["dense, compile", "dropless", "same, torch's", "same, pointers", "capacity 1.0",
                       "loop over expe"]
-
-    made = []
-    taken = SimpleNamespace(is_taken=lambda cfg, device: cfg.capacity_factor == 0)
-    monkeypatch.setattr(moe_layer, "QUACK", taken)
-    monkeypatch.setattr(moe_layer, "by_quack", lambda make: made.append(1) or make)
-    moe_layer.measure("W2", torch.device("cpu"))
-    assert made == [1]
-    assert "same, by quack    1.000 ms, as a CUDA graph    1.000 ms" in capsys.readouterr().out
 
 
 def test_what_a_row_of_a_moe_layer_turns_off():

@@ -11,7 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
-from faults import planted, replaced
+from faults import planted
 from runs import TINY, rows, session
 from test_graph import graphed_session
 from test_model import MESH, random_model
@@ -21,7 +21,8 @@ import attention
 from config import Config
 from fast import flash
 from fast.choose import choose
-from fast.flash import FLASH_ATTN, FlashAttention
+from fast.flash import FlashAttention
+from interface.packages import version_of
 from model import GPT
 from ops.backend import is_hopper
 from runtime import log
@@ -76,25 +77,20 @@ def by_torch(original):
     return LIBRARY
 
 
-def takes_flash_attn(original, library, cfg, device):
-    return library is FLASH_ATTN or original(library, cfg, device)
+def is_taken(original, cfg, device):
+    return True
 
 
 ON_A_CPU = ("fast.flash.library", by_torch)
-CHOSEN = ("fast.libraries.Library.is_taken", takes_flash_attn)
+CHOSEN = ("fast.flash.is_taken", is_taken)
 
 
 @pytest.fixture(autouse=True)
-def library():
-    with replaced(*ON_A_CPU):
-        yield
-    forget()
-
-
-def forget():
-    """What fast/flash.py and fast/libraries.py keep of a library."""
-    flash.library.cache_clear()
-    vars(FLASH_ATTN).pop("problem", None)
+def library(monkeypatch):
+    monkeypatch.setattr(flash, "library", lambda: LIBRARY)
+    flash.problem.cache_clear()
+    yield
+    flash.problem.cache_clear()
 
 
 def heads(h, g, T=9, D=8):
@@ -216,10 +212,10 @@ def test_a_run_with_it_is_the_run_without(tmp_path):
     flags = [*TINY, "--steps=5"]
     said = session(World(), [*flags, f"--out={tmp_path}/plain"])
     assert said["code"] == 0 and "flash-attn-4" not in said["out"], said
-    with planted(*CHOSEN), planted("fast.libraries.Library.version", lambda *_: "4.1"):
+    with planted(*CHOSEN):
         said, seen = graphed_session(World(), [*flags, f"--out={tmp_path}/flash"])
     assert said["code"] == 0 and seen["captures"] == 1, said["err"]
-    assert "attention without a mask by flash-attn-4 4.1" in said["out"] and "--kernels plain" in said["out"]
+    assert f"attention without a mask by {flash.NAME}, whose kernels are compiled first" in said["out"]
     for got, want in zip(rows(tmp_path / "flash"), rows(tmp_path / "plain"), strict=True):
         assert got == pytest.approx(want, rel=1e-5)
 
@@ -231,13 +227,12 @@ HOPPER = dict(get_device_capability=lambda device: (9, 0))
 @pytest.fixture
 def installed(monkeypatch):
     """flash-attn-4 in the version that was tried."""
-    forget()
-    monkeypatch.setattr(importlib.metadata, "version", lambda package: FLASH_ATTN.tested)
+    monkeypatch.setattr(importlib.metadata, "version", lambda package: flash.VERSION)
     return monkeypatch
 
 
 @pytest.mark.parametrize("change, is_taken", [
-    ({}, True), (dict(dtype="fp16"), False), (dict(dtype="fp32"), False), (dict(kernels="plain"), False),
+    ({}, True), (dict(dtype="fp16"), False), (dict(dtype="fp32"), False),
     (dict(deterministic=True), False), (dict(dropout=0.1), False),
     (dict(recompute="full"), True), (dict(recompute="selective"), True), (dict(head_dim=128), True),
     (dict(head_dim=32), False), (dict(cp=2), False), (dict(doc_mask="on"), False),
@@ -248,14 +243,21 @@ def installed(monkeypatch):
 def test_when_it_is_taken(change, is_taken, installed):
     cfg = dataclasses.replace(WIDE, **change)
     with mock.patch.multiple(torch.cuda, **HOPPER):
-        assert FLASH_ATTN.is_taken(cfg, CUDA) == is_taken
-        assert not FLASH_ATTN.is_taken(cfg, torch.device("cpu"))
-        assert not FLASH_ATTN.is_taken(cfg, torch.device("cuda"))  # plan.py's
+        assert flash.is_taken(cfg, CUDA) == is_taken
+        assert not flash.is_taken(cfg, torch.device("cpu"))
+        assert not flash.is_taken(cfg, torch.device("cuda"))  # plan.py's
 
 
 def test_other_gpus_take_torchs(installed):
     with mock.patch.object(torch.cuda, "get_device_capability", lambda device: (8, 0)):
-        assert not FLASH_ATTN.is_taken(WIDE, CUDA)
+        assert not flash.is_taken(WIDE, CUDA)
+
+
+def test_without_the_library_no_gpu_is_asked(installed):
+    """A torch that was built for CPUs alone could not answer."""
+    installed.setattr(importlib.metadata, "version", missing)
+    installed.setattr(torch.cuda, "get_device_capability", None)
+    assert not flash.is_taken(WIDE, CUDA) and flash.why_not(WIDE, CUDA) == ""
 
 
 def test_the_choice_gives_layers_what_attends(installed):
@@ -263,7 +265,7 @@ def test_the_choice_gives_layers_what_attends(installed):
     with mock.patch.multiple(torch.cuda, **HOPPER):
         choice = choose(WIDE, MESH, CUDA)
     assert isinstance(choice.unmasked_attention(), FlashAttention)
-    assert choice.attention_by() == f"flash-attn-4 {FLASH_ATTN.tested}"
+    assert choice.attention_by() == flash.NAME == "flash-attn-4 4.0.0b36"
     without = choice._replace(flash=False)
     assert without.unmasked_attention() is None and without.attention_by() == "torch"
 
@@ -272,30 +274,27 @@ def missing(package):
     raise importlib.metadata.PackageNotFoundError(package)
 
 
-def broken(original):
+def broken():
     raise ImportError("no cutlass")
 
 
-@pytest.mark.parametrize("version, fault, words", [
-    (missing, None, "not installed"), (lambda package: "4.1", None, "version 4.1 was not tried"),
-    (None, ("fast.flash.library", broken), "cannot be imported: no cutlass")],
-    ids=["none", "another version", "it cannot be imported"])
-def test_without_the_version_that_was_tried_torch_attends(version, fault, words, installed):
-    """A reason is told where it is installed, and where the run could have taken it."""
-    if version:
-        installed.setattr(importlib.metadata, "version", version)
-    with replaced(*fault or ON_A_CPU), mock.patch.multiple(torch.cuda, **HOPPER):
-        assert words in FLASH_ATTN.problem and not FLASH_ATTN.is_taken(WIDE, CUDA)
-        assert FLASH_ATTN.why_not(WIDE, CUDA) == ("" if version is missing else FLASH_ATTN.problem)
-        for change in (dict(kernels="plain"), dict(dtype="fp32")):
-            assert FLASH_ATTN.why_not(dataclasses.replace(WIDE, **change), CUDA) == ""
-        assert FLASH_ATTN.why_not(WIDE, torch.device("cpu")) == ""
+@pytest.mark.parametrize("place, name, instead, words", [
+    (importlib.metadata, "version", lambda package: "4.1", "version 4.1 was not tried"),
+    (flash, "library", broken, "cannot be imported: no cutlass")],
+    ids=["another version", "it cannot be imported"])
+def test_without_the_version_that_was_tried_torch_attends(place, name, instead, words, installed):
+    """The reason is told where the run could have taken it."""
+    installed.setattr(place, name, instead)
+    with mock.patch.multiple(torch.cuda, **HOPPER):
+        assert words in flash.why_not(WIDE, CUDA) and not flash.is_taken(WIDE, CUDA)
+        assert flash.why_not(dataclasses.replace(WIDE, dtype="fp32"), CUDA) == ""
+        assert flash.why_not(WIDE, torch.device("cpu")) == ""
 
 
 def test_a_run_says_why_torch_attends(tmp_path):
-    def why_not(original, library, cfg, device):
-        return f"no {device}" if library is FLASH_ATTN else ""
-    with planted("fast.libraries.Library.why_not", why_not):
+    def why_not(original, cfg, device):
+        return f"no {device}"
+    with planted("fast.flash.why_not", why_not):
         said = session(World(), [*TINY, "--steps=1", f"--out={tmp_path}"])
     assert said["code"] == 0, said["err"]
     assert "attention by torch: flash-attn-4 is installed, but no cpu" in said["out"]
@@ -326,17 +325,14 @@ def test_a_run_with_documents_does_not_say_that_flash_attends(capsys):
         assert ("by flash-attn-4" in capsys.readouterr().out) == (not has_documents)
 
 
-def test_the_librarys_own_kernels():
+def test_the_librarys_own_kernels(monkeypatch):
     """In bf16, output and gradients have no larger errors than torch's attention has."""
-    forget()
-    if not torch.cuda.is_available() or not is_hopper(CUDA) or FLASH_ATTN.version() != FLASH_ATTN.tested:
-        pytest.skip(f"flash-attn-4 {FLASH_ATTN.tested} is not installed here, or there is no Hopper GPU")
-    from flash_attn.cute import interface
+    if not torch.cuda.is_available() or not is_hopper(CUDA) or version_of(flash.PACKAGE) != flash.VERSION:
+        pytest.skip(f"{flash.NAME} is not installed here, or there is no Hopper GPU")
+    monkeypatch.undo()
     for shape in ((256, 4, 4, 64, True), (200, 4, 1, 128, True), (1024, 6, 2, 64, False),
                   (129, 2, 2, 128, False)):
-        forget()
-        with planted("fast.flash.library", lambda original: interface):
-            check_kernels(*shape)
+        check_kernels(*shape)
 
 
 def check_kernels(T, h, g, D, is_causal):

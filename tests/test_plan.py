@@ -252,11 +252,10 @@ RESERVED = [("dense-210m --zero 1", 4, 12.2), ("dense-210m", 1, 14.5), ("moe-4b 
 def measured_rows():
     """Return rows measured on H200: (flags, GPUs, ms, most GiB allocated, row limit at the end).
 
-    The row limit is 0.0 if it was exceeded, and None if there was none. No library was installed.
+    The row limit is 0.0 if it was exceeded, and None if there was none.
     """
     lines = map(json.loads, (ROOT / "bench/results/h200-peer-copies.jsonl").read_text().splitlines())
-    rows = [(f"{r['flags']} --kernels plain", r["gpus"], r["ms"], r["allocated_gib"], r["slack"])
-            for r in lines]
+    rows = [(r["flags"], r["gpus"], r["ms"], r["allocated_gib"], r["slack"]) for r in lines]
     for r in json.loads((ROOT / "bench/results/layouts-w3-4xh200.json").read_text()):  # an older commit
         flags = f"--tp {r['tp']} --pp {r['pp']} --zero {r['zero']} --global-batch {r['gbs']}"
         rows.append((f"smol-1.7b --ffn-hidden 5632 {flags}", 4, r["seconds"] * 1e3, r["mem"], None))
@@ -421,7 +420,7 @@ def test_the_fast_ways_are_those_of_choose():
     def choice(gpus, *flags):
         cfg, mesh = plan.check_gpus(parse([*flags]), gpus)
         return expected_choice(cfg, mesh)
-    assert choice(8, "dense-210m", "--zero", "1") == (True, False, True, True, True, False, False, False)
+    assert choice(8, "dense-210m", "--zero", "1") == (True, False, True, True, True, False, False)
     assert not choice(16, "dense-210m", "--zero", "1").peer_copies
     for zero in "23":  # nothing captured; rows by all_to_all
         assert choice(4, "moe-4b", "--ep", "4", "--zero", zero)[:5] == (False, False, True, True, True)

@@ -560,7 +560,7 @@ def test_all_ranks_take_the_choice_of_the_lowest(tmp_path):
 
 
 @pytest.mark.parametrize("flags, answer", [
-    ({}, True), ({"kernels": "plain"}, False), ({"dtype": "fp16"}, False), ({"dtype": "fp32"}, False),
+    ({}, True), ({"dtype": "fp16"}, False), ({"dtype": "fp32"}, False),
     ({"deterministic": True}, False)])
 def test_which_runs_measure(stand_in, monkeypatch, flags, answer):  # noqa: F811
     monkeypatch.setattr(backend, "is_hopper", lambda device: device.type == "cuda")

@@ -582,17 +582,6 @@ def test_the_largest_number_of_a_double_is_finite():
         assert not schema.is_a(wrong, float)
 
 
-def test_a_value_that_kernels_had_for_a_time_is_read(tmp_path):
-    """Runs that were begun with --kernels quack can be sampled, exported and begun again: auto is today's."""
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps({"vocab_size_used": 9, "kernels": "quack"}))
-    assert command_line.read_run_config(path) == (Config(), 9)
-    assert command_line.read_flags(path)["kernels"] == "auto"
-    path.write_text(json.dumps({"vocab_size_used": 9, "kernels": "duck"}))
-    with pytest.raises(ValueError, match="kernels is 'duck'"):
-        command_line.read_run_config(path)
-
-
 @pytest.mark.parametrize("n,sound", [(1, True), (0, False), (2**24, True), (2**24 + 1, False), (1.0, False)])
 def test_a_run_has_a_vocabulary(n, sound, tmp_path):
     path = tmp_path / "config.json"
