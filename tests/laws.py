@@ -57,7 +57,7 @@ TEXTS = {"bench": (".py", ".sh", ".js", ".html", ".pbs", ".slurm"),
 OVER = {
     "reading path": (5500, 16), "ops, fast": (4900, 34), "runtime, interface": (9900, 55),
     "corpus, cost, programs": (11000, 42), "house": (31200, 147), "bench": (6900, 31),
-    "tests": (37500, 113), "pages": (7700, 24)}
+    "tests": (37500, 113), "pages": (4150, 23)}
 LONG_FILES = {
     "tests/fuzz.py": 660, "tests/test_chat.py": 706, "tests/test_checkpoint.py": 707,
     "tests/test_cli.py": 670, "tests/test_convert.py": 707, "tests/test_data.py": 750,
