@@ -3,7 +3,6 @@
 test_peers_faults.py has more, which larger projects reported. These tests detect the faults here:
     layouts     every layout against one process              sums, splits, pieces
     loop        a block against the loop over tokens          faults that a layout and its reference share
-    balance     the balance loss's gradient alone             its weight
     recompute   the number of routings
     checkpoint  saved in one layout, loaded in another
 """
@@ -25,27 +24,17 @@ from faults import (
     not_over,
     planted,
     router_loss_of_this_rank,
-    router_loss_weight,
     run_with_faults,
     with_faults,
 )
 from pool import run_ranks
 
-from pipeline import is_last_stage
-
 CAPACITY, SIGMOID = (
     dict(base, n_layer=2, micro_batch=2) for base in (test_layouts.CAPACITY, test_layouts.SIGMOID))
-PP_EP = (4, dict(pp=2, ep=2, zero=1))  # ranks, layout
 
 
 # -----------------------------------------------------------------------------
 # Functions that are called in the place of others
-
-def router_loss_of_last_stage(original, model, *args, chunk=0, **options):
-    """GPT.forward whose router loss has a gradient on the last stage only."""
-    out, router_loss = original(model, *args, chunk=chunk, **options)
-    return out, router_loss if is_last_stage(model, chunk) else router_loss.detach()
-
 
 def capacity_of_two_ranks(original, cfg, n):
     """expert_capacity of twice the rows."""
@@ -105,8 +94,6 @@ def pieces_of_first_experts(original, *args, owned_only=True):
 # Layouts
 
 FAULTS = {  # name: (model, (ranks, layout), faults as arguments of planted)
-    "balance loss lost on all stages except the last": (
-        MOE, PP_EP, ("model.GPT.forward", router_loss_of_last_stage)),
     "balance loss of a tp rank's own tokens": (MOE, TP, ("moe.MoE.router_loss", router_loss_of_this_rank)),
     "router bias updated with this rank's loads only": (
         SIGMOID, EP, ("parallel.Axis.all_reduce", functools.partial(not_over, name="stage"))),
@@ -155,22 +142,8 @@ def test_one_process_detects_the_fault(name):
         test()
 
 
-def balance_gradient(factor):
-    """test_moe's test of the balance loss's gradient, with the loss multiplied on each of two ranks."""
-    def run_with_fault(n, *job):
-        return run_ranks(n, with_faults, [router_loss_weight(factor)], *job)
-    with mock.patch.object(test_moe, "run_ranks", run_with_fault):
-        test_moe.check_aux_gradient(2, 1, {})
-
-
-def test_balance_gradient_detects_a_sum_over_dp():
-    balance_gradient(1)
-    with pytest.raises(AssertionError, match="balance loss's gradient is wrong"):
-        balance_gradient(2)
-
-
 # -----------------------------------------------------------------------------
-# Checkpoints and messages
+# Checkpoints
 
 CHECKPOINT_FAULTS = {  # name: (the function with the fault, a fault as above, what the error says)
     "router bias not saved": (
