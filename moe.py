@@ -37,8 +37,6 @@ import torch.nn as nn
 from ops.activations import ACTIVATIONS, GATED
 from ops.grouped_mm import SwiGLUExperts, grouped_mm, use_grouped_mm
 from ops.permute import Permute, Unpermute, assign_slots, invert_permutation, sort_by_expert
-from ops.routed_experts import RoutedSwiGLU
-from ops.wide_product import wide_product
 from parallel import all_to_all, parameter
 
 # -----------------------------------------------------------------------------
@@ -164,11 +162,6 @@ class MoE(nn.Module):
 
         gates (n, K). plan: what the dispatcher's plan() returned.
         """
-        # With --ep 1 a GPU does all of this in one function. The lines below its call are the
-        # reference.
-        is_local = isinstance(plan, LocalPlan) and self.cfg.mlp == "swiglu"
-        if is_local and use_grouped_mm(x, self.w1) and x.numel():
-            return RoutedSwiGLU.apply(x, gates, self.w1, self.w3, self.w2, *plan)
         rows = self.dispatcher.dispatch(x, plan)  # (R, C), by expert
         results = self.ffn(rows, plan.ends)  # (R, C), by expert
         return self.dispatcher.combine(results, gates, plan)
@@ -179,11 +172,10 @@ class MoE(nn.Module):
         From Capacity: (e, rows, C) -> (e, rows, C), and ends is None.
         """
         # On a GPU one function does all of this for SwiGLU. The lines below its call are the
-        # reference. Dropless experts of one rank do not come here then: see experts().
+        # reference.
         if self.cfg.mlp == "swiglu" and use_grouped_mm(x, self.w1) and x.numel():
             ends = None if ends is None else ends.to(torch.int32)
-            out = self.dispatcher.output_buffer()
-            return SwiGLUExperts.apply(x, self.w1, self.w3, self.w2, ends, out)
+            return SwiGLUExperts.apply(x, self.w1, self.w3, self.w2, ends)
         products = [grouped_mm(x, w, ends) for w in (self.w1, self.w3) if w is not None]
         return grouped_mm(ACTIVATIONS[self.cfg.mlp](*products), self.w2, ends)
 
@@ -202,7 +194,8 @@ class Router(nn.Module):
         self.register_buffer("bias", bias)
 
     def forward(self, x):  # (n, C) -> (n, E) in at least fp32
-        return wide_product(x, self.weight)
+        wide = torch.promote_types(x.dtype, torch.float32)
+        return x.to(wide) @ self.weight.to(wide).T
 
 
 def stable_top_k(scores, K):
@@ -263,10 +256,6 @@ class Dispatcher:
     def reset_stats(self):
         self.n_dropped.zero_()
         self.rows_needed.zero_()
-
-    def output_buffer(self):
-        """Return the tensor (at least R, C) for the experts' results, or None for a new one."""
-        return None
 
 
 class LocalPlan(NamedTuple):

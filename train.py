@@ -80,8 +80,7 @@ def build(cfg, mesh, vocab_size, device, timers=untimed, choice=None):
         torch.set_default_dtype(torch.float32)
     if device.type != "cpu":
         # In a 16-bit model the only fp32 matmul is the router's. In forward its operands were bf16
-        # or fp16, which TF32 holds exactly. In backward TF32 rounds the gradient, unless
-        # ops/wide_product.py multiplies.
+        # or fp16, which TF32 holds exactly. In backward TF32 rounds the gradient.
         is_16_bit = cfg.dtype in ("bf16", "fp16")
         torch.set_float32_matmul_precision("high" if is_16_bit else "highest")
     DataParallelClass = LEVELS[cfg.zero]

@@ -23,7 +23,6 @@ kernel, and sync watches nothing; they say so.
 import sys
 from dataclasses import dataclass
 from typing import Literal
-from unittest import mock
 
 from common import ROOT, read_flags, start
 from runtime.launch import World, launch, shutdown
@@ -43,7 +42,7 @@ from config import Config
 from fast import symm_mem
 from fast.choose import Choice, choose, has_cuda_api
 from interface.presets import PRESETS
-from ops import cublas_lt, tiles
+from ops import cublas_lt
 from ops.checksum import checksum
 from parallel import make_mesh
 
@@ -139,10 +138,8 @@ def check_layouts(world, dtype):
     for family, batch, layout in layouts:
         say_begun(world, f"{dtype} {family} {layout}")
         base = dict(FAMILIES[family], **SHAPE, micro_batch=2, dtype=dtype)
-        # These few rows take the kernel that is for thousands of them.
-        with mock.patch.object(tiles, "WGRAD_ROWS", 0):
-            want = matrix.run(World(device=world.device), base, batch, *equality.capacity_ranks(base, layout))
-            seen = matrix.run(world, dict(base, **layout), batch)
+        want = matrix.run(World(device=world.device), base, batch, *equality.capacity_ranks(base, layout))
+        seen = matrix.run(world, dict(base, **layout), batch)
         results = world.tree.gather_objects(seen)  # small models: what each rank knows, over the world
         if world.rank == 0:
             error = worst_error(f"{family} {layout}", base, want, seen, results)

@@ -2,7 +2,6 @@
 
     dense           the dense SwiGLU, compiled
     dropless        our layer: routing, sort, grouped matrix products, as this GPU runs them
-    same, torch's   the same by torch's grouped_mm, where this GPU runs ops/tma_kernels.py
     same, pointers  the same by ops/product_kernels.py, the Triton kernels of other GPUs
     capacity 1.0    our layer with a capacity (bmm)
     loop            the loop over experts that the tests compare with
@@ -31,8 +30,7 @@ from ops.activations import swiglu
 from parallel import make_mesh
 
 VARIANTS = (  # label, capacity factor, what is off
-    ("dropless", 0.0, ""), ("same, torch's", 0.0, "use_tma"), ("same, pointers", 0.0, "use_torch"),
-    ("capacity 1.0", 1.0, ""))
+    ("dropless", 0.0, ""), ("same, pointers", 0.0, "use_torch"), ("capacity 1.0", 1.0, ""))
 SHAPES = {  # tokens, experts, hidden width, width, top-k; ms of torch's grouped_mm, compiled, on an H200
     "W2": (16384, 64, 1792, 512, 1, 1.051),
     "top-8": (16384, 64, 1408, 2048, 8, 14.14),
@@ -105,7 +103,7 @@ def forward_backward(layer, f, x, g):
 
 @contextlib.contextmanager
 def turned_off(name):
-    """Within this context the answer to a question of ops/grouped_mm.py, such as use_tma, is no."""
+    """Within this context the answer to a question of ops/grouped_mm.py, such as use_torch, is no."""
     if not name:
         yield
         return

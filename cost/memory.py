@@ -216,8 +216,6 @@ def _expert_activations(cfg, mesh, load_factor, choice=None):
     row = hidden_tensors * F
     if not through_buffers:
         row += C  # the input of the experts
-    if recomputes and mesh.ep.size == 1 and not cfg.capacity_factor:
-        returned = 0  # RoutedSwiGLU does not need the results
     saved = router + weight_bytes * (held * row + returned * C)
     remains = saved if cfg.recompute == "selective" else router
     norm2_output = weight_bytes * n * C
@@ -238,7 +236,7 @@ def _router_bytes(cfg, mesh, n, through_buffers):
     weight_bytes, wide_bytes = element_bytes(cfg)
     kept = 2 * n * cfg.n_experts * wide_bytes
     if wide_bytes > weight_bytes:
-        # The input, widened. In bf16 on NVIDIA it is not kept from torch 2.10 on: the sum is then too high.
+        # The input, widened
         kept += n * cfg.n_embd * wide_bytes
     permutations = 3
     if through_buffers:

@@ -151,45 +151,6 @@ def norm_backward(x_ptr, weight_ptr, grad_y_ptr, grad_x_ptr, out_ptr, sums_ptr, 
 
 
 @triton.jit
-def weighted_swiglu(gate_ptr, up_ptr, p_ptr, copy_ptr, h_ptr, width, BLOCK: tl.constexpr):
-    """h (N, width) = p * silu(gate) * up. Slot s holds copy c = copy[s], whose factor is p[c]."""
-    row = tl.program_id(0).to(tl.int64)
-    p = tl.load(p_ptr + tl.load(copy_ptr + row)).to(tl.float32)
-    for start in range(0, width, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        inside = at < width
-        gate = tl.load(gate_ptr + row * width + at, mask=inside, other=0.0).to(tl.float32)
-        up = tl.load(up_ptr + row * width + at, mask=inside, other=0.0).to(tl.float32)
-        tl.store(h_ptr + row * width + at, (p * gate * tl.sigmoid(gate) * up).to(h_ptr.dtype.element_ty),
-                 mask=inside)
-
-
-@triton.jit
-def weighted_swiglu_backward(gate_ptr, up_ptr, p_ptr, copy_ptr, grad_h_ptr, grad_gate_ptr, grad_up_ptr,
-                             grad_p_ptr, width, BLOCK: tl.constexpr):
-    """The gradients of weighted_swiglu's gate, up (N, width) and p (N,). h is written over grad_h."""
-    row = tl.program_id(0).to(tl.int64)
-    copy = tl.load(copy_ptr + row)
-    p = tl.load(p_ptr + copy).to(tl.float32)
-    dot = tl.zeros([BLOCK], tl.float32)
-    for start in range(0, width, BLOCK):
-        at = row * width + start + tl.arange(0, BLOCK)
-        inside = start + tl.arange(0, BLOCK) < width
-        gate = tl.load(gate_ptr + at, mask=inside, other=0.0).to(tl.float32)
-        up = tl.load(up_ptr + at, mask=inside, other=0.0).to(tl.float32)
-        grad_h = tl.load(grad_h_ptr + at, mask=inside, other=0.0).to(tl.float32)
-        s = tl.sigmoid(gate)
-        h = gate * s * up
-        dot += grad_h * h
-        grad_h *= p
-        tl.store(grad_gate_ptr + at,
-                 (grad_h * up * s * (1 + gate * (1 - s))).to(grad_gate_ptr.dtype.element_ty), mask=inside)
-        tl.store(grad_up_ptr + at, (grad_h * gate * s).to(grad_up_ptr.dtype.element_ty), mask=inside)
-        tl.store(grad_h_ptr + at, (p * h).to(grad_h_ptr.dtype.element_ty), mask=inside)
-    tl.store(grad_p_ptr + copy, tl.sum(dot, axis=0).to(grad_p_ptr.dtype.element_ty))
-
-
-@triton.jit
 def place_within_expert(expert_ptr, place_ptr, counts_ptr, n, blocks, E: tl.constexpr, WIDE: tl.constexpr,
                         BLOCK: tl.constexpr):
     """The place of each copy in its expert's queue, within a block. One program handles BLOCK copies.
@@ -394,17 +355,6 @@ def sum_squares(x_ptr, sums_ptr, n, TIMES: tl.constexpr, BLOCK: tl.constexpr):
         total += x * x
         at += BLOCK
     tl.store(sums_ptr + tl.program_id(0), tl.sum(total))
-
-
-@triton.jit
-def copy_rows(x_ptr, out_ptr, valid_ptr, width, BLOCK: tl.constexpr):
-    """out (R, width) = x in the first *valid_ptr rows."""
-    row = tl.program_id(0).to(tl.int64)
-    end = tl.where(row < tl.load(valid_ptr), width, 0)
-    for start in range(0, end, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        x = tl.load(x_ptr + row * width + at, mask=at < width)
-        tl.store(out_ptr + row * width + at, x, mask=at < width)
 
 
 @triton.jit

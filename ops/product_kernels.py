@@ -9,74 +9,46 @@ import triton.language as tl
 
 
 @triton.jit
-def tiles_of_experts(ends_ptr, E: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr):
-    """Return, for each expert, its number, its first row, its end, and how many tiles end with its own.
+def grouped_mm(x_ptr, w_ptr, ends_ptr, y_ptr, I, O, w_expert, w_in, w_out, PROGRAMS, E: tl.constexpr,
+               WIDE: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr,
+               COLUMNS: tl.constexpr, DEPTH: tl.constexpr):
+    """y (R, O): each row of x (R, I) times the matrix of its expert in w (E, I, O, of any strides).
 
-    The rows of each expert end at ends (E,) int32. WIDE: E rounded up to a power of two.
+    The rows of y after the last end are not written. Each of PROGRAMS programs computes one tile of
+    ROWS x COLUMNS after the other. The rows of a tile belong to one expert. ends (E,) int32: where the rows
+    of each expert end. WIDE: E rounded up to a power of two. EVEN: DEPTH divides I.
     """
     expert = tl.arange(0, WIDE)
     end = tl.load(ends_ptr + expert, mask=expert < E, other=0)
     begin = tl.load(ends_ptr + expert - 1, mask=(expert > 0) & (expert < E), other=0)
     tiles = (end - begin + ROWS - 1) // ROWS  # masked experts have 0
-    return expert, begin, end, tl.cumsum(tiles, axis=0)
-
-
-@triton.jit
-def rows_of_tile(down, expert, begin, end, after, ROWS: tl.constexpr):
-    """Return the expert of a tile, the tile's first row, and the expert's end. down: the tile's number, from
-    the top. The others: see tiles_of_experts."""
-    # The tile's expert is the number of experts whose tiles all come before this one.
-    mine = tl.sum((after <= down).to(tl.int32))
-    is_mine = expert == mine
-    before = after - (end - begin + ROWS - 1) // ROWS
-    first = tl.sum(tl.where(is_mine, begin + (down - before) * ROWS, 0))
-    return mine, first, tl.sum(tl.where(is_mine, end, 0))
-
-
-@triton.jit
-def add_product(total, x_ptr, w_ptr, mine, row, column, I, O, w_expert, w_in, w_out, EVEN: tl.constexpr,
-                PRECISION: tl.constexpr, DEPTH: tl.constexpr):
-    """Return total + these rows of x (R, I) times these columns of the matrix of expert `mine`."""
-    at = tl.arange(0, DEPTH)
-    x_at = x_ptr + row.to(tl.int64)[:, None] * I + at[None, :]
-    w_at = w_ptr + mine.to(tl.int64) * w_expert + at[:, None] * w_in + column[None, :] * w_out
-    for k in range(0, I, DEPTH):
-        if EVEN:
-            x = tl.load(x_at)
-            w = tl.load(w_at, mask=(column < O)[None, :], other=0.0)
-        else:
-            x = tl.load(x_at, mask=(k + at < I)[None, :], other=0.0)
-            w = tl.load(w_at, mask=(k + at < I)[:, None] & (column < O)[None, :], other=0.0)
-        total = tl.dot(x, w, total, input_precision=PRECISION)
-        x_at += DEPTH
-        w_at += DEPTH * w_in
-    return total
-
-
-@triton.jit
-def grouped_mm(x_ptr, w_ptr, more_ptr, more_w_ptr, ends_ptr, y_ptr, I, O, w_expert, w_in, w_out, PROGRAMS,
-               E: tl.constexpr, WIDE: tl.constexpr, TWO: tl.constexpr, EVEN: tl.constexpr,
-               PRECISION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr):
-    """y (R, O): each row of x (R, I) times the matrix of its expert in w (E, I, O, of any strides).
-
-    TWO: plus the same of more and more_w. The rows of y after the last end are not written. Each of PROGRAMS
-    programs computes one tile of ROWS x COLUMNS after the other. The rows of a tile belong to one expert.
-    ends, WIDE: see tiles_of_experts. EVEN: DEPTH divides I.
-    """
-    expert, begin, end, after = tiles_of_experts(ends_ptr, E, WIDE, ROWS)
+    after = tl.cumsum(tiles, axis=0)  # how many tiles end with each expert's own
     across = (O + COLUMNS - 1) // COLUMNS
+    at = tl.arange(0, DEPTH)
     for tile in range(tl.program_id(0), tl.max(after) * across, PROGRAMS):
-        mine, first, stop = rows_of_tile(tile // across, expert, begin, end, after, ROWS)
+        down = tile // across
+        # The tile's expert is the number of experts whose tiles all come before this one.
+        mine = tl.sum((after <= down).to(tl.int32))
+        is_mine = expert == mine
+        first = tl.sum(tl.where(is_mine, begin + (down - after + tiles) * ROWS, 0))
+        stop = tl.sum(tl.where(is_mine, end, 0))
         row = first + tl.arange(0, ROWS)
         column = tile % across * COLUMNS + tl.arange(0, COLUMNS)
         # Rows after the expert's last are read as copies of that row, and not written.
         read = tl.minimum(row, stop - 1)
+        x_at = x_ptr + read.to(tl.int64)[:, None] * I + at[None, :]
+        w_at = w_ptr + mine.to(tl.int64) * w_expert + at[:, None] * w_in + column[None, :] * w_out
         total = tl.zeros([ROWS, COLUMNS], tl.float32)
-        total = add_product(total, x_ptr, w_ptr, mine, read, column, I, O, w_expert, w_in, w_out, EVEN,
-                            PRECISION, DEPTH)
-        if TWO:
-            total = add_product(total, more_ptr, more_w_ptr, mine, read, column, I, O, w_expert, w_in, w_out,
-                                EVEN, PRECISION, DEPTH)
+        for k in range(0, I, DEPTH):
+            if EVEN:
+                x = tl.load(x_at)
+                w = tl.load(w_at, mask=(column < O)[None, :], other=0.0)
+            else:
+                x = tl.load(x_at, mask=(k + at < I)[None, :], other=0.0)
+                w = tl.load(w_at, mask=(k + at < I)[:, None] & (column < O)[None, :], other=0.0)
+            total = tl.dot(x, w, total, input_precision=PRECISION)
+            x_at += DEPTH
+            w_at += DEPTH * w_in
         y_at = y_ptr + row.to(tl.int64)[:, None] * O + column[None, :]
         tl.store(y_at, total.to(y_ptr.dtype.element_ty), mask=(row < stop)[:, None] & (column < O)[None, :])
 

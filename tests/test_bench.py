@@ -318,17 +318,13 @@ def test_all_rows_of_a_moe_layer_run(monkeypatch, capsys):
     monkeypatch.setattr(moe_layer, "SHAPES", {"W2": (32, 4, 16, 8, 2, 1.0)})
     moe_layer.measure("W2", torch.device("cpu"))
     labels = [line[2:16].strip() for line in capsys.readouterr().out.splitlines()[1:]]
-    assert labels == ["dense, compile", "dropless", "same, torch's", "same, pointers", "capacity 1.0",
-                      "loop over expe"]
+    assert labels == ["dense, compile", "dropless", "same, pointers", "capacity 1.0", "loop over expe"]
 
 
 def test_what_a_row_of_a_moe_layer_turns_off():
-    cases = [("", []), *((name, [name]) for name in ("use_tma", "use_torch"))]
-    for name, off in cases:
+    for name in ("", "use_torch"):
         with moe_layer.turned_off(name):
-            found = [question for question in ("use_tma", "use_torch")
-                     if getattr(moe_layer.grouped_mm, question).__name__ == "<lambda>"]
-            assert found == off
+            assert (moe_layer.grouped_mm.use_torch.__name__ == "<lambda>") == bool(name)
 
 
 def test_the_ladder_turns_off_one_part_after_the_other(monkeypatch, capsys):

@@ -14,8 +14,6 @@ from ops import (
     grouped_mm,
     norms,
     permute,
-    tiles,
-    wide_product,
 )
 from parallel import make_mesh
 from runtime.launch import World
@@ -50,8 +48,6 @@ def count_with_any_numpy(monkeypatch):
 def small_tiles(monkeypatch):
     """Many tiles in a small product. Triton's interpreter multiplies the bits of bf16 as whole numbers."""
     monkeypatch.setattr(grouped_mm, "pointer_tiles", lambda *_: ((16, 32, 16, 4, 2), (32, 16, 16, 4, 2)))
-    monkeypatch.setattr(tiles, "TILES_WIDE", ((16, 32, 16, 4, 2), 1))
-    monkeypatch.setattr(tiles, "TILES_SQUARE", ((32, 16, 16, 4, 2), 2))
     if DEVICE == "cpu":
         from triton.runtime import interpreter
         real = interpreter.InterpreterBuilder.create_dot
@@ -168,41 +164,6 @@ def test_swiglu_of_columns_that_follow_each_other():
     assert_near(got, want, 1e-2)
     found, [wanted] = torch.autograd.grad(got.sum(), pair), torch.autograd.grad(want.sum(), pair)
     assert_near(found[0], wanted, 2e-2)
-
-
-def test_swiglu_times_a_factor_of_each_row():
-    """The kernels' h, gradients and recomputed h beside the twin's, whose gradients are autograd's."""
-    perm, width = torch.tensor([3, 0, 4, 1, 2], device=DEVICE), 1300
-    gate, up, dh, factors = randn(5, width), randn(5, width), randn(5, width), randn(5)
-    forth, back = activations.weighted_silu_mul, activations.weighted_silu_mul_backward
-    h, want_h = forth(gate, up, factors, perm), torch_twin(forth, gate, up, factors, perm)
-    assert_near(h, want_h, 1e-2)
-    leaves = [t.double().requires_grad_() for t in (gate, up, factors)]
-    want = torch.autograd.grad(forth(*leaves, perm), leaves, dh.double())
-    wide = dh.double()
-    twin = back(wide, gate.double(), up.double(), factors.double(), perm)
-    assert_near(wide, want_h, 1e-12)
-    got = back(dh, gate, up, factors, perm)
-    assert torch.equal(dh, h)
-    for mine, theirs, autograds in zip(got, twin, want, strict=True):
-        assert_near(theirs, autograds, 1e-12)
-        assert_near(mine, autograds, 2e-2)
-
-
-def test_the_routers_wide_product():
-    """bf16 factors, the result and the sums in fp32; gradients as good as 16 bits of the incoming one."""
-    x, w, grad = randn(300, 96), randn(8, 96), randn(300, 8, dtype=torch.float32)
-    leaves = [x.clone().requires_grad_(), w.clone().requires_grad_()]
-    wide = [x.double().requires_grad_(), w.double().requires_grad_()]
-    y, want = wide_product.WideProduct.apply(*leaves), wide[0] @ wide[1].T
-    assert y.dtype == torch.float32
-    assert_near(y, want, 1e-5)
-    assert_near(y, wide_product.wide_product(x, w), 1e-5)
-    want = torch.autograd.grad(want, wide, grad.double())
-    for got, theirs in zip(torch.autograd.grad(y, leaves, grad), want, strict=True):
-        assert got.dtype == x.dtype
-        # Half a unit of a bf16's last digit; rounding `grad` itself would add as much again.
-        assert ((got.double() - theirs).abs() <= theirs.abs() * 2**-8 + 1e-3).all()
 
 
 @pytest.mark.parametrize("K", [1, 2])
