@@ -54,7 +54,6 @@ EPS = 1e-7  # the least norm by which a matrix is divided
 NORM = 16.0  # of a matrix when the iteration starts: its Gram matrix is no subnormal number in fp16
 UPDATE_RMS = 0.2  # the root mean square of an update, about that of AdamW's
 BATCH_ELEMENTS = 2**27  # matrices of one shape are computed together, up to this many elements
-MOST_FAMILIES = 4  # kinds of matrices in a block that have one shape, such as wq and wo
 ALONE = Axis("alone")  # the axis of a matrix that is not cut
 
 
@@ -229,19 +228,6 @@ class Batch(NamedTuple):
         """The number of matrices."""
         return sum(map(length_of, self.places)) // math.prod(self.matrix.shape)
 
-    @property
-    def distance(self):
-        """The elements from the start of a matrix to that of the next, or None if this differs."""
-        elements = math.prod(self.matrix.shape)
-        if len(self.places) == 1:
-            return elements
-        starts = [place.start for place in self.places]
-        distances = {after - start for start, after in itertools.pairwise(starts)}
-        are_whole = all(length_of(place) == elements for place in self.places)
-        if are_whole and len(distances) == 1 and min(distances) > 0:
-            return distances.pop()
-        return None
-
 
 def iteration_elements(matrix):
     """Return the elements of the tensors that the iteration of a Matrix needs at a time.
@@ -265,20 +251,6 @@ def matrices_together(matrix, elements, count):
     if count <= most:
         return count
     return 2 ** (max(1, most).bit_length() - 1)
-
-
-def families(places):
-    """Return a list of lists of `places` (the slices of each matrix), evenly spaced if possible.
-
-    Where all blocks are alike, they are as far apart as their matrices of one kind. So of matrices
-    of one shape, such as wq and wo of each block, every second one belongs together.
-    """
-    starts = [slices[0].start for slices in places]
-    for n in range(1, MOST_FAMILIES + 1):
-        distances = {after - start for start, after in zip(starts, starts[n:], strict=False)}
-        if len(distances) <= 1:
-            return [places[i::n] for i in range(n)]
-    return [places]
 
 
 def received_places(matrices, n_ranks):
@@ -307,16 +279,15 @@ def batches_of(matrices, places, elements):
         of_shape.append(slices)
     batches = []
     for matrix, of_shape in alike.values():
-        for family in families(of_shape):
-            size = matrices_together(matrix, elements, len(family))
-            for i in range(0, len(family), size):
-                in_order = itertools.chain.from_iterable(family[i:i + size])
-                batches.append(Batch(matrix, joined(in_order)))
+        size = matrices_together(matrix, elements, len(of_shape))
+        for i in range(0, len(of_shape), size):
+            in_order = itertools.chain.from_iterable(of_shape[i:i + size])
+            batches.append(Batch(matrix, joined(in_order)))
     return batches
 
 
 def joined(places):
-    """Return the slices with neighbours made one, in order: a batch of one slice is not copied."""
+    """Return the slices with neighbours made one, in order: so there are fewer to copy."""
     found = []
     for place in places:
         if found and found[-1].stop == place.start:
@@ -371,17 +342,10 @@ class WholeMatrices:
     def orthogonalise_batch(self, batch, received, updates):
         """Write a batch's updates where its directions are. Both are (n,)."""
         matrix = batch.matrix
-        is_view = batch.distance is not None
-        if is_view:  # Nothing is copied.
-            x = matrices_at(received, batch)
-            out = matrices_at(updates, batch)
-        else:
-            x = torch.cat([received[place] for place in batch.places]).view(-1, *matrix.shape)
-            out = x.view(updates.dtype)
+        x = torch.cat([received[place] for place in batch.places]).view(-1, *matrix.shape)
         found = orthogonalise(x, matrix.cut, ALONE if matrix.cut is None else self.tp,
-                              scale=update_scale(matrix.full_shape), out=out)
-        if not is_view:
-            copy_into([updates[place] for place in batch.places], found.view(-1))
+                              scale=update_scale(matrix.full_shape), out=x.view(updates.dtype))
+        copy_into([updates[place] for place in batch.places], found.view(-1))
 
     def collect(self, vector):
         """Return the elements of this rank's own matrices, which all ranks have sent."""
@@ -397,13 +361,6 @@ class WholeMatrices:
         # As many elements go back to the slices, over the shard.
         updates = self.axis.all_to_all(found, self.received, self.sent)
         copy_into([vector[part] for part in self.outgoing], updates)
-
-
-def matrices_at(vector, batch):
-    """Return a batch of evenly spaced matrices in vector (n,) as a view: (k, rows, columns)."""
-    whole = vector[batch.places[0].start:batch.places[-1].stop]
-    elements = math.prod(batch.matrix.shape)
-    return whole.unfold(0, elements, batch.distance).unflatten(1, batch.matrix.shape)
 
 
 def copy_into(parts, numbers):
