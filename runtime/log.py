@@ -345,8 +345,6 @@ def started(cfg, model, resumed, batch, source, skip):
     has_flash = any(getattr(module, "flash", None) is not None for module in model.modules())
     if has_flash and not source.has_documents:  # Documents need a mask in every layer.
         say(f"  attention without a mask by {flash.NAME}, whose kernels are compiled first")
-    if problem := flash.why_not(cfg, next(model.parameters()).device):
-        say(f"  attention by torch: flash-attn-4 is installed, but {problem}")
     has_kernel = any(getattr(module, "flex", None) is not None for module in model.modules())
     if has_kernel:
         how = "in a flash kernel that skips hidden keys (flex_attention): the first step compiles it"
