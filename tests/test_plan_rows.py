@@ -1,4 +1,4 @@
-"""plan.py against the steps of bench/results that were measured since its model of a step was written."""
+"""plan.py against the steps of bench/results/rows.jsonl, measured since its model of a step was written."""
 import json
 from typing import NamedTuple
 from unittest import mock
@@ -15,63 +15,24 @@ from cost.step_time import UNEVEN as UNEVEN_PART
 from fast import products
 from interface.command_line import parse
 
-FILES = ("peers-2-4-gpus-h200", "experts-tma-h200", "split-masters-h200", "8b-h200", "peers-fc77617-h200",
-         "peers-h100", "published-4-h100", "moments-dtype-h100", "peers-2-gpus-h100", "published-h100",
-         "peers-1-gpu-h200", "peers-ddbb4e0-h200", "peers-a13b207-h200", "norms-h200", "peers-80191f2-h200",
-         "gelu-h200", "products-h100", "peers-1f70fc3-h200", "peers-1684dd1-h200", "peers-5d6a957-h200",
-         "peers-ef3b9b0-h200", "summed-by-adamw-h200", "small-kernels-h200")
-WITH_NORM_FORWARD = ("peers-1684dd1-h200", "small-kernels-h200")
-
-# Of the other files: 0.08
+# Of the other leases: 0.08
 LIMITS = {"products-h100": 0.1, "peers-ef3b9b0-h200": 0.1}
 
 
 class Row(NamedTuple):
-    """A time of ours in these files of bench/results."""
-    file: str
+    """A time of ours. A step of other code than today's, which takes another time, has no row."""
+    lease: str    # where it was measured, and at which commit or for what
     flags: str
     gpus: int
-    gpu: str      # their kind
+    gpu: str
     ms: float
     gib: float    # the most that torch allocated, and symmetric memory; None where it was at the start
     measured: bool  # dense products by measured algorithms: fast/products.py
     uneven: bool  # steps 30 to 60 of W2b where ranks share the experts: their routing is still uneven
 
 
-def rows_of_leases():
-    found = []
-    for name in FILES:
-        gpu = name.rsplit("-", 1)[1]
-        for line in (ROOT / f"bench/results/{name}.jsonl").read_text().splitlines():
-            row = json.loads(line)
-            if "ours" in row:  # published.py's
-                row = {**row["ours"], "flags": row["train"], "gpus": row["gpus"],
-                       "whole_model_at_start": "whole_model_at_start" in row}
-            if "ms" not in row or row.get("trainer", "ours") != "ours":
-                continue
-            if row.get("large_matrices_alone") is False:  # As ddp.assign_buckets was before.
-                continue
-            if row.get("summed_by_adamw"):  # The optimizer then read what each rank had sent.
-                continue
-            # SC and G2 without --compile had kernels for the forward of norms in these leases.
-            is_sc = row["flags"].startswith("shakespeare-char") and "--compile" not in row["flags"]
-            if name in WITH_NORM_FORWARD and (is_sc or "--no-compile" in row["flags"]):
-                continue
-            if "quack" in (row.get("products") or ""):  # another library multiplied the experts' rows
-                continue
-            windows = row.get("windows", [{"steps": [0], "ms": row["ms"]}])
-            shares_experts = "--ep " in row["flags"] and "--ep 1" not in row["flags"]
-            gib = row["allocated_gib"] + row["windows_gib"]
-            if row.get("whole_model_at_start"):  # Each rank then drew the whole model in fp32.
-                gib = None
-            for window in windows:
-                uneven = shares_experts and window["steps"][0] < 300
-                found.append(Row(name, row["flags"], row["gpus"], gpu, window["ms"], gib,
-                                 row.get("measured", False), uneven))
-    return found
-
-
-ROWS = rows_of_leases()
+RESULTS = ROOT / "bench/results"
+ROWS = [Row(**json.loads(line)) for line in (RESULTS / "rows.jsonl").read_text().splitlines()]
 UNEVEN = [row for row in ROWS if row.uneven]
 
 
@@ -92,8 +53,8 @@ def test_rows_of_each_kind_are_found():
 
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_step_within_8_percent_of_measured(row):
-    """Of two files within 10 %."""
-    assert predicted_over_measured(row, row.uneven) == pytest.approx(1, abs=LIMITS.get(row.file, 0.08))
+    """Of two leases within 10 %."""
+    assert predicted_over_measured(row, row.uneven) == pytest.approx(1, abs=LIMITS.get(row.lease, 0.08))
 
 
 @pytest.mark.parametrize("row", [row for row in ROWS if row.gib], ids=str)
@@ -116,7 +77,7 @@ def test_uneven_routing_takes_longer_than_what_it_settles_to(row):
     assert low < settled < high
 
 
-LADDER = (ROOT / "bench/results/ladder-2-gpus-h200.jsonl").read_text().splitlines()
+LADDER = (RESULTS / "ladder-2-gpus-h200.jsonl").read_text().splitlines()
 WORKLOADS = {"W1": "dense-210m", "W2b": "moe-4b --ep 2",
              "G2": "gpt2 --no-bias --micro-batch 64 --global-batch 0 --vocab-size 50304"}
 
@@ -165,7 +126,7 @@ def test_a_step_without_a_graph_has_longer_gaps(model, recompute, gap):
 
 @pytest.mark.parametrize("ep", [2, 4, 8])
 def test_uneven_is_what_the_loads_of_a_run_say(ep):
-    lines = (ROOT / "bench/results/young-loads-h100.jsonl").read_text().splitlines()
+    lines = (RESULTS / "young-loads-h100.jsonl").read_text().splitlines()
     rows = [row for row in map(json.loads, lines) if row["ep"] == ep and 30 <= row["step"] <= 60]
     mean = sum(row["mean_layer"] for row in rows) / len(rows)
     assert len(rows) == 31 and (mean - 1) / (ep - 1) == pytest.approx(UNEVEN_PART, abs=0.01)
