@@ -1,8 +1,11 @@
-"""The part of a step in which ranks wait for messages: their bytes over the rate of a ring, and latencies.
+"""The part of a step in which ranks wait: for messages, whose time is bytes over the rate of a ring and
+latencies, and in a pipeline for each other.
 
 The comment beside each constant says where it was measured.
 """
 import math
+
+from pipeline import timetable
 
 LATENCY = 20e-6  # s per collective: 18 us at 1 MB on h200
 HOP_IN_NODE = 1.9e-6  # s per rank of a ring inside a node: NCCL's own table, LL128
@@ -85,3 +88,11 @@ def exposed_seconds(mesh, gpu, reductions, slowest, overlap):
             tail += transfer * reduction.last + trip
         exposed += whole - overlap * min(whole - tail, slowest * share)
     return exposed
+
+
+def bubble(ranks, chunks, num_micro_batches):
+    """Return the time that pipeline ranks idle in a step, over the time that they work."""
+    work = chunks * num_micro_batches
+    if chunks == 1 or num_micro_batches % ranks == 0:
+        return (ranks - 1) / work
+    return max(timetable(ranks, chunks, num_micro_batches)) / (3 * work) - 1

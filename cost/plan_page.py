@@ -3,7 +3,7 @@ import dataclasses
 import typing
 
 from config import Config
-from cost.bubble import bubble
+from cost.communication_time import bubble
 from cost.meshes import stage_mesh
 from cost.parameters import micro_batches
 from cost.plan_flags import PlanFlags
@@ -18,6 +18,7 @@ FORM = {  # the flags that the page asks for, in groups
     "model": ("n_layer", "n_head", "n_kv_head", "n_embd", "ffn_hidden", "vocab_size", "mlp", "norm", "pos",
               "tied"),
     "experts": ("n_experts", "top_k", "n_shared_experts", "capacity_factor")}
+IN_FORM = [name for names in FORM.values() for name in names]
 ASKED_ELSEWHERE = ("preset", "data", "serve", "port", "json", "search", "scaling")
 MOST_MICRO_BATCHES, MOST_RANKS = 24, 32  # that are drawn
 
@@ -37,24 +38,18 @@ def settings(cfg):
 
     presets = {}
     for preset, values in PRESETS.items():
-        presets[preset] = {name: as_word(value) for name, value in values.items() if name in in_form()}
-    start = {name: as_word(getattr(cfg, name)) for name in in_form()}
+        presets[preset] = {name: as_word(value) for name, value in values.items() if name in IN_FORM}
+    start = {name: as_word(getattr(cfg, name)) for name in IN_FORM}
     groups = {group: {name: fields[name] for name in names} for group, names in FORM.items()}
     return {"fields": groups, "presets": presets,
             "start": {**start, "preset": cfg.preset, "more": " ".join(other_words(cfg))}}
 
 
-def in_form():
-    return [name for names in FORM.values() for name in names]
-
-
 def as_word(value):
     """Return a flag's value as a form has it."""
-    if isinstance(value, bool):
-        return str(value).lower()
     if isinstance(value, tuple):
         return " ".join(map(str, value))
-    return str(value)
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def other_words(cfg):
@@ -63,7 +58,7 @@ def other_words(cfg):
     for field in dataclasses.fields(PlanFlags):
         value = getattr(cfg, field.name)
         usual = PRESETS[cfg.preset].get(field.name, field.default)
-        if field.name in (*in_form(), *ASKED_ELSEWHERE) or value == usual:
+        if field.name in (*IN_FORM, *ASKED_ELSEWHERE) or value == usual:
             continue
         flag = field.name.replace("_", "-")
         if value is False:

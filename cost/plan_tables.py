@@ -10,7 +10,7 @@ A plan is what estimate() of plan.py returns.
 import string
 import textwrap
 
-from cost.bubble import bubble
+from cost.communication_time import bubble
 from cost.gpus import GPUS
 from cost.meshes import stage_mesh
 from cost.parameters import micro_batches

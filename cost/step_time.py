@@ -12,8 +12,7 @@ import math
 import torch
 
 from config import pad_vocab
-from cost.bubble import bubble
-from cost.communication_time import COPIED, HIDDEN, communication_seconds, exposed_seconds
+from cost.communication_time import COPIED, HIDDEN, bubble, communication_seconds, exposed_seconds
 from cost.gpus import GPUS, NODE, kind_of
 from cost.parameters import (
     adapted_matrices,
@@ -55,7 +54,7 @@ GROUPED = 0.5  # of peak, experts: 445 TFLOP/s at 1024 rows each, less the time 
 ATTENTION = 0.34  # of peak, causal FLOPs: cuDNN SDPA both ways, 340 TFLOP/s on h200 at 2048 tokens
 SHORT = 0.2 / 1024  # the same per token of short sequences: 200 TFLOP/s at 1024, in G2's trace
 # From 2048 to 8192 tokens the rate of attention alone grew by 1.35 to 1.38 with heads of 128, and by 1.06
-# with heads of 64 (bench/windows.py). Less is taken for all heads, and no growth beyond.
+# with heads of 64. Less is taken for all heads, and no growth beyond.
 LONG_SEQUENCES = 2048, 8192  # tokens between which the rate grows
 GROWTH = 0.16  # exponent: the rate at 8192 tokens is 1.25 times that at 2048
 # With cp a segment of queries meets the keys of all segments before it. cuDNN does not take that mask.

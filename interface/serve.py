@@ -22,8 +22,7 @@ from interface.streams import visible
 from interface.terminal import say
 
 MOST_BYTES = 1 << 16  # of a message; http.server reads no more of a header, and 100 of them
-MOST_SECONDS = 10  # in which a request has to come in, and each piece of its answer to go out
-MOST_THREADS = 64  # two for each client
+MOST_SECONDS = 10  # of a read or a write
 BUSY = "busy: another answer is being written; try again when it has ended"
 TOO_LARGE = f"too large: a message has at most {MOST_BYTES:,} bytes; send less"
 ASKED = {"mode": Literal["chat", "text"], "messages": [str], "system": str, "temperature": Range(0.0, 100.0)}
@@ -37,29 +36,22 @@ class Refused(Exception):
 class Handler(http.server.BaseHTTPRequestHandler):
     """One request of a client, in a thread of its own."""
     timeout = MOST_SECONDS  # of each read and write
-    request_version = "HTTP/1.0"  # until the client has said its own
 
     def handle(self):
-        """Answer. A request that comes in too slowly ends where it is."""
-        self.clock = threading.Timer(MOST_SECONDS, self.connection.shutdown, [socket.SHUT_RD])
-        self.clock.daemon = True
-        self.clock.start()
+        """Answer."""
         with contextlib.suppress(OSError):  # the client has left
             try:
-                if threading.active_count() > MOST_THREADS:
-                    raise Refused(503, BUSY)
                 super().handle()
             except Refused as e:
                 self.send_error(*e.args)
 
     def finish(self):
-        """Read what the client still sends, for a moment: otherwise it could lose the answer."""
+        """Read what the client still sends: otherwise it could lose the answer."""
         super().finish()
         with contextlib.suppress(OSError):
             self.connection.shutdown(socket.SHUT_WR)
-            while self.clock.is_alive() and self.connection.recv(MOST_BYTES):
+            while self.connection.recv(MOST_BYTES):
                 pass
-        self.clock.cancel()
 
     def do_GET(self):
         self.check_address()

@@ -14,6 +14,7 @@ import os
 import socket
 import subprocess
 import sys
+from collections import Counter
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -39,8 +40,30 @@ from ops.accelerator import device_name
 from parallel import Axis
 from runtime import address, limits, mpi, visible
 from runtime.abort import end_all_on_exception
-from runtime.calls import CollectiveLog
 from runtime.launcher import NO_TIMEOUT, detect, ranks_of_nodes, refuse, wrong_environment
+
+
+class CollectiveLog:
+    """The collectives that this rank has started, which the watchdog reports when a run hangs.
+
+    started: {axis: number of collectives}. last: (kind, axis, (shape, dtype)) of the newest one, or None.
+    """
+
+    def __init__(self):
+        self.started = Counter()
+        self.last = None
+        self.on_next_collective = None  # called once, where this rank's own work in a step ends
+
+    def record(self, kind, axis, tensor=None):
+        """Note that this rank is about to start a collective, for example an "all-reduce" of tensor."""
+        callback = self.on_next_collective
+        if callback is not None:
+            self.on_next_collective = None
+            callback()
+
+        self.started[axis] += 1
+        contents = None if tensor is None else (tensor.shape, tensor.dtype)
+        self.last = (kind, axis, contents)
 
 
 @dataclass(frozen=True)

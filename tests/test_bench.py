@@ -22,10 +22,8 @@ import moe_layer
 import smoke
 import speed
 import training
-import windows
 from training import Training
 
-import attention
 from fast.choose import Choice
 from interface.command_line import command_line, parse
 from parallel import make_mesh
@@ -207,7 +205,7 @@ def test_wrong_flags_are_one_line(main, argv, words, capsys):
 
 
 PROGRAMS = ("collectives", "doctor", "equal_one", "gpu_matrix", "ladder", "layouts", "moe_layer", "oracles",
-            "peer_cell", "peers", "save_cost", "scaling", "smoke", "speed", "windows")
+            "peer_cell", "peers", "save_cost", "scaling", "smoke", "speed")
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -384,22 +382,6 @@ def test_what_the_ladder_turns_off_is_off():
         found.append([loss.detach(), *torch.autograd.grad(loss, leaves)])
     for fused, plain in zip(*found, strict=True):
         assert torch.allclose(fused, plain, rtol=1e-12, atol=1e-12)
-
-
-def test_windows_compares_the_kernel_with_the_mask_and_times_steps(tmp_path, monkeypatch):
-    """A kernel whose window is one key too wide shows in the difference."""
-    monkeypatch.setattr(windows, "STEPS", [windows.STEPS[0], windows.STEPS[3]])
-    file = tmp_path / "rows.jsonl"
-    windows.main(["--tiny", "--steps", "4", "--json", str(file)])
-    alone, full, documents = map(json.loads, file.read_text().splitlines())
-    assert alone["window difference"] < 1e-5 and alone["documents difference"] < 1e-5
-    assert all(alone[name] > 0 for name in ("full", "window", "window by mask", "window lists", "documents"))
-    assert full["ms"] > 0 and full["of full"] == 1 and documents["step"] == "documents"
-    assert full["loss"] != documents["loss"], "documents change what the model sees"
-    monkeypatch.setattr("attention.window_mask", lambda q, k, window, device, mask=attention.window_mask:
-                        mask(q, k, window + 1, device))
-    row = windows.attention_row((1, 2, 16), 150, 20, 30, torch.device("cpu"), 1)
-    assert row["window difference"] > 1e-3 and row["documents difference"] > 1e-3
 
 
 def test_one_rank_has_nothing_to_measure(capsys):

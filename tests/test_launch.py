@@ -721,7 +721,7 @@ except KeyboardInterrupt as e:
 """
 PROGRAMS = ["train.py", "sample.py", *(f"bench/{name}.py" for name in (
     "collectives", "doctor", "equal_one", "gpu_matrix", "ladder", "layouts", "moe_layer", "one_step",
-    "oracles", "peer_cell", "save_cost", "smoke", "speed", "windows"))]
+    "oracles", "peer_cell", "save_cost", "smoke", "speed"))]
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from faults import planted
 import pipeline
 import plan
 from config import Config
-from cost.bubble import bubble
+from cost.communication_time import bubble
 from cost.memory import blocks_in_flight
 from cost.meshes import rank_mesh, stage_mesh
 from cost.plan_tables import draw_schedule

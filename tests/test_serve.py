@@ -171,25 +171,6 @@ def test_what_is_no_request_ends_nothing(data, words, echo, capsys):
     assert capsys.readouterr().err == ""
 
 
-def test_a_client_that_is_slow_does_not_stay_and_keeps_nobody_waiting(monkeypatch, capsys):
-    monkeypatch.setattr(serve, "MOST_SECONDS", 0.2)
-    with serving(lambda asked: iter("abc")) as server, contextlib.ExitStack() as stack:
-        slow = [stack.enter_context(socket.create_connection(server.server_address)) for _ in range(3)]
-        for connection, data in zip(slow, (b"", HEAD, HEAD + b"Content-Length: 9\r\n\r\n{"), strict=True):
-            connection.sendall(data)
-        assert ask(server, ASKS) == (200, "abc")
-        slow[1].settimeout(0.01)
-        found = []
-        with contextlib.suppress(OSError):
-            while b"" not in found:
-                slow[1].sendall(b"X: a\r\n")  # a header now and then, for ever
-                with contextlib.suppress(TimeoutError):
-                    found.append(slow[1].recv(1 << 16))
-        assert b"".join(found).startswith(b"HTTP/1.0 400 ")  # there was no message
-        assert slow[0].recv(1 << 16) == b"" and slow[2].recv(1 << 16).startswith(b"HTTP/1.0 400 ")
-    assert capsys.readouterr().err == ""
-
-
 def test_one_answer_at_a_time_and_the_others_are_told_that_it_is_busy():
     talk = Slow()
     with serving(talk) as server:
@@ -202,11 +183,6 @@ def test_one_answer_at_a_time_and_the_others_are_told_that_it_is_busy():
         talk.may_end.set()
         assert answer.read() == b" two three" and ask(server, ASKS) == (200, "one two three")
         first.close()
-
-
-def test_too_many_clients_are_told_that_it_is_busy(monkeypatch, echo):
-    monkeypatch.setattr(serve, "MOST_THREADS", 0)
-    assert send(echo, HEAD).endswith(f"\r\n\r\n{serve.BUSY}\n")
 
 
 def test_the_next_client_gets_its_turn_when_one_leaves_in_the_middle(capsys):
