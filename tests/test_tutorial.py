@@ -211,7 +211,7 @@ def programs(name):
 def test_every_program_of_the_text_is_one_that_is_checked_below():
     known = {"train.py", "prepare.py", "plan.py", "sample.py", "checkpoint.py", "bench/doctor.py",
              "bench/smoke.py", "bench/collectives.py", "bench/scaling.py", "plot.py", "-c", "-m",
-             "tutorial/questions.py", "tests/change_it.py"}
+             "tutorial/plain.py", "tutorial/questions.py", "tests/change_it.py"}
     assert {words[0] for line in COMMANDS for _, words in pieces(line)} == known
     others = {line.split()[0] for line in COMMANDS if not pieces(line)}
     assert others == {"grep", "cat", "tail", "git"}, others
