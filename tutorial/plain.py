@@ -208,7 +208,7 @@ def experts(x, w, name, mesh):  # (B, T, C) -> (B, T, C), balance loss ()
 
 
 def stage_forward(w, mesh, tokens, targets, hidden):
-    """Return what the next stage gets, (B, T, C), or the summed loss, (); and the balance loss, ()."""
+    """Return what the next stage gets, (B, T, C), or the summed loss, (); and the balance loss."""
     x = w["wte.weight"][tokens] if mesh.stage == 0 else hidden  # (B, T, C)
     balance_loss = 0.0
     for i in mesh.blocks:
@@ -256,7 +256,8 @@ def forward_backward(w, mesh, batches):
             total.add_(out.detach())
         else:
             send(out.detach(), mesh.stage + 1)
-        waiting.append((hidden, out, AUX * balance_loss / MICRO_BATCHES))  # a mean of theirs
+        balance = AUX * balance_loss / MICRO_BATCHES  # this one is a mean over micro-batches
+        waiting.append((hidden, out, balance))
 
     def backward():
         hidden, out, balance = waiting.pop(0)
