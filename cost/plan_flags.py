@@ -42,8 +42,8 @@ def arguments(argv):
     if cfg.search and cfg.scaling is not None:
         raise ValueError("--search ranks the layouts of one number of GPUs, and --scaling plans one layout; "
                          "leave out one of them")
-    if cfg.serve and (cfg.json or cfg.search or cfg.scaling is not None):
-        raise ValueError("--serve shows one plan; leave out --json, --search and --scaling")
+    if cfg.serve and (cfg.json or cfg.search or cfg.scaling is not None or given(argv, "config")):
+        raise ValueError("--serve shows a preset's plan; leave out --json, --search, --scaling and --config")
     needed = cfg.pp * math.lcm(cfg.tp * cfg.cp, cfg.ep)
     if needed > 1 and not (given(argv, "gpus") or cfg.scaling or cfg.search):
         raise ValueError(f"--gpus is missing, the number of GPUs, which this layout needs {needed} of; try "

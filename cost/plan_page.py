@@ -19,7 +19,6 @@ FORM = {  # the flags that the page asks for, in groups
               "tied"),
     "experts": ("n_experts", "top_k", "n_shared_experts", "capacity_factor")}
 IN_FORM = [name for names in FORM.values() for name in names]
-ASKED_ELSEWHERE = ("preset", "data", "serve", "port", "json", "search", "scaling")
 MOST_MICRO_BATCHES, MOST_RANKS = 24, 32  # that are drawn
 
 
@@ -28,17 +27,16 @@ def settings(cfg):
     comments = help_comments(Config) | help_comments(PlanFlags)
     fields = {}
     for field in dataclasses.fields(PlanFlags):
-        choices = ()
-        if typing.get_origin(field.type) is typing.Literal:
-            choices = typing.get_args(field.type)
-        elif field.type is bool:
+        choices = typing.get_args(field.type)  # of a Literal
+        if field.type is bool:
             choices = ("true", "false")
-        _, text = comments[field.name]
-        fields[field.name] = {"help": text, "choices": choices, "value": as_word(field.default)}
+        if field.name in IN_FORM:
+            _, text = comments[field.name]
+            fields[field.name] = {"help": text, "choices": choices, "value": as_word(field.default)}
 
     presets = {}
     for preset, values in PRESETS.items():
-        presets[preset] = {name: as_word(value) for name, value in values.items() if name in IN_FORM}
+        presets[preset] = {name: as_word(values[name]) for name in values.keys() & fields}
     start = {name: as_word(getattr(cfg, name)) for name in IN_FORM}
     groups = {group: {name: fields[name] for name in names} for group, names in FORM.items()}
     return {"fields": groups, "presets": presets,
@@ -54,21 +52,18 @@ def as_word(value):
 
 def other_words(cfg):
     """Return the words of the command line that the form has no field for."""
+    usual = PlanFlags(**PRESETS[cfg.preset], preset=cfg.preset, data="")
     words = []
-    for field in dataclasses.fields(PlanFlags):
-        value = getattr(cfg, field.name)
-        usual = PRESETS[cfg.preset].get(field.name, field.default)
-        if field.name in (*IN_FORM, *ASKED_ELSEWHERE) or value == usual:
+    for name, value in vars(cfg).items():
+        if name in (*IN_FORM, "serve", "port") or value == getattr(usual, name):
             continue
-        flag = field.name.replace("_", "-")
+        flag = name.replace("_", "-")
         if value is False:
             words.append(f"--no-{flag}")
         elif value is True:
             words.append(f"--{flag}")
         else:
             words += [f"--{flag}", as_word(value)]
-    if cfg.data:
-        words += ["--data", cfg.data]
     return words
 
 

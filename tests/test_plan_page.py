@@ -83,7 +83,7 @@ def test_the_page_is_one_file_for_this_machine_alone(server, capsys):
 
 def test_the_page_begins_with_the_command_line():
     """The fields and the words beside them are the command line again."""
-    argv = ["gpt2", "--gpus", "4", "--tp", "2", "--no-compile", "--qk-norm", "head", "--data", "synthetic",
+    argv = ["gpt2", "--gpus", "4", "--tp", "2", "--no-compile", "--qk-norm", "head", "--data", "data/stdlib",
             "--lr", "1e-3", "--rampup-batch-size", "16", "16", "4800", "--tied"]
     cfg, _ = arguments(argv)
     settings = plan_page.settings(cfg)
