@@ -26,7 +26,7 @@ class Row(NamedTuple):
     gpus: int
     gpu: str
     ms: float
-    gib: float    # the most that torch allocated, and symmetric memory; None where it was at the start
+    gib: float    # the most that torch allocated, and symmetric memory; None where today's code keeps more
     measured: bool  # dense products by measured algorithms: fast/products.py
     uneven: bool  # steps 30 to 60 of W2b where ranks share the experts: their routing is still uneven
 
