@@ -272,7 +272,8 @@ PINNED = {  # preset: what differs from the defaults
     "shakespeare-char": dict(
         n_layer=6, n_head=6, n_kv_head=6, n_embd=384, ffn_hidden=1536, seq_len=256, dropout=0.2,
         norm="layer", mlp="gelu", pos="learned", tied=True, micro_batch=64, steps=5000, lr=0.001,
-        min_lr=0.0001, warmup=100, beta2=0.99, dtype="bf16", log_every=10, eval_every=250, save_every=1000),
+        min_lr=0.0001, warmup=100, beta2=0.99, dtype="bf16", compile=True, log_every=10, eval_every=250,
+        save_every=1000),
     "wordplay": dict(
         n_layer=12, n_head=12, n_kv_head=12, n_embd=768, ffn_hidden=3072, seq_len=1024, norm="layer",
         mlp="gelu", pos="learned", tied=True, micro_batch=64, steps=2000, lr=0.0006, warmup=100,
