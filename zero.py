@@ -292,7 +292,8 @@ class ZeRO3(ZeRO2):
     def move_to_part(self, part, backward=False):
         """Fetch the part that computes now and the next one, and free all others."""
         if backward:
-            needed = [number for number in (part, part - 1) if number > 0]  # part 0 reads no weights
+            # Part 0 reads no weights.
+            needed = [number for number in (part, part - 1) if number > 0]
         elif part == len(self.parts) - 1:
             needed = [part, part - 1]  # Then backward comes: the head, then the last block.
         else:
