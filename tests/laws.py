@@ -61,7 +61,7 @@ OVER = {
 LONG_FILES = {
     "tests/test_chat.py": 706, "tests/test_checkpoint.py": 707,
     "tests/test_cli.py": 670, "tests/test_convert.py": 707, "tests/test_data.py": 750,
-    "tests/test_import.py": 716, "tests/test_kernels.py": 711, "tests/test_launch.py": 750,
+    "tests/test_import.py": 717, "tests/test_kernels.py": 711, "tests/test_launch.py": 750,
     "tests/test_lora.py": 610, "tests/test_model.py": 633, "tests/test_plan.py": 744,
     "tests/test_products.py": 667, "tests/test_resume.py": 703, "tests/test_small_inputs.py": 639,
     "tests/test_wrong_commands.py": 749}
