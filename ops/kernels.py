@@ -185,6 +185,32 @@ def slots_from_places(expert_ptr, place_ptr, cumulative_ptr, start_ptr, slot_ptr
 
 
 @triton.jit
+def sort_copies(expert_ptr, place_ptr, cumulative_ptr, perm_ptr, slot_ptr, counts_ptr, ends_ptr, n, blocks,
+                E: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr):
+    """Place each copy by place_within_expert's results: slot (n,), the copy in each slot, perm (n,).
+
+    The first program also writes counts (E,) int64 and where each expert's slots end, ends (E,) int32.
+    """
+    block = tl.program_id(0)
+    at = block * BLOCK + tl.arange(0, BLOCK)
+    one = tl.arange(0, WIDE)
+    count = tl.load(cumulative_ptr + one * blocks + blocks - 1, mask=one < E, other=0)
+    end = tl.cumsum(count, axis=0)
+    first = end - count  # the first slot of each expert's copies in this block
+    first += tl.load(cumulative_ptr + one * blocks + block - 1, mask=(one < E) & (one * 0 + block > 0),
+                     other=0)
+    expert = tl.load(expert_ptr + at, mask=at < n, other=WIDE)
+    chosen = expert[:, None] == one[None, :]  # (BLOCK, WIDE)
+    slot = tl.sum(tl.where(chosen, first[None, :], 0), axis=1)
+    slot += tl.load(place_ptr + at, mask=at < n, other=0)
+    tl.store(slot_ptr + at, slot, mask=at < n)
+    tl.store(perm_ptr + slot, at.to(tl.int64), mask=at < n)
+    if block == 0:
+        tl.store(counts_ptr + one, count, mask=one < E)
+        tl.store(ends_ptr + one, end.to(tl.int32), mask=one < E)
+
+
+@triton.jit
 def layout_from_counts(counts_ptr, starts_ptr, ends_ptr, needed_ptr, rank, rows, limit, EP: tl.constexpr,
                        E: tl.constexpr, WIDE: tl.constexpr):
     """Where rows begin and end in the receive buffers. Program `owner` lays out the buffer of that rank.

@@ -17,7 +17,7 @@ from config import ceil_div
 from ops import backend
 
 # -----------------------------------------------------------------------------
-# Who stands where: a stable counting sort by expert
+# Who stands where: a stable counting sort by expert, two kernels instead of torch's six
 
 class SortedCopies(NamedTuple):
     perm: torch.Tensor      # (N,) the copy in each slot
@@ -33,10 +33,24 @@ def sort_by_expert(expert, E):
     counts = bincount(expert), and ends = counts.cumsum(0).
     """
     place, cumulative = place_within_expert(expert, E)
-    counts = cumulative[:, -1].contiguous()
-    ends = counts.cumsum(0)
-    inv_perm = slots_from_places(expert, place, cumulative, ends - counts, E, expert.numel())
-    return SortedCopies(invert_permutation(inv_perm), inv_perm, counts, ends.to(torch.int32))
+    N = expert.numel()
+    if not backend.use_triton(expert):
+        counts = cumulative[:, -1].contiguous()
+        ends = counts.cumsum(0)
+        inv_perm = slots_from_places(expert, place, cumulative, ends - counts, E, N)
+        perm = invert_permutation(inv_perm)
+        return SortedCopies(perm, inv_perm, counts, ends.to(torch.int32))
+
+    from ops import kernels
+    perm = torch.empty_like(expert)
+    inv_perm = torch.empty_like(expert)
+    counts = expert.new_empty(E)
+    ends = torch.empty(E, dtype=torch.int32, device=expert.device)
+    tile, wide = sort_tile_size(E)
+    tiles = cumulative.size(1)
+    kernels.sort_copies[(tiles,)](expert, place, cumulative, perm, inv_perm, counts, ends, N, tiles,
+                                  E=E, WIDE=wide, BLOCK=tile, num_warps=4 if wide <= 64 else 8)
+    return SortedCopies(perm, inv_perm, counts, ends)
 
 
 def invert_permutation(perm):
