@@ -15,6 +15,7 @@ every micro-batch's gradients.
     PeerSlot, PeerSlotComm     zero.Slot and zero.SlotComm by copies, for ZeRO-2 and 3
 """
 import contextlib
+from typing import NamedTuple
 
 import torch
 
@@ -78,6 +79,16 @@ def others(axis):
     return [(axis.rank + i) % axis.size for i in range(1, axis.size)]
 
 
+class SumHandle(NamedTuple):
+    """The handle of a bucket's sum: by copies over the shard, then by NCCL over the replicas."""
+    copied: object
+    replica_sum: object
+
+    def wait(self):
+        self.copied.wait()
+        self.replica_sum.wait()
+
+
 class PeerComm(Comm):
     """ddp.Comm for ZeRO-1 with one micro-batch per step, where the axis' GPUs reach each other's memory.
 
@@ -107,9 +118,8 @@ class PeerComm(Comm):
             self.gradients.barrier()  # the gradients of all ranks are complete
             parts = self.stream.copy_slices(bucket, self.gradients.peers)
             sum_slices(bucket.grad_total, bucket.grad[bucket.own_slice], parts)
-            if bucket.replicas.size > 1:
-                return self.start_replica_sum(bucket)  # in fp32, over NCCL
-            return self.stream.record_event()
+            replica_sum = self.start_replica_sum(bucket)  # in fp32, over NCCL
+        return SumHandle(self.stream.record_event(), replica_sum)
 
     def start_gather(self, bucket):
         axis = bucket.shard

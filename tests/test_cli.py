@@ -267,8 +267,7 @@ DEFAULTS = dict(
     preset="tiny")
 PINNED = {  # preset: what differs from the defaults
     "tiny": dict(),
-    "tiny-moe": dict(
-        n_experts=8),
+    "tiny-moe": dict(n_experts=8),
     "shakespeare-char": dict(
         n_layer=6, n_head=6, n_kv_head=6, n_embd=384, ffn_hidden=1536, seq_len=256, dropout=0.2,
         norm="layer", mlp="gelu", pos="learned", tied=True, micro_batch=64, steps=5000, lr=0.001,

@@ -93,6 +93,8 @@ def graphs_on_a_cpu(seen):
 
     seen: counts captures, replays, first collectives of captured steps.
     """
+    if torch.cuda.is_available():
+        torch.cuda.init()  # It sets default_generators, which would be set back below.
     streams = CapturedStreams()
     generator = DefaultGenerator()
 

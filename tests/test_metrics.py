@@ -216,7 +216,7 @@ def test_norms_of_layers_are_summed_in_fp64_on_a_cpu(monkeypatch):
     grad = torch.full((4,), 1e25)
     piece = SimpleNamespace(name="blocks.0.attn.wq.weight", view=grad)
     monkeypatch.setattr("runtime.layer_norms.bucket_pieces", lambda *args, **how: [piece])
-    bucket = SimpleNamespace(count_factor=1.0, flat=grad, gradient=lambda: grad)
+    bucket = SimpleNamespace(count_factor=1.0, flat=grad, grad_total=grad)
     norms = LayerNorms(Config(n_layer=1), SimpleNamespace(buckets=[bucket]),
                        SimpleNamespace(unscale=lambda x: x))
     norms.measure()
