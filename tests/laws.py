@@ -55,16 +55,15 @@ TEXTS = {"bench": (".py", ".sh", ".js", ".html", ".pbs", ".slurm"),
 
 # What is larger today: a number here only falls, and what is within its limit leaves the list.
 OVER = {
-    "reading path": (5500, 16), "ops, fast": (4900, 34), "runtime, interface": (9980, 55),
-    "corpus, cost, programs": (11000, 42), "house": (31200, 147), "bench": (5300, 25),
-    "tests": (37500, 113), "pages": (4150, 23)}
+    "reading path": (5143, 16), "ops, fast": (3757, 26), "runtime, interface": (9978, 55),
+    "corpus, cost, programs": (10998, 42), "house": (29876, 139), "bench": (5235, 25),
+    "tests": (34915, 112), "pages": (4150, 23)}
 LONG_FILES = {
-    "tests/test_chat.py": 706, "tests/test_checkpoint.py": 707,
-    "tests/test_cli.py": 670, "tests/test_convert.py": 707, "tests/test_data.py": 750,
-    "tests/test_import.py": 717, "tests/test_kernels.py": 711, "tests/test_launch.py": 750,
-    "tests/test_lora.py": 610, "tests/test_model.py": 633, "tests/test_plan.py": 744,
-    "tests/test_products.py": 667, "tests/test_resume.py": 703, "tests/test_small_inputs.py": 639,
-    "tests/test_wrong_commands.py": 749}
+    "tests/test_chat.py": 671, "tests/test_checkpoint.py": 707, "tests/test_cli.py": 670,
+    "tests/test_convert.py": 707, "tests/test_data.py": 750, "tests/test_import.py": 717,
+    "tests/test_launch.py": 750, "tests/test_lora.py": 602, "tests/test_model.py": 633,
+    "tests/test_plan.py": 739, "tests/test_products.py": 667, "tests/test_resume.py": 703,
+    "tests/test_small_inputs.py": 628, "tests/test_wrong_commands.py": 749}
 
 
 # -----------------------------------------------------------------------------
