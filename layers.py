@@ -1,13 +1,23 @@
-"""The layers that attention, the MLP and the head are made of: norms, and matrices cut over tp.
+"""The layers that attention, the MLP and the head are made of, in the letters of model.py's legend.
 
-The shapes are in the letters of model.py's legend.
+    Norm                      LayerNorm or RMSNorm over the width
+    ColumnLinear, RowLinear   matrices that are cut over tp
+    vocab_embedding           rows of an embedding that is cut over tp
+    vocab_cross_entropy       logits that are cut over tp; three numbers per token are sent
+    Adapter                   --lora: two narrow matrices beside one that is not trained
 """
+import math
+
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
 from ops import fp8, norms
-from parallel import parameter, scatter_rows
+from ops.cross_entropy import IGNORE
+from parallel import MAX, parameter, scatter_rows
+
+# -----------------------------------------------------------------------------
+# Norms
 
 
 class Gain(nn.Module):
@@ -23,7 +33,6 @@ class Gain(nn.Module):
 
 
 def factor(norm):
-    """Return what a Gain or Norm multiplies by."""
     return norm.weight if norm.offset is None else 1 + norm.offset
 
 
@@ -59,12 +68,14 @@ class Norm(nn.Module):
         return x, self(x)
 
 
+# -----------------------------------------------------------------------------
+# Matrices that are cut over tp (Megatron-LM, arXiv:1909.08053, section 3)
+
 class ColumnLinear(nn.Module):
     """Computes y = x W^T, with the rows of W, the output features, split over tp.
 
     Rank r holds W_r of W = [W_0; W_1; ...] and computes x W_r^T, which is its own columns of y.
     With cut=False every rank holds all of W. in_fp8: see product().
-    Source: Megatron-LM, arXiv:1909.08053, section 3.
     """
 
     def __init__(self, n_in, n_out, bias, mesh, cut=True, *, in_fp8=False):
@@ -73,7 +84,7 @@ class ColumnLinear(nn.Module):
         tp_dim = 0 if cut else None
         self.weight = parameter((n_out, n_in), mesh, tp_dim=tp_dim)
         self.bias = parameter((n_out,), mesh, tp_dim=tp_dim) if bias else None
-        self.lora = None  # with --lora, a lora.Adapter
+        self.lora = None  # with --lora, an Adapter
 
     def forward(self, x):  # (B*t, n_in) -> (B*t, n_out/tp)
         y = product(x, [self.weight], self.bias, self.in_fp8)
@@ -94,7 +105,7 @@ class RowLinear(nn.Module):
         self.tp = mesh.tp
         self.weight = parameter((n_out, n_in), mesh, tp_dim=1)
         self.bias = parameter((n_out,), mesh) if bias else None
-        self.lora = None  # with --lora, a lora.Adapter
+        self.lora = None  # with --lora, an Adapter
 
     def forward(self, x):  # (B*t, n_in/tp) -> (n, n_out)
         partial_sum = product(x, [self.weight], None, self.in_fp8)  # (B*t, n_out)
@@ -149,7 +160,124 @@ def fused_product(x, layers, zero):
 
 
 def select_rows(p, rows):
-    """Return these rows of a parameter, or all of it if rows is None."""
     if p is None or rows is None:
         return p  # backward of p[:] would fill and copy a zero tensor of full size
     return p[rows]
+
+
+# -----------------------------------------------------------------------------
+# The vocabulary. Rank r of tp holds local_vocab = V/tp tokens, which begin at r * local_vocab:
+# their rows of the embedding, and their columns of the logits.
+
+def vocab_embedding(tokens, weight, axis):
+    """Return the rows of the embedding: tokens (B*t,) int64, weight (local_vocab, C) -> (n, C).
+
+    Each rank of the axis looks up the ids that it holds, and has rows of zeros for the others. The
+    sum over the ranks picks each row from the one rank that has it.
+    """
+    if axis.size == 1:
+        return F.embedding(tokens, weight)
+    local = tokens - axis.rank * weight.size(0)
+    mine = (local >= 0) & (local < weight.size(0))  # (B*t,)
+    x = F.embedding(local * mine, weight) * mine.unsqueeze(1)  # (B*t, C), 0 for other ranks' ids
+    return scatter_rows(x, axis)  # SUM, n of B*t rows to each rank, over tp
+
+
+class _VocabCrossEntropy(torch.autograd.Function):
+    """Sum of -log softmax(logits)[target]. Its backward pass needs no communication."""
+
+    @staticmethod
+    def forward(ctx, logits, target, axis):  # (B*t, local_vocab), (B*t,) -> ()
+        low = axis.rank * logits.size(1)
+        largest = logits.max(dim=1).values  # (B*t,)
+        axis.all_reduce(largest, MAX)  # MAX of B*t numbers, over tp
+
+        # The target's logit, or 0 if another rank has it. A product would fail: -inf * 0 is NaN.
+        mine = (target >= low) & (target < low + logits.size(1))  # (B*t,)
+        index = ((target - low) * mine).unsqueeze(1)  # (B*t, 1)
+        picked = logits.gather(1, index).squeeze(1).masked_fill(~mine, 0)  # (B*t,)
+
+        exponentials = (logits - largest.unsqueeze(1)).exp_()  # (B*t, local_vocab)
+        sums = torch.stack([exponentials.sum(1), picked])  # (2, B*t)
+        total, picked = axis.all_reduce(sums)  # SUM of 2*B*t numbers, over tp
+
+        ignored = target == IGNORE
+        softmax = exponentials.div_(total.unsqueeze(1)).masked_fill_(ignored.unsqueeze(1), 0)
+        ctx.save_for_backward(softmax, index, mine)
+        return (total.log() + largest - picked).masked_fill(ignored, 0).sum()
+
+    @staticmethod
+    def backward(ctx, grad):
+        softmax, index, mine = ctx.saved_tensors
+        minus_one_hot = -mine.to(softmax.dtype).unsqueeze(1)  # (B*t, 1), 0 for other ranks' targets
+        return softmax.scatter_add(1, index, minus_one_hot) * grad, None, None
+
+
+def vocab_cross_entropy(logits, target, vocab_size, axis):
+    """Return the sum of the cross-entropy in nats, (), the same on every rank of the axis.
+
+    logits (B*t, local_vocab) in the model's dtype; target (B*t,): rows with the target IGNORE take
+    no part.
+    """
+    low = axis.rank * logits.size(1)
+    high = low + logits.size(1)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # at least fp32
+    if high > vocab_size:  # padding columns are not tokens: they get no probability
+        is_padding = torch.arange(low, high, device=logits.device) >= vocab_size
+        logits = logits.masked_fill(is_padding, -torch.inf)
+    if axis.size == 1:
+        return F.cross_entropy(logits, target, reduction="sum", ignore_index=IGNORE)
+    return _VocabCrossEntropy.apply(logits, target, axis)
+
+
+# -----------------------------------------------------------------------------
+# --lora
+
+class Adapter(nn.Module):
+    """LoRA (arXiv:2106.09685, section 4.1): W stays, and two narrow matrices beside it are trained.
+
+        y = x W^T + (alpha / R) x A^T B^T    W (n_out, n_in), A (R, n_in) random, B (n_out, R) zero
+
+    Over tp it is cut as its matrix is; | is a cut between two ranks:
+
+                       W                    A                    B
+        ColumnLinear   rows:    [W_0]       whole: [A]           rows:  [B_0]  y_r = x A^T B_r^T
+                                [---]                                   [---]
+                                [W_1]                                   [B_1]
+        RowLinear      columns: [W_0|W_1]   columns: [A_0|A_1]   whole: [B]    y = SUM x_r A_r^T B^T
+
+    It needs no collective of its own: a RowLinear adds its partial sums to those of W. What is
+    whole gets only a part of its gradient on each tp rank, and the one rule sums it over the stage.
+    """
+
+    def __init__(self, layer, cfg, mesh):
+        super().__init__()
+        self.scale = cfg.lora_alpha / cfg.lora
+        n_out, n_in = layer.weight.full_shape
+        # Where tp exceeds the number of key/value heads, wk and wv are whole on every rank.
+        is_cut = layer.weight.reduction_axis != "stage"
+        cuts_rows = is_cut and isinstance(layer, ColumnLinear)
+        cuts_columns = is_cut and isinstance(layer, RowLinear)
+        self.A = parameter((cfg.lora, n_in), mesh, tp_dim=1 if cuts_columns else None)
+        self.B = parameter((n_out, cfg.lora), mesh, tp_dim=0 if cuts_rows else None)
+
+    def forward(self, x, rows=None):  # (B*t, n_in) -> (B*t, n_out), both as the layer has them
+        narrow = F.linear(x, self.A) * self.scale  # (B*t, R)
+        return F.linear(narrow, select_rows(self.B, rows))
+
+
+def add_adapters(model):
+    """Freeze the model, and give every linear layer of its blocks an adapter."""
+    for p in model.parameters():
+        p.requires_grad_(False)
+    for layer in list(model.blocks.modules()):
+        if isinstance(layer, (ColumnLinear, RowLinear)):
+            layer.lora = Adapter(layer, model.cfg, model.mesh)
+
+
+def initial_std(role, full_shape):
+    """The standard deviation of a new A (that of peft, uniform up to 1/sqrt(n_in)) or B."""
+    if role == "B":
+        return 0.0
+    n_in = full_shape[1]
+    return 1 / math.sqrt(3 * n_in)

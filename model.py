@@ -34,14 +34,21 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from attention import Attention, rope_cache
 from config import draws_random_numbers, head_width, n_masked, pad_vocab
-from layers import ColumnLinear, Norm, RowLinear, fused_linear
-from lora import add_adapters, initial_std
+from layers import (
+    ColumnLinear,
+    Norm,
+    RowLinear,
+    add_adapters,
+    fused_linear,
+    initial_std,
+    vocab_cross_entropy,
+    vocab_embedding,
+)
 from moe import MoE, plain_dispatcher
 from ops import gelu_mlp
 from ops.activations import ACTIVATIONS, GATED, gelu
 from ops.cross_entropy import LinearCrossEntropy
 from parallel import gather_rows, parameter
-from vocab import vocab_cross_entropy, vocab_embedding
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16,
           "fp16": torch.float16}
@@ -392,7 +399,7 @@ def initial_weights(p, name, model, seed):
     drawn from a generator seeded by (seed, name). Then this rank keeps its share. Matrices are
     drawn from N(0, 0.02), in fp32. The two matrices of a block that write into the residual stream
     are divided by sqrt(2 L) (GPT-2 paper, section 2.3). Norms are one; biases, norms' offsets and
-    padding are zero. lora.py says how adapters start. ValueError: no start is known for a parameter
+    padding are zero. ValueError: no start is known for a parameter
     of one dimension.
     """
     path, _, role = name.rpartition(".")

@@ -246,7 +246,7 @@ def new_ids(model, vocabulary, prompt, flags):
     """Return an iterator of the tokens that follow a prompt, a list of ids."""
     import torch
 
-    from generate import Cache, stream
+    from pipeline import Cache, stream
     start = list(prompt) or [vocabulary.eod]  # no prompt: a new document
     return stream(model, start, flags.max_new_tokens, Cache(), temperature=flags.temperature,
                   top_k=flags.top_k, rng=torch.Generator().manual_seed(flags.seed))
@@ -369,7 +369,7 @@ def total_loss(model, ids):
     """
     import torch
 
-    from vocab import vocab_cross_entropy
+    from layers import vocab_cross_entropy
     device = next(model.parameters()).device
     window = model.cfg.seq_len
     ids = torch.from_numpy(ids).to(device)
@@ -417,7 +417,7 @@ class Chat:
 
     def reset(self):
         """Forget all that was said."""
-        from generate import Cache
+        from pipeline import Cache
         self.tokens = list(self.template.begin)
         if self.flags.system:
             self.tokens += self.template.message("system", self.flags.system)
@@ -433,7 +433,7 @@ class Chat:
 
     def answer_ids(self):
         """Yield the ids of the answer. However it ends, <|end|> follows it in the conversation."""
-        from generate import stream
+        from pipeline import stream
         flags = self.flags
         special = self.vocabulary.special.values()
         try:

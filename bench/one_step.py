@@ -25,7 +25,7 @@ from interface.command_line import parse
 from interface.terminal import folded
 
 FILES = {str(ROOT / name) for name in (
-    "train.py", "pipeline.py", "model.py", "attention.py", "layers.py", "ddp.py", "parallel.py", "vocab.py",
+    "train.py", "pipeline.py", "model.py", "attention.py", "layers.py", "ddp.py", "parallel.py",
     "optim.py", "muon.py", "zero.py", "moe.py", "ops/flat.py", "ops/permute.py")}
 STEPS = 3  # the last one is shown: in the first, buffers are made
 LONGEST = 3  # calls in a sequence whose repetition is noticed

@@ -4,7 +4,7 @@
     read_adapter     adapter_config.json -> rank and alpha; what would be another function is refused
     layer_names      {our matrix: the name of its module in transformers}
 
-peft computes x A^T B^T alpha/r as lora.py does, so no number changes.
+peft computes x A^T B^T alpha/r as layers.Adapter does, so no number changes.
 """
 import math
 

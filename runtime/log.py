@@ -28,7 +28,6 @@ from cost.traffic import bytes_between_nodes, traffic
 from fast import flash
 from fast.compile import compilation
 from fast.symm_mem import bytes_allocated
-from generate import generate
 from interface import report
 from interface.command_line import one_line
 from interface.files import (
@@ -44,6 +43,7 @@ from interface.schema import load_json, read_file
 from interface.terminal import clock, folded, say, short, width
 from ops.accelerator import device_name, peak_memory, peak_resident
 from optim import StepStats
+from pipeline import generate
 from runtime import session
 from runtime.launch import print_node
 from runtime.timing import slow_on_cpu

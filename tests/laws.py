@@ -14,8 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 ROOMS = ["ops", "fast", "runtime", "interface", "corpus", "cost"]
 READING_PATH = ["train.py", "model.py", "layers.py", "attention.py", "moe.py", "parallel.py", "ddp.py",
-                "zero.py", "pipeline.py", "optim.py", "muon.py", "vocab.py", "lora.py", "generate.py",
-                "ops/permute.py", "ops/flat.py"]
+                "zero.py", "pipeline.py", "optim.py", "muon.py", "ops/permute.py", "ops/flat.py"]
 LAUNCH_FILES = ["runtime/launch.py", "runtime/launcher.py"]
 COLUMNS, READING_COLUMNS, FUNCTION_LINES, FILE_LINES = 110, 100, 60, 600
 
@@ -27,17 +26,14 @@ ORDER = ["train",
          "runtime plan",
          "cost",
          "fast",
-         "generate",
          "pipeline",
          "model",
          "attention",
-         "lora",
          "layers",
          "moe optim",
          "muon",  # below optim: an Optimizer has a Muon, as it has an AdamW
          "zero",
          "ddp",
-         "vocab",
          "parallel",
          "skip checkpoint corpus",
          "ops interface",

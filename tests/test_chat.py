@@ -23,7 +23,7 @@ from runs import TINY, assert_refused, final, go, rows, same, session
 from shared import Masked
 
 import checkpoint
-import generate
+import pipeline
 import prepare
 import sample
 import train
@@ -371,7 +371,7 @@ def masked_as_word(original, ctx, logits, target, axis):
 
 
 def test_a_masked_target_that_counts_over_tp_is_caught():
-    assert_caught(LLAMA, TP, ("vocab._VocabCrossEntropy.forward", masked_as_word), kind=Masked)
+    assert_caught(LLAMA, TP, ("layers._VocabCrossEntropy.forward", masked_as_word), kind=Masked)
 
 
 def but_the_system(original, message):
@@ -465,18 +465,18 @@ def test_two_tp_ranks_answer_as_one(tuned):
 
 def test_answers_with_the_cache_are_those_without(tuned, monkeypatch):
     """Each turn's answer is what the model says to the whole conversation, given at once; logits to 1e-10."""
-    seen, real = [], generate.next_logits
+    seen, real = [], pipeline.next_logits
 
     def next_logits(model, tokens, cache):
         seen.append((model, tokens[0].tolist(), cache.length, real(model, tokens, cache)))
         return seen[-1][-1]
-    monkeypatch.setattr("generate.next_logits", next_logits)
+    monkeypatch.setattr("pipeline.next_logits", next_logits)
     _, tokens, _ = talk(World(), tuned, QUESTIONS[:2])
     given = [t for _, new, _, _ in seen for t in new]
     assert given == tokens[: len(given)] and sum(len(new) > 1 for _, new, _, _ in seen) == 2
     for model, new, length, logits in seen:
         whole = given[: length + len(new)]
-        torch.testing.assert_close(logits, real(model, torch.tensor([whole]), generate.Cache()), rtol=0,
+        torch.testing.assert_close(logits, real(model, torch.tensor([whole]), pipeline.Cache()), rtol=0,
                                    atol=1e-10)
 
 

@@ -21,8 +21,8 @@ from config import Config
 from corpus.batches import micro_batches
 from corpus.synthetic import Synthetic
 from fast.choose import choose
-from generate import generate
 from parallel import make_mesh
+from pipeline import generate
 from runtime.launch import World
 
 P = 0.3

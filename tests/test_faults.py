@@ -42,10 +42,10 @@ from faults import (
 from pool import run_ranks
 
 from ddp import DataParallel, FlatBuffers
-from generate import Cache
 from interface.layout import stage_layers
+from layers import vocab_cross_entropy
 from parallel import gather_rows, make_mesh, scatter_rows
-from vocab import vocab_cross_entropy
+from pipeline import Cache
 
 TP4, CHUNKS = (4, dict(tp=4)), (2, dict(pp=2, pp_chunks=2))
 FOUR = dict(LLAMA, n_layer=4)
@@ -197,8 +197,8 @@ FAULTS = {  # name: (model, (ranks, layout), faults as arguments of planted)
     "padding counted as zero gradients": (LLAMA, ZERO, ("optim.Optimizer.num_zeros", zeros_of_padding)),
     # Tensor parallelism
     "targets at the wrong vocabulary offset": (
-        LLAMA, TP, ("vocab._VocabCrossEntropy.forward", target_of_first_rank)),
-    "vocabulary padding takes probability": (LLAMA, TP, ("vocab.vocab_cross_entropy", without_padding)),
+        LLAMA, TP, ("layers._VocabCrossEntropy.forward", target_of_first_rank)),
+    "vocabulary padding takes probability": (LLAMA, TP, ("layers.vocab_cross_entropy", without_padding)),
     "row-linear bias added by every tp rank": (GPT2, TP, ("layers.RowLinear.forward", bias_on_every_rank)),
     "a replicated kv head of other query heads": (LLAMA, TP4, ("attention.Attention.__init__", next_kv_head)),
     # The pipeline
@@ -271,7 +271,7 @@ def test_a_fault_that_nothing_comes_to_is_an_error():
     with pytest.raises(AssertionError, match="nothing has called parallel.make_mesh"), planted(*fault):
         pass
     with pytest.raises(AssertionError, match="no rank has called vocab.vocab_embedding"):
-        run_ranks(2, with_faults, [("vocab.vocab_embedding", nothing)], wrong_rank)
+        run_ranks(2, with_faults, [("layers.vocab_embedding", nothing)], wrong_rank)
     run_ranks(2, with_faults, [fault], wrong_rank)  # one rank is enough
 
 

@@ -22,13 +22,13 @@ from config import Config
 from corpus.synthetic import Synthetic
 from cost.parameters import flops_per_token
 from interface.presets import PRESETS
+from layers import vocab_cross_entropy
 from parallel import make_mesh
 from runtime import timing
 from runtime.launch import World
 from runtime.resume import State, own_pieces
 from runtime.timing import slow_on_cpu
 from skip import Guard
-from vocab import vocab_cross_entropy
 
 STEPS, SCALE = 3, 65536.0
 # Updates are small, so that the two runs stay near each other

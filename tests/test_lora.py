@@ -154,7 +154,7 @@ def no_sum_over_tp(original, self, *args):
 
 
 def test_a_factor_that_is_not_summed_over_tp_is_caught():
-    check = checked("qwen", 2, 4, dict(tp=2), [("lora.Adapter.__init__", no_sum_over_tp)])
+    check = checked("qwen", 2, 4, dict(tp=2), [("layers.Adapter.__init__", no_sum_over_tp)])
     with pytest.raises(AssertionError):
         check()
 

@@ -21,15 +21,15 @@ from config import Config, head_width, pad_vocab
 from corpus.masked import Masked
 from corpus.synthetic import Synthetic
 from cost.parameters import count_parameters, flops_per_token
-from generate import Cache, generate
 from interface.presets import PRESETS
+from layers import vocab_cross_entropy
 from model import GPT, MLP, VECTOR_STARTS, init_weights
 from moe import MoE, plain_dispatcher
 from ops.activations import ACTIVATIONS, GATED
 from ops.cross_entropy import IGNORE
 from parallel import make_mesh, parameter
+from pipeline import Cache, generate
 from runtime.launch import World
-from vocab import vocab_cross_entropy
 
 SMALL = dict(
     n_layer=2,

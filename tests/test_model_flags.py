@@ -11,7 +11,7 @@ from test_layouts import LLAMA, MOE, compare
 from test_model import check_against_the_written_out_model, random_model, without_cache
 
 from config import Config, check
-from generate import Cache, generate
+from pipeline import Cache, generate
 from runtime.launch import World
 
 SHORT = dict(LLAMA, n_layer=2, micro_batch=2)

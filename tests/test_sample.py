@@ -12,7 +12,7 @@ from pool import run_ranks
 from runs import TINY, chars, final, go
 
 import checkpoint
-import generate
+import pipeline
 import sample
 import train
 from config import Config
@@ -39,7 +39,7 @@ def drawn(monkeypatch):
 @pytest.mark.parametrize("top_k", [0, None, 1, 4, 11, 12, 500])
 def test_a_token_is_drawn_from_the_softmax_of_the_k_largest(temperature, top_k, drawn):
     logits, rng = torch.randn(12, generator=torch.Generator().manual_seed(1)), object()
-    token = generate.sample_token(logits.clone(), temperature, top_k, rng)
+    token = pipeline.sample_token(logits.clone(), temperature, top_k, rng)
     ((p, n, generator),) = drawn
     kept = logits.argsort(descending=True)[:top_k or 12]
     want = torch.zeros(12)
@@ -50,7 +50,7 @@ def test_a_token_is_drawn_from_the_softmax_of_the_k_largest(temperature, top_k, 
 
 def test_temperature_0_takes_the_likeliest_and_draws_nothing(drawn):
     for k in (0, 1, 7):
-        assert generate.sample_token(torch.tensor([0.5, 3.0, -1.0, 2.9]), 0.0, k, None) == 1
+        assert pipeline.sample_token(torch.tensor([0.5, 3.0, -1.0, 2.9]), 0.0, k, None) == 1
     assert drawn == []
 
 
@@ -66,7 +66,7 @@ def texts(world, flags):
     model.train()
     out = []
     for n, how in (11, dict(temperature=0)), (3, dict(temperature=0.9, top_k=20, seed=5)), (1, dict(seed=6)):
-        out.append(generate.generate(model, prompt[:n], 9, **how))
+        out.append(pipeline.generate(model, prompt[:n], 9, **how))
         assert model.training and out[-1][:n] == prompt[:n]
     return out
 
@@ -95,13 +95,13 @@ def test_a_window_that_is_full_goes_on_with_its_last_half(monkeypatch):
         given.append((tokens[0].tolist(), cache.length))
         cache.length += tokens.size(1)
         return torch.nn.functional.one_hot(torch.tensor(len(given)), 100).float()
-    monkeypatch.setattr("generate.next_logits", next_logits)
+    monkeypatch.setattr("pipeline.next_logits", next_logits)
     model = train.build(Config(**FLAT), make_mesh(train.launch.World()), 100, torch.device("cpu"))[0]
-    assert generate.generate(model, list(range(50, 56)), 6, 0) == [*range(50, 56), 1, 2, 3, 4, 5, 6]
+    assert pipeline.generate(model, list(range(50, 56)), 6, 0) == [*range(50, 56), 1, 2, 3, 4, 5, 6]
     assert given == [
         ([50, 51, 52, 53, 54, 55], 0), ([1], 6), ([2], 7), ([55, 1, 2, 3], 0), ([4], 4), ([5], 5)]
     given.clear()
-    assert generate.generate(model, list(range(50, 61)), 2, 0) == [*range(50, 61), 1, 2]
+    assert pipeline.generate(model, list(range(50, 61)), 2, 0) == [*range(50, 61), 1, 2]
     assert given == [([53, 54, 55, 56, 57, 58, 59, 60], 0), ([58, 59, 60, 1], 0)]
 
 
@@ -151,18 +151,18 @@ def test_sample_py_prints_each_token_as_soon_as_it_is_drawn(run, monkeypatch):
     """What was printed in the end is generate()'s text. A token may end inside a character."""
     words = tokenizer.load(run)
     out, seen = io.StringIO(), []
-    original = generate.sample_token
+    original = pipeline.sample_token
 
     def drawn(*args):
         seen.append(out.getvalue())
         return original(*args)
     with monkeypatch.context() as patch, contextlib.redirect_stdout(out):
-        patch.setattr(generate, "sample_token", drawn)
+        patch.setattr(pipeline, "sample_token", drawn)
         sample.main([str(run), "--prompt", "ab ", "--max-new-tokens", "7", "--seed", "11"])
     assert seen[0] == "ab " and [len(text) for text in seen] == [3, 4, 5, 6, 7, 8, 9]
     weights = sample.read_run(str(run))
     model = sample.load_model(*weights[:3])
-    ids = generate.generate(model, words.encode("ab "), 7, 0.8, 50, 11)
+    ids = pipeline.generate(model, words.encode("ab "), 7, 0.8, 50, 11)
     assert out.getvalue() == words.decode(ids) + "\n"
 
 
@@ -172,10 +172,10 @@ def test_a_model_of_experts_with_a_capacity_drops_no_row_where_text_is_made(tmp_
     cfg, vocab_size, weights, *_ = sample.read_run(tmp_path / "run")
     model = sample.load_model(cfg, vocab_size, weights).eval()
     tokens = torch.arange(16).unsqueeze(0) * 7 % 100
-    cache = generate.Cache()
+    cache = pipeline.Cache()
     for i in range(16):
-        one_by_one = generate.next_logits(model, tokens[:, i:i + 1], cache)
-    at_once = generate.next_logits(model, tokens, generate.Cache())
+        one_by_one = pipeline.next_logits(model, tokens[:, i:i + 1], cache)
+    at_once = pipeline.next_logits(model, tokens, pipeline.Cache())
     torch.testing.assert_close(one_by_one, at_once)
     assert cfg.capacity_factor == 0.5 and model.cfg.capacity_factor == 0
 

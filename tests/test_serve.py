@@ -18,7 +18,7 @@ import torch
 from browser import browser
 from pool import ROOT
 
-import generate
+import pipeline
 import sample
 import train
 from config import Config
@@ -270,7 +270,7 @@ def test_the_model_reads_the_whole_conversation_that_a_page_sends(talks, monkeyp
     def stream(model, tokens, most, cache, **how):
         seen.append((tokens, most, how))
         return iter(())
-    monkeypatch.setattr("generate.stream", stream)
+    monkeypatch.setattr("pipeline.stream", stream)
     answers({**asked, "messages": ["a", "b", "c"], "temperature": 4e-7}, talks)
     roles = zip(("system", "user", "assistant", "user"), ("abc", "a", "b", "c"), strict=True)
     ids, _ = chat.Template(talks["vocabulary"]).conversation([{"role": r, "content": c} for r, c in roles])
@@ -282,7 +282,7 @@ def test_the_model_reads_the_whole_conversation_that_a_page_sends(talks, monkeyp
 def test_a_text_is_continued_as_by_a_prompt(talks):
     found = answers({"messages": ["abc"], "temperature": 0.8}, talks)
     ids = talks["vocabulary"].encode("abc")
-    assert found == talks["vocabulary"].decode(generate.generate(talks["model"], ids, 8, 0.8, 50, 5)[3:])
+    assert found == talks["vocabulary"].decode(pipeline.generate(talks["model"], ids, 8, 0.8, 50, 5)[3:])
 
 
 @pytest.mark.parametrize("asked,words", [

@@ -21,8 +21,8 @@ from config import Config
 from corpus.synthetic import Synthetic
 from cost.memory import state_bytes
 from fast.choose import choose
-from generate import generate
 from parallel import make_mesh
+from pipeline import generate
 from zero import ShardedBucket
 
 
