@@ -127,7 +127,7 @@ def test_the_page_in_a_browser(server, capsys):
         words = ["moe-4b", "--gpus", "8", "--ep", "4"]
         assert view.inner_text("#command") == f"python plan.py {' '.join(words)}"
         ms = printed(words, capsys)["ms"]
-        view.wait_for_function(f"document.querySelector('#headline').textContent.startsWith('{ms:,.1f} ms')")
+        view.wait_for_selector(f"#headline:has-text('{ms:,.1f} ms')")
         view.fill("input[name=tp]", "3")
-        view.wait_for_function("document.querySelector('#bad').textContent.includes('do not divide by tp 3')")
+        view.wait_for_selector("#bad:has-text('do not divide by tp 3')")
         assert not wrong
