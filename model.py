@@ -126,20 +126,16 @@ class Block(nn.Module):
         if self.moe is None:
             return self.maybe_recompute(self.dense_block, x, t, cos, sin, cache, places), None
         x, inner, routing = self.before_experts(x, t, cos, sin, cache, places)
-        y = self.moe(inner, routing, self.around_experts)
+        y = self.moe(inner, routing)
         return self.after_experts(x, y, routing.shared), routing.router_loss
 
     def before_experts(self, x, t, cos, sin, cache, places):
         """(n, C) -> (n, C), what the experts read of it, (n, C), and where it goes: a Routing."""
         x, inner = self.maybe_recompute(self.attention_half, x, t, cos, sin, cache, places)
-        return x, inner, self.moe.before_experts(inner, self.around_experts)
+        return x, inner, self.moe.before_experts(inner)
 
     def after_experts(self, x, y, shared):  # (n, C) each, shared or None -> (n, C)
         return self.add_output(x, y if shared is None else y + shared)
-
-    def around_experts(self, f, *args):
-        """Return f(*args). Under --recompute full backward runs f again."""
-        return self.maybe_recompute(f, *args) if self.recompute_mode == "full" else f(*args)
 
     def attention_half(self, x, t, cos, sin, cache, places):
         """(n, C) -> (n, C), and what the MLP or the experts read of it, (n, C)."""

@@ -33,7 +33,9 @@ from typing import NamedTuple
 
 import torch
 import torch.nn as nn
+from torch.utils.checkpoint import checkpoint
 
+from config import draws_random_numbers
 from ops.activations import ACTIVATIONS, GATED
 from ops.grouped_mm import SwiGLUExperts, grouped_mm, use_grouped_mm
 from ops.permute import Permute, Unpermute, assign_slots, invert_permutation, sort_by_expert
@@ -50,12 +52,16 @@ class Routing(NamedTuple):
     shared: torch.Tensor       # (n, C) the shared MLP's output; None without one
 
 
-class MoE(nn.Module):
-    """The layer that takes the place of a block's MLP. make_dispatcher(cfg, mesh) makes its token
-    dispatcher.
+class Stats(NamedTuple):
+    """Sums over the step so far, in fp64, on the device: the host need not wait for them."""
+    tokens: torch.Tensor        # (E,) how often each expert was chosen
+    balance_loss: torch.Tensor  # () these three: this rank's parts
+    z_loss: torch.Tensor        # ()
+    entropy: torch.Tensor       # () of the router's probabilities, in nats
 
-    shared: an MLP that every token visits besides its K experts, or None.
-    """
+
+class MoE(nn.Module):
+    """In the place of a block's MLP. shared: an MLP that every token visits as well, or None."""
 
     def __init__(self, cfg, mesh, shared, make_dispatcher):
         super().__init__()
@@ -71,35 +77,33 @@ class MoE(nn.Module):
         self.w2 = parameter(down, mesh, expert=True)  # (e, C, F)
         self.shared = shared
         self.dispatcher = make_dispatcher(cfg, mesh)
-        # (E + 3,), summed over the step so far: tokens per expert, balance loss, z-loss, entropy
-        self.stats = torch.zeros(self.E + 3, dtype=torch.float64)
+        losses = [torch.zeros((), dtype=torch.float64) for _ in range(3)]
+        self.stats = Stats(torch.zeros(self.E, dtype=torch.float64), *losses)
 
-    def forward(self, x, routing, maybe_recompute):
-        """Send the rows x (n, C) to the experts that before_experts chose: (n, C), without shared.
-
-        maybe_recompute(f, *args) returns f(*args). It is Block.around_experts, so that under
-        --recompute full backward calls f again.
-        """
+    def forward(self, x, routing):  # (n, C) -> (n, C), without the shared MLP's output
         plan = self.dispatcher.plan(routing.expert_ids, routing.gates)
-        return maybe_recompute(self.experts, x, routing.gates, plan)
+        return self.maybe_recompute(self.experts, x, routing.gates, plan)
 
-    def before_experts(self, x, maybe_recompute):
-        """Return the Routing of the rows x (n, C).
-
-        All shapes are static here, so fast/compile.py compiles this together with attention.
-        """
+    def before_experts(self, x):  # (n, C) -> Routing
+        # All shapes are static here, so fast/compile.py compiles this together with attention.
         # The routing is never recomputed, because rounding could lead to other experts.
         gates, expert_ids, router_loss = self.route(x)
-        shared = None
-        if self.shared is not None:
-            shared = maybe_recompute(self.shared, x)
+        shared = None if self.shared is None else self.maybe_recompute(self.shared, x)
         return Routing(gates, expert_ids, router_loss, shared)
 
-    def route(self, x):
-        """Return the gates (n, K) in x's dtype, the experts' numbers (n, K), the router loss ().
+    def maybe_recompute(self, f, *args):
+        """Return f(*args). Under --recompute full, backward calls f again."""
+        if self.cfg.recompute != "full" or not self.training:
+            return f(*args)
+        draws = draws_random_numbers(self.cfg)
+        return checkpoint(f, *args, use_reentrant=False, preserve_rng_state=draws)
 
-        x (n, C). Scores are in at least fp32. Among equal scores, the expert with the lower number
-        is chosen. The router loss is this rank's part of the total.
+    def route(self, x):
+        """Choose the experts of the rows x (n, C): gates (n, K), expert_ids (n, K), router loss ().
+
+        Scores are in at least fp32, gates in x's dtype. The router loss is this rank's part of
+        aux_coef * balance loss + z_coef * z-loss. The parts of the tp and cp ranks, which share a
+        micro-batch, add up to its loss.
         """
         K = self.K
         logits = self.router(x)  # (n, E)
@@ -118,50 +122,38 @@ class MoE(nn.Module):
                 gates = logits.gather(1, expert_ids).softmax(1)
             else:
                 gates = probabilities.gather(1, expert_ids)
-        gates = gates.to(x.dtype)
-        return gates, expert_ids, self.router_loss(logits, probabilities, expert_ids)
 
-    def router_loss(self, logits, probabilities, expert_ids):
-        """Return this rank's part of aux_coef * balance loss + z_coef * z-loss, ().
-
-        The balance loss is E * sum over the experts of f_i * P_i. f_i is the fraction of the
-        micro-batch's K * rows choices that fall on expert i, and P_i is the mean probability of
-        expert i over the micro-batch's rows (Switch Transformer, arXiv:2101.03961 eq. 4-6; with
-        several choices as in Megatron-LM). The balance loss is 1 when the load is balanced, and E/K
-        when all tokens go to the same K experts. The z-loss is the mean of logsumexp(logits)^2
-        (arXiv:2202.08906 eq. 5). The balance loss counts what the router would choose without its
-        bias, before any row is dropped. The z-loss depends on the logits alone. The parts of the
-        cp x tp ranks add up to the losses of the micro-batch, because each rank sums P_i over its
-        own rows.
-        """
-        n, E = logits.shape
-        K = self.K
-        cp = self.mesh.cp
-        tp = self.mesh.tp
-        num_tokens_per_expert = count_tokens(expert_ids, E)  # (E,)
-        if self.router.bias is None:
-            chosen = num_tokens_per_expert
-        else:
-            chosen = count_tokens(stable_top_k(probabilities, K), E)
-
-        # The ranks of tp and cp share one micro-batch.
-        total = tp.all_reduce(chosen.to(probabilities.dtype))  # SUM of E counts, over tp
-        total = cp.all_reduce(total)  # SUM of E counts, over cp
-        rows = n * tp.size * cp.size  # of the micro-batch
-        # f_i is total / (K * rows), and P_i is the ranks' sum of probabilities.sum(0) / rows.
-        balance_loss = (probabilities.sum(0) * total).sum() * E / (K * rows * rows)
-        z_loss = logits.logsumexp(1).square().sum() / rows
+        rows = x.size(0) * self.mesh.tp.size * self.mesh.cp.size  # of the micro-batch
+        tokens = count_tokens(expert_ids, self.E)
+        balance_loss = self.balance_loss(probabilities, tokens, rows)
+        z_loss = logits.logsumexp(1).square().sum() / rows  # arXiv:2202.08906 eq. 5
         with torch.no_grad():
             entropy = -(probabilities * probabilities.clamp(min=1e-30).log()).sum() / rows
-            self.stats[:E] += num_tokens_per_expert
-            self.stats[E:] += torch.stack([balance_loss, z_loss, entropy]).double()
-        return self.cfg.aux_coef * balance_loss + self.cfg.z_coef * z_loss
+            self.stats.tokens.add_(tokens)
+            self.stats.balance_loss.add_(balance_loss)
+            self.stats.z_loss.add_(z_loss)
+            self.stats.entropy.add_(entropy)
+        router_loss = self.cfg.aux_coef * balance_loss + self.cfg.z_coef * z_loss
+        return gates.to(x.dtype), expert_ids, router_loss
 
-    def experts(self, x, gates, plan):
-        """Return the sum of gate * expert(row) over a row's K choices: x (n, C) -> (n, C).
+    def balance_loss(self, probabilities, tokens, rows):
+        """Return this rank's part of E * sum over the experts of f_i * P_i, ().
 
-        gates (n, K). plan: what the dispatcher's plan() returned.
+        probabilities (n, E); tokens (E,): how often each expert was chosen; rows: of the whole
+        micro-batch. f_i is the fraction of the K * rows choices that fall on expert i, before any
+        row is dropped, and P_i is its mean probability (Switch Transformer, arXiv:2101.03961
+        eq. 4-6; with several choices as in Megatron-LM). It is 1 when the load is balanced, and E/K
+        when all tokens go to the same K experts.
         """
+        if self.router.bias is not None:  # then what the router would choose without it counts
+            tokens = count_tokens(stable_top_k(probabilities, self.K), self.E)
+        # The ranks of tp and cp share one micro-batch.
+        total = self.mesh.tp.all_reduce(tokens.to(probabilities.dtype))  # SUM of E counts, over tp
+        total = self.mesh.cp.all_reduce(total)  # SUM of E counts, over cp
+        # f_i is total / (K * rows), and P_i is the ranks' sum of probabilities.sum(0) / rows.
+        return (probabilities.sum(0) * total).sum() * self.E / (self.K * rows * rows)
+
+    def experts(self, x, gates, plan):  # (n, C) -> (n, C), the sum of gate * expert(row)
         rows = self.dispatcher.dispatch(x, plan)  # (R, C), by expert
         results = self.ffn(rows, plan.ends)  # (R, C), by expert
         return self.dispatcher.combine(results, gates, plan)
@@ -171,8 +163,7 @@ class MoE(nn.Module):
 
         From Capacity: (e, rows, C) -> (e, rows, C), and ends is None.
         """
-        # On a GPU one function does all of this for SwiGLU. The lines below its call are the
-        # reference.
+        # On a GPU, one function does all of this for SwiGLU. The lines below are the reference.
         if self.cfg.mlp == "swiglu" and use_grouped_mm(x, self.w1) and x.numel():
             ends = None if ends is None else ends.to(torch.int32)
             return SwiGLUExperts.apply(x, self.w1, self.w3, self.w2, ends)
@@ -181,10 +172,8 @@ class MoE(nn.Module):
 
 
 class Router(nn.Module):
-    """The router's weights, one row per expert, and its bias. MoE.route computes the scores.
-
-    The bias only affects the choice: loss-free balancing, arXiv:2408.15664.
-    """
+    """One row of weights per expert, and a bias that only affects the choice: loss-free balancing,
+    arXiv:2408.15664."""
 
     def __init__(self, cfg, mesh):
         super().__init__()
@@ -214,32 +203,38 @@ def stable_top_k(scores, K):
     return torch.stack(picked, 1)
 
 
-def count_tokens(expert_ids, E):
-    """Return how often each expert occurs: expert_ids (n, K) -> (E,).
-
-    bincount would synchronise with the host.
-    """
+def count_tokens(expert_ids, E):  # (n, K) -> (E,), how often each expert occurs
     flat = expert_ids.flatten()
     zeros = torch.zeros(E, dtype=torch.int64, device=flat.device)
-    return zeros.scatter_add_(0, flat, torch.ones_like(flat))
+    return zeros.scatter_add_(0, flat, torch.ones_like(flat))  # bincount would wait for the host
 
 
 # -----------------------------------------------------------------------------
 # The token dispatchers
 
+class Plan(NamedTuple):
+    """Who goes where. A rank has N = n * K copies of its rows, and its experts receive R rows.
+
+    A copy stands in a slot, sorted by expert: see ops/permute.py.
+    """
+    perm: torch.Tensor      # (slots,) the copy in each slot; N where the slot is empty
+    inv_perm: torch.Tensor  # (N,) the slot of each copy; `slots` where the copy was dropped
+    ends: torch.Tensor = None       # (e,) where each local expert's rows end; None with Capacity
+    # of AllToAll alone
+    send: list = None               # rows from here to each ep rank; N is their sum
+    receive: list = None            # rows from each ep rank to here; R is their sum
+    by_expert: torch.Tensor = None  # (R,) permutation: received rows, by sender -> by expert
+    by_sender: torch.Tensor = None  # (R,) its inverse
+
+
 class Dispatcher:
     """Brings rows to their experts and back. Each layer has one and makes a plan per micro-batch.
 
     Its subclasses have these methods:
-        plan(expert_ids, gates)  (n, K) each -> who goes where; backward uses the same plan. Only
-                                 Capacity reads the gates
+        plan(expert_ids, gates)  (n, K) each -> Plan. Only Capacity reads the gates
         dispatch(x, plan)        rows x (n, C) -> (R, C), on their experts' ranks, by expert
         combine(y, gates, plan)  results y (R, C) -> (n, C), at home: the sum of gate * result
     Capacity has (e, rows, C) instead of (R, C).
-
-    A row has K copies, one for each expert that it visits. A slot is a place in the order by
-    expert. The perm of this file's plans says which copy stands in each slot, and inv_perm in which
-    slot each copy stands: see ops/permute.py.
     """
 
     def __init__(self, cfg, mesh):
@@ -248,44 +243,24 @@ class Dispatcher:
         self.E = cfg.n_experts
         self.K = cfg.top_k
         self.e = cfg.n_experts // mesh.ep.size
-        # Counts of the step so far. They are on the device, so that the host need not wait for it.
+        # Of the step so far, on the device as Stats are
         self.n_dropped = torch.zeros((), dtype=torch.float64)  # copies
-        # The largest R of a micro-batch. Only fast/graph.py reads it.
+        # The largest R of a micro-batch, which only fast/graph.py reads
         self.rows_needed = torch.zeros((), dtype=torch.int64)
-
-    def reset_stats(self):
-        self.n_dropped.zero_()
-        self.rows_needed.zero_()
-
-
-class LocalPlan(NamedTuple):
-    perm: torch.Tensor      # (N,) the copy in each slot
-    inv_perm: torch.Tensor  # (N,) the slot of each copy
-    ends: torch.Tensor      # (E,) int32, where each expert's slots end
 
 
 class Local(Dispatcher):
     """All experts are on this rank: shapes are static, and nothing is sent."""
 
     def plan(self, expert_ids, gates):
-        copies = sort_by_expert(expert_ids.flatten(), self.E)
-        return LocalPlan(copies.perm, copies.inv_perm, copies.ends)
+        perm, inv_perm, _, ends = sort_by_expert(expert_ids.flatten(), self.E)
+        return Plan(perm, inv_perm, ends)
 
     def dispatch(self, x, plan):  # (n, C) -> (N, C)
         return Permute.apply(x, plan.perm, plan.inv_perm, self.K)
 
     def combine(self, y, gates, plan):  # (N, C) -> (n, C)
         return Unpermute.apply(y, gates, plan.perm, plan.inv_perm)
-
-
-class AllToAllPlan(NamedTuple):
-    perm: torch.Tensor       # (N,) as in LocalPlan, for the copies of this rank
-    inv_perm: torch.Tensor   # (N,)
-    send: list               # rows from here to each ep rank; N is their sum
-    receive: list            # rows from each ep rank to here; R is their sum
-    by_expert: torch.Tensor  # (R,) permutation: received rows, which stand by sender -> by expert
-    by_sender: torch.Tensor  # (R,) its inverse
-    ends: torch.Tensor       # (e,) where each local expert's rows end, by expert
 
 
 class AllToAll(Dispatcher):
@@ -304,14 +279,12 @@ class AllToAll(Dispatcher):
 
     def plan(self, expert_ids, gates):
         ep = self.ep
-        copies = sort_by_expert(expert_ids.flatten(), self.E)
-        # Tables of rows: sent_counts (ep, e) by receiver and expert, received_counts by sender.
-        sent_counts = copies.counts.view(ep.size, self.e)
+        perm, inv_perm, counts, _ = sort_by_expert(expert_ids.flatten(), self.E)
+        sent_counts = counts.view(ep.size, self.e)  # by receiver and expert
         # E counts to the experts' owners, over ep. Counts take this method. Rows take the function
         # all_to_all, which has a gradient.
-        received_counts = ep.all_to_all(copies.counts).view(ep.size, self.e)
-        # rows_needed is no part of the plan: fast/graph.py reads it. This line stands before the
-        # sync point, so the device computes it while the host waits.
+        received_counts = ep.all_to_all(counts).view(ep.size, self.e)  # by sender and expert
+        # Before the sync point, so that the device computes it while the host waits.
         torch.maximum(self.rows_needed, received_counts.sum(), out=self.rows_needed)
 
         # Sync point, the only one here: all_to_all takes the sizes of its messages from the host.
@@ -327,7 +300,7 @@ class AllToAll(Dispatcher):
         by_expert = local_expert.argsort(stable=True)
         by_sender = invert_permutation(by_expert)
         ends = received_counts.sum(0).cumsum(0)
-        return AllToAllPlan(copies.perm, copies.inv_perm, send, receive, by_expert, by_sender, ends)
+        return Plan(perm, inv_perm, ends, send, receive, by_expert, by_sender)
 
     def dispatch(self, x, plan):  # (n, C) -> (R, C)
         x = Permute.apply(x, plan.perm, plan.inv_perm, self.K)  # (N, C), by expert
@@ -343,12 +316,6 @@ class AllToAll(Dispatcher):
         return Unpermute.apply(y, gates, plan.perm, plan.inv_perm)
 
 
-class CapacityPlan(NamedTuple):
-    perm: torch.Tensor      # (E*capacity,) the copy in each slot, N where the slot is empty
-    inv_perm: torch.Tensor  # (N,) the slot of each copy, E*capacity where the copy was dropped
-    ends = None             # a class attribute, not a field of the tuple: experts have equal rows
-
-
 class Capacity(Dispatcher):
     """Each expert takes at most `capacity` copies from this rank. Shapes are static, and messages
     are even.
@@ -360,7 +327,7 @@ class Capacity(Dispatcher):
 
     def plan(self, expert_ids, gates):
         perm, inv_perm, _ = self.assign(expert_ids, gates)
-        return CapacityPlan(perm, inv_perm)
+        return Plan(perm, inv_perm)
 
     def assign(self, expert_ids, gates):
         """Return perm, inv_perm and the capacity.
@@ -400,9 +367,7 @@ def plain_dispatcher(cfg, mesh):
     """Return the dispatcher for these flags that needs only collectives."""
     if cfg.capacity_factor:
         return Capacity(cfg, mesh)
-    if mesh.ep.size == 1:
-        return Local(cfg, mesh)
-    return AllToAll(cfg, mesh)
+    return Local(cfg, mesh) if mesh.ep.size == 1 else AllToAll(cfg, mesh)
 
 
 # -----------------------------------------------------------------------------
@@ -414,23 +379,22 @@ def moe_layers(model):
 
 
 def reset_stats(model):
-    """Begin a new step: nothing has been counted yet."""
     for layer in moe_layers(model).values():
-        layer.stats.zero_()
-        layer.dispatcher.reset_stats()
+        for total in (*layer.stats, layer.dispatcher.n_dropped, layer.dispatcher.rows_needed):
+            total.zero_()
 
 
 @torch.no_grad()
 def update_router_bias(model, rate, not_finite):
-    """Balance without a loss: raise the bias of experts below the mean load, lower others.
+    """Balance without a loss: raise the bias of experts below the mean load, lower others by rate.
 
-    The load is that of the global batch, and a bias changes by `rate`. not_finite: () 1.0 where the
-    update was refused; then no bias changes. Collective over the stage.
+    The load is that of the global batch. not_finite: () 1.0 where the update was refused; then no
+    bias changes. Collective over the stage.
     """
     for layer in moe_layers(model).values():
         if layer.router.bias is None:
             continue
-        load = layer.stats[:layer.E].clone()
+        load = layer.stats.tokens.clone()
         layer.mesh.stage.all_reduce(load)  # SUM of E counts, over the stage
         step = rate * (load.mean() - load).sign().float()
         layer.router.bias += step * (1 - not_finite)
@@ -438,27 +402,24 @@ def update_router_bias(model, rate, not_finite):
 
 @torch.no_grad()
 def expert_stats(model, micro_batches):
-    """Return the statistics of the step just done, on every rank: {layer: see layer_stats}.
+    """Return the statistics of the step just done, on every rank: {layer: {name: number}}.
 
-    micro_batches: those of the whole global batch. Collective: each stage fills its layers' rows.
+    load: the experts' fractions of the copies, a list; dropped: a fraction of them; aux, z,
+    entropy: means over the global batch's micro_batches. Collective: each stage fills its layers'
+    rows.
     """
-    E = model.cfg.n_experts
     device = next(model.parameters()).device
-    table = torch.zeros(model.cfg.n_layer, E + 4, dtype=torch.float64, device=device)
+    shape = model.cfg.n_layer, model.cfg.n_experts + 4
+    table = torch.zeros(shape, dtype=torch.float64, device=device)
     for i, layer in moe_layers(model).items():
-        table[i] = torch.cat([layer.stats, layer.dispatcher.n_dropped.view(1)])
+        table[i] = torch.hstack([*layer.stats, layer.dispatcher.n_dropped])
     model.mesh.world.all_reduce(table)  # SUM of L*(E+4) numbers, over the world
-    return {i: layer_stats(row, E, micro_batches) for i, row in enumerate(table.tolist())}
-
-
-def layer_stats(row, E, micro_batches):
-    """Return {load: the experts' fractions of the copies, dropped: a fraction, aux, z, entropy}."""
-    num_tokens_per_expert = row[:E]
-    copies = sum(num_tokens_per_expert)
-    balance_loss, z_loss, entropy = row[E:E + 3]
-    n_dropped = row[E + 3]
-    return {"load": [count / copies for count in num_tokens_per_expert],
-            "dropped": n_dropped / copies,
-            "aux": balance_loss / micro_batches,
-            "z": z_loss / micro_batches,
-            "entropy": entropy / micro_batches}
+    found = {}
+    for i, (*tokens, balance_loss, z_loss, entropy, n_dropped) in enumerate(table.tolist()):
+        copies = sum(tokens)
+        found[i] = {"load": [count / copies for count in tokens],
+                    "dropped": n_dropped / copies,
+                    "aux": balance_loss / micro_batches,
+                    "z": z_loss / micro_batches,
+                    "entropy": entropy / micro_batches}
+    return found

@@ -73,11 +73,9 @@ def moe_layer(cfg, mesh, device, make_dispatcher=moe.plain_dispatcher):
 
 
 def forward(layer, x):
-    """x (n, C) -> (output (n, C), balance loss ()), without recomputation."""
-    def plain_call(f, *args):
-        return f(*args)
-    routing = layer.before_experts(x, plain_call)
-    return layer(x, routing, plain_call), routing.router_loss
+    """x (n, C) -> (output (n, C), balance loss ())."""
+    routing = layer.before_experts(x)
+    return layer(x, routing), routing.router_loss
 
 
 def compiled(cfg, device):

@@ -37,7 +37,7 @@ IDLE = {"GPT.provide_weights", "DataParallel.provide_weights", "gather_rows", "s
         "Bucket.complete_grad", "Optimizer.of_adam", "Optimizer.prepare_update",
         "Optimizer.update_loss_scale", "Optimizer.count_votes", "Op.direction", "AdamW.widened",
         "AdamW.keep_rounded"}
-PASSED_OVER = {"Block.maybe_recompute"}  # What it calls is shown in its place.
+PASSED_OVER = {"Block.maybe_recompute", "MoE.maybe_recompute"}  # What they call is shown in their place.
 OF_MICRO_BATCH = {"several_stages.<locals>.forward", "several_stages.<locals>.backward"}
 WIDTH = 110
 

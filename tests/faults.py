@@ -165,10 +165,11 @@ def router_loss_weight(factor):
     return "model.GPT.forward", functools.partial(router_loss_times, factor=factor)
 
 
-def router_loss_of_this_rank(original, layer, *args):
-    """MoE.router_loss of this tp rank's tokens alone."""
+def balance_loss_of_this_rank(original, layer, probabilities, tokens, rows):
+    """MoE.balance_loss of this tp rank's tokens alone."""
+    rows //= layer.mesh.tp.size
     with mock.patch.object(layer, "mesh", dataclasses.replace(layer.mesh, tp=Axis("tp"))):
-        return original(layer, *args)
+        return original(layer, probabilities, tokens, rows)
 
 
 def other_coordinates(original, cfg, mesh, *args, **ranks):

@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
-from faults import constant, group, nothing, router_loss_of_this_rank, with_faults
+from faults import balance_loss_of_this_rank, constant, group, nothing, with_faults
 from pool import ROOT, run_ranks
 
 sys.path.append(str(ROOT / "bench"))  # also in the ranks of the pool, which import this module
@@ -89,7 +89,7 @@ FAULTS = {  # the layout, the faults, what the verdict names
         ["tiny", *SHAPE, "--tp=2"], [group("stage", "dp")],
         "step 1 grad norm.weight: elements held 2 to 2 times, in 30 of 126 tensors"),
     "balance loss of a tp rank's own tokens": (
-        [*MOE, "--tp=2"], [("moe.MoE.router_loss", router_loss_of_this_rank)],
+        [*MOE, "--tp=2"], [("moe.MoE.balance_loss", balance_loss_of_this_rank)],
         "step 1: 18 of 23 gradients differ: blocks.0.moe.router.weight by"),
     "new weights not sent": (
         ["tiny", *SHAPE, "--zero=1", "--compared-steps=1"], [("ddp.FlatBuffers.after_update", nothing)],

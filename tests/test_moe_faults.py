@@ -19,11 +19,11 @@ from faults import (
     MOE,
     TP,
     assert_caught,
+    balance_loss_of_this_rank,
     controls,
     first_share,
     not_over,
     planted,
-    router_loss_of_this_rank,
     run_with_faults,
     with_faults,
 )
@@ -59,20 +59,20 @@ def smallest_gates(original, dispatcher, expert_ids, gates):
 
 
 def loss_with_bias(original, layer, *args):
-    """MoE.router_loss that counts what the router chose with its bias."""
+    """MoE.balance_loss that counts what the router chose with its bias."""
     with mock.patch.object(layer.router, "bias", None):
         return original(layer, *args)
 
 
 def loss_of_one_choice(original, layer, *args):
-    """MoE.router_loss without the 1/K."""
+    """MoE.balance_loss without the 1/K."""
     with mock.patch.object(layer, "K", 1):
         return original(layer, *args)
 
 
-def routed_again(original, layer, x, maybe_recompute):
+def routed_again(original, layer, x):
     """MoE.before_experts that backward runs again."""
-    return maybe_recompute(functools.partial(original, layer), x, maybe_recompute)
+    return layer.maybe_recompute(functools.partial(original, layer), x)
 
 
 def pieces_without_buffers(original, data_parallel, *args, **kwargs):
@@ -94,7 +94,7 @@ def pieces_of_first_experts(original, *args, owned_only=True):
 # Layouts
 
 FAULTS = {  # name: (model, (ranks, layout), faults as arguments of planted)
-    "balance loss of a tp rank's own tokens": (MOE, TP, ("moe.MoE.router_loss", router_loss_of_this_rank)),
+    "balance loss of a tp rank's own tokens": (MOE, TP, ("moe.MoE.balance_loss", balance_loss_of_this_rank)),
     "router bias updated with this rank's loads only": (
         SIGMOID, EP, ("parallel.Axis.all_reduce", functools.partial(not_over, name="stage"))),
     "capacity computed from all ranks' rows": (CAPACITY, TP, ("moe.expert_capacity", capacity_of_two_ranks)),
@@ -125,9 +125,9 @@ SHARED_FAULTS = {  # faults that one process has, too: (a fault as above, the te
     "ties go to the last expert": ("moe.stable_top_k", last_of_equals, loop("softmax", 1)),
     "drop policy probs keeps the smallest gates": ("moe.Capacity.assign", smallest_gates, loop("softmax", 1)),
     "the router bias changes the balance loss": (
-        "moe.MoE.router_loss", loss_with_bias, loop("sigmoid bias", 2)),
+        "moe.MoE.balance_loss", loss_with_bias, loop("sigmoid bias", 2)),
     "balance loss without the 1/K": (
-        "moe.MoE.router_loss", loss_of_one_choice,
+        "moe.MoE.balance_loss", loss_of_one_choice,
         lambda: test_moe.test_balance_loss_is_1_when_balanced_E_over_K_when_collapsed("softmax", 2)),
     "routing recomputed in backward": (
         "moe.MoE.before_experts", routed_again, lambda: test_moe_run.test_recompute_routes_once({})),
