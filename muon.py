@@ -35,7 +35,7 @@ the result back. The drawing shows a bucket of three matrices, cut for four rank
 """
 import itertools
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -74,9 +74,10 @@ def orthogonalise(x, cut=None, axis=ALONE, *, scale=1.0, out=None):
     stretches = steps_per_gram(side, x[0].numel() // side)
     # Two tensors take turns as the target of a product, so that the last product writes `out`.
     target = out
-    spare = torch.empty(out.shape, dtype=out.dtype, device=out.device)
+    spare = torch.empty_like(out)
     if len(stretches) % 2 == 1:
         target, spare = spare, target
+
     x = normalised(x, axis, target)
     for i, n_steps in enumerate(stretches):
         gram = x.mT @ x if is_tall else x @ x.mT
@@ -88,11 +89,6 @@ def orthogonalise(x, cut=None, axis=ALONE, *, scale=1.0, out=None):
             x = torch.bmm(*pair, out=target)
     # The last product also multiplies by a number: beta=0 leaves out the sum.
     return torch.baddbmm(x, *pair, beta=0, alpha=scale / NORM, out=target)
-
-
-def steps_per_gram(side, other):
-    """Return how many steps each Gram matrix serves. side: of the Gram matrix; other: of x."""
-    return STEPS_OF_LONG if other >= LONG * side else STEPS_OF_SHORT
 
 
 def normalised(x, axis, out):
@@ -120,12 +116,17 @@ def product_of_polynomials(gram, n_steps):
     return product
 
 
-def update_scale(full_shape):
-    """Return the factor that gives an orthogonalised matrix the root mean square UPDATE_RMS.
+def steps_per_gram(side, other):
+    """How many steps each Gram matrix serves. side: of the Gram matrix; other: of x."""
+    return STEPS_OF_LONG if other >= LONG * side else STEPS_OF_SHORT
 
-    full_shape: of the whole matrix, whatever share of it a rank has.
-    """
-    return UPDATE_RMS * math.sqrt(max(full_shape))
+
+def direction_dtype(model_dtype):  # of what is orthogonalised; fp16 is too narrow for momenta
+    return torch.bfloat16 if model_dtype.itemsize == 2 else model_dtype
+
+
+def iteration_dtype(model_dtype):  # as long as that of directions
+    return torch.float16 if model_dtype.itemsize == 2 else model_dtype
 
 
 # -----------------------------------------------------------------------------
@@ -135,27 +136,24 @@ class Matrix(NamedTuple):
     """A matrix of a bucket: this rank's share of it, if tp cuts it."""
     shape: tuple       # (rows, columns) on this rank
     full_shape: tuple  # (rows, columns) of the whole matrix
-    parts: Any         # {rank: slice}: where the elements are in each rank's vector of slices
+    parts: dict        # {rank: slice}: where the elements are in each rank's vector of slices
 
     @property
-    def cut(self):
-        """The dimension along which tp cuts the matrix, or None."""
+    def cut(self):  # the dimension along which tp cuts the matrix, or None
         for dim in (0, 1):
             if self.shape[dim] < self.full_shape[dim]:
                 return dim
         return None
 
     @property
-    def sides(self):
-        """The side of the Gram matrix, and the other side, on this rank."""
+    def sides(self):  # of the Gram matrix, and the other one, on this rank
         rows, columns = self.shape
         if self.cut is None:
             return min(rows, columns), max(rows, columns)
         return (columns, rows) if self.cut == 0 else (rows, columns)
 
     @property
-    def work(self):
-        """The multiplications of the iteration."""
+    def work(self):  # the multiplications of the iteration
         side, other = self.sides
         work = 0
         for n_steps in steps_per_gram(side, other):
@@ -177,38 +175,26 @@ def shapes_of(params):
     return shapes
 
 
-def matrices_of(shapes, length, begin):
-    """Return the Matrices of a bucket, which is cut into slices of `length` elements.
-
-    shapes: from shapes_of. begin: where the bucket's slice starts in each rank's vector.
-    """
-    found = []
-    start = 0
-    for shape, full_shape in shapes:
-        end = start + math.prod(shape)
-        parts = {}
-        for rank in range(start // length, ceil_div(end, length)):
-            part_begin = max(start, rank * length)
-            part_end = min(end, (rank + 1) * length)
-            shift = begin - rank * length
-            parts[rank] = slice(part_begin + shift, part_end + shift)
-        found.append(Matrix(shape, full_shape, parts))
-        start = end
-    return found
-
-
 def owned_matrices(shapes, lengths, n_ranks):
-    """Return the Matrices that each rank owns. shapes, lengths: one entry per bucket."""
+    """Return the Matrices that each rank owns: the largest first, each to the least busy rank.
+
+    shapes: from shapes_of, for each bucket. lengths: elements of each bucket's slices.
+    """
     matrices = []
-    begin = 0
-    for shapes_of_bucket, length in zip(shapes, lengths, strict=True):
-        matrices += matrices_of(shapes_of_bucket, length, begin)
-        begin += length
-    return assign_owners(matrices, n_ranks)
+    vector_begin = 0  # where the bucket's slice starts in each rank's vector
+    for bucket_shapes, length in zip(shapes, lengths, strict=True):
+        start = 0
+        for shape, full_shape in bucket_shapes:
+            end = start + math.prod(shape)
+            parts = {}
+            for rank in range(start // length, ceil_div(end, length)):
+                shift = vector_begin - rank * length
+                parts[rank] = slice(max(start + shift, vector_begin),
+                                    min(end + shift, vector_begin + length))
+            matrices.append(Matrix(shape, full_shape, parts))
+            start = end
+        vector_begin += length
 
-
-def assign_owners(matrices, n_ranks):
-    """Return the list of matrices of each rank: the largest first, each to the least busy rank."""
     owned = [[] for _ in range(n_ranks)]
     busy = [0] * n_ranks
     for matrix in sorted(matrices, key=lambda matrix: -matrix.work):
@@ -221,27 +207,18 @@ def assign_owners(matrices, n_ranks):
 class Batch(NamedTuple):
     """Matrices of one shape that are computed together."""
     matrix: Matrix  # the first of them
+    count: int
     places: list    # slices of the received numbers, which hold the matrices one after the other
-
-    @property
-    def count(self):
-        """The number of matrices."""
-        return sum(map(length_of, self.places)) // math.prod(self.matrix.shape)
 
 
 def iteration_elements(matrix):
-    """Return the elements of the tensors that the iteration of a Matrix needs at a time.
-
-    These are two like the matrix, and six like its Gram matrix.
-    """
+    """The elements that the iteration of a Matrix needs: two like it, six like its Gram matrix."""
     side, other = matrix.sides
     return 2 * side * other + 6 * side * side
 
 
 def matrices_together(matrix, elements, count):
-    """Return how many of `count` matrices like this one are computed together.
-
-    These are all, or a power of two of them.
+    """How many of `count` matrices like this one are computed together: all, or a power of two.
 
     elements: those of this rank's slices, in all matrices. The batch needs no more than these, so
     in a 16-bit model directions and batch need no more memory than AdamW's second moment would.
@@ -273,28 +250,18 @@ def received_places(matrices, n_ranks):
 
 def batches_of(matrices, places, elements):
     """Return the Batches of an owner's matrices. places: the slices of each matrix."""
-    alike = {}  # (shape, full shape): [first matrix, places of all]
-    for matrix, slices in zip(matrices, places, strict=True):
-        _, of_shape = alike.setdefault((matrix.shape, matrix.full_shape), (matrix, []))
-        of_shape.append(slices)
+    alike = {}  # (shape, full shape): numbers of matrices
+    for i, matrix in enumerate(matrices):
+        alike.setdefault((matrix.shape, matrix.full_shape), []).append(i)
     batches = []
-    for matrix, of_shape in alike.values():
-        size = matrices_together(matrix, elements, len(of_shape))
-        for i in range(0, len(of_shape), size):
-            in_order = itertools.chain.from_iterable(of_shape[i:i + size])
-            batches.append(Batch(matrix, joined(in_order)))
+    for numbers in alike.values():
+        first = matrices[numbers[0]]
+        size = matrices_together(first, elements, len(numbers))
+        for begin in range(0, len(numbers), size):
+            chosen = numbers[begin:begin + size]
+            in_order = itertools.chain.from_iterable(places[i] for i in chosen)
+            batches.append(Batch(first, len(chosen), list(in_order)))
     return batches
-
-
-def joined(places):
-    """Return the slices with neighbours made one, in order: so there are fewer to copy."""
-    found = []
-    for place in places:
-        if found and found[-1].stop == place.start:
-            found[-1] = slice(found[-1].start, place.stop)
-        else:
-            found.append(place)
-    return found
 
 
 class WholeMatrices:
@@ -330,7 +297,12 @@ class WholeMatrices:
 
         In a 16-bit model the vector is in bf16, and the updates are in fp16.
         """
-        received = self.collect(vector)
+        received = vector
+        if self.is_shared:
+            parts = [vector[part] for part in self.outgoing]
+            outgoing = torch.cat([vector[:0], *parts])  # A slice that is all padding has no parts.
+            # Each rank sends the others their matrices' elements in its slices, over the shard.
+            received = self.axis.all_to_all(outgoing, self.sent, self.received)
         dtype = iteration_dtype(vector.dtype)
         updates = received.view(dtype)
         for batch in self.batches:
@@ -340,21 +312,16 @@ class WholeMatrices:
         return vector.view(dtype)
 
     def orthogonalise_batch(self, batch, received, updates):
-        """Write a batch's updates where its directions are. Both are (n,)."""
+        """Write a batch's updates where its directions are. Both are (n,).
+
+        This is a function of its own so that its tensors are freed before the next batch.
+        """
         matrix = batch.matrix
         x = torch.cat([received[place] for place in batch.places]).view(-1, *matrix.shape)
+        scale = UPDATE_RMS * math.sqrt(max(matrix.full_shape))  # of the whole matrix
         found = orthogonalise(x, matrix.cut, ALONE if matrix.cut is None else self.tp,
-                              scale=update_scale(matrix.full_shape), out=x.view(updates.dtype))
+                              scale=scale, out=x.view(updates.dtype))
         copy_into([updates[place] for place in batch.places], found.view(-1))
-
-    def collect(self, vector):
-        """Return the elements of this rank's own matrices, which all ranks have sent."""
-        if not self.is_shared:
-            return vector
-        parts = [vector[part] for part in self.outgoing]
-        outgoing = torch.cat([vector[:0], *parts])  # A slice that is all padding has no parts.
-        # Each rank sends the others their matrices' elements in its slices, over the shard.
-        return self.axis.all_to_all(outgoing, self.sent, self.received)
 
     def hand_back(self, found, vector):
         """Send the updates to where their elements came from, into the ranks' vectors."""
@@ -371,7 +338,6 @@ def copy_into(parts, numbers):
 
 
 def length_of(part):
-    """Return the number of elements of a slice."""
     return part.stop - part.start
 
 
@@ -388,7 +354,6 @@ class Muon:
     moments = ("momentum",)
 
     def __init__(self, cfg, data_parallel):
-        """Make the state of the matrices inside blocks (ddp.uses_muon)."""
         self.data_parallel = data_parallel
         self.momentum = cfg.momentum
         self.decay = cfg.weight_decay
@@ -410,27 +375,21 @@ class Muon:
         self.groups = [WholeMatrices(alike, tp) for alike in of_axis.values()]
 
     def step(self, lr, divisor, not_finite):
-        """Update masters and weights. The arguments are those of AdamW.step. Collective."""
+        """Update masters and weights. The arguments are those of AdamW.step. Collective.
+
+        Where not_finite is 1.0, momenta and masters stay as they are.
+        """
         for group in self.groups:
-            vector = self.directions(group, divisor, not_finite)
-            # All matrices of a shape are computed together, in fp16 in a 16-bit model.
+            dtype = direction_dtype(group.buckets[0].own.dtype)
+            vector = torch.empty(sum(group.sizes), dtype=dtype, device=divisor.device)
+            directions = vector.split(group.sizes)
+            for bucket, direction in zip(group.buckets, directions, strict=True):
+                momentum = self.state[bucket.master]["momentum"]
+                self.add_gradient(momentum, bucket.grad_total, direction, divisor, not_finite)
             updates = group.orthogonalise(vector).split(group.sizes)
             for i in reversed(range(len(updates))):  # Roughly the first layers go first.
                 self.update(group.buckets[i], updates[i], lr * self.lr_factor, not_finite)
                 self.data_parallel.on_updated(group.buckets[i])
-
-    def directions(self, group, divisor, not_finite):
-        """Add the gradients to the momenta, and return what is to be orthogonalised, as one vector.
-
-        Where not_finite is 1.0, the momenta stay as they are, and nobody uses the vector.
-        """
-        dtype = direction_dtype(group.buckets[0].own.dtype)
-        vector = torch.empty(sum(group.sizes), dtype=dtype, device=divisor.device)
-        directions = vector.split(group.sizes)
-        for bucket, direction in zip(group.buckets, directions, strict=True):
-            momentum = self.state[bucket.master]["momentum"]
-            self.add_gradient(momentum, bucket.grad_total, direction, divisor, not_finite)
-        return vector
 
     def add_gradient(self, momentum, grad, direction, divisor, not_finite):
         """Add a gradient to its momentum, and write the direction: (n,) each."""
@@ -464,13 +423,3 @@ class Muon:
         master.mul_(1 - rate * self.decay)
         master.sub_(rate * update.to(master.dtype))
         bucket.own.copy_(master)  # a no-op where master and own are one tensor
-
-
-def direction_dtype(model_dtype):
-    """Return the dtype of the vector of directions; fp16's range is too small for momenta."""
-    return torch.bfloat16 if model_dtype.itemsize == 2 else model_dtype
-
-
-def iteration_dtype(model_dtype):
-    """Return the dtype in which the matrices are orthogonalised, as long as that of directions."""
-    return torch.float16 if model_dtype.itemsize == 2 else model_dtype

@@ -16,16 +16,12 @@ from ops import backend, flat
 from ops.split_master import SplitMaster, put_back, whole
 
 INITIAL_LOSS_SCALE = 65536.0
-VOTES = 6  # Reasons to stop the run, which travel with the statistics: runtime.agree.REASONS.
-LOSS_SCALE_STEPS = 2000  # The loss scale is doubled after this many steps without an overflow.
+LOSS_SCALE_STEPS = 2000  # without an overflow, after which the loss scale is doubled
+VOTES = 6  # reasons to stop the run, which travel with the statistics: runtime.agree.REASONS
 
 
 def learning_rate(cfg, step):
-    """Return the learning rate of an update: linear warmup, then --lr-schedule down to min_lr.
-
-    step: the number of the coming update, counted from 1. Nothing else decides, so a resumed run
-    goes on with the rates that it would have had.
-    """
+    """The rate of update `step`, counted from 1: linear warmup, then --lr-schedule to min_lr."""
     low = cfg.lr / 10 if cfg.min_lr is None else cfg.min_lr
     last = cfg.decay_steps or cfg.steps
     if step <= cfg.warmup:
@@ -44,7 +40,7 @@ def learning_rate(cfg, step):
 
 
 def stable_until(cfg):
-    """Return the last step before the decay of --lr-schedule wsd (arXiv:2404.06395, section 4)."""
+    """The last step before the decay of --lr-schedule wsd (arXiv:2404.06395, section 4)."""
     last = cfg.decay_steps or cfg.steps
     return max(cfg.warmup, last - round(cfg.decay_ratio * last))
 
@@ -52,71 +48,27 @@ def stable_until(cfg):
 # -----------------------------------------------------------------------------
 # The update
 
-class StepStats(NamedTuple):
-    """The numbers of the whole model that judge a step: () fp64 each, on the device.
-
-    The last two are 0 unless full statistics are asked for.
-    """
-    loss: torch.Tensor        # mean cross-entropy, in nats per trained token of the global batch
-    grad_norm: torch.Tensor   # of the whole model's gradient, before clipping
-    num_zeros: torch.Tensor   # gradients that are zero, those of the vocabulary's padding too
-    param_norm: torch.Tensor  # norm of the weights
-
-
 class AdamW:
     """What torch.optim.AdamW(fused=True) does, with decoupled weight decay (arXiv:1711.05101).
 
-    torch's own class imports torch's compiler, which takes 2 s at every start. state holds the
-    moments and the step count of each parameter.
+    torch's own class imports torch's compiler, which takes 2 s at every start.
+
+    decays: one per parameter. moments_dtype: None is that of the parameters.
     """
     moments = "exp_avg", "exp_avg_sq"
 
-    def __init__(self, params, decays, betas, eps=1e-8, *, one_step_count=False,
-                 moments_dtype=None):
-        """Make the state.
-
-        decays: one per parameter. one_step_count: all share one tensor. moments_dtype: of the
-        moments; None is that of the parameters.
-        """
+    def __init__(self, params, decays, betas, eps=1e-8, moments_dtype=None):
         self.params = params
         self.decays = decays
         self.betas = betas
         self.eps = eps
-        self.state = {}
-        device = params[0].device
-        shared_count = torch.zeros((), device=device) if one_step_count else None
+        self.step_count = torch.zeros((), device=params[0].device)  # updates that were taken
+        self.state = {}  # {parameter: {name of a moment: tensor}}
         for p in params:
-            count = torch.zeros((), device=device) if shared_count is None else shared_count
-            self.state[p] = {"step": count}
+            self.state[p] = {}
             for moment in self.moments:
                 self.state[p][moment] = torch.zeros(p.shape, dtype=moments_dtype or p.dtype,
-                                                    device=device)
-        # {(weight decay, an index or None): indices of parameters}. All with one weight decay are
-        # updated in one call. A SplitMaster or a parameter with moments of another dtype has its
-        # own call, so that only one at a time has whole copies.
-        self.groups = {}
-        for i, decay in enumerate(decays):
-            has_copies = isinstance(params[i], SplitMaster) or moments_dtype is not None
-            alone = i if has_copies else None
-            self.groups.setdefault((decay, alone), []).append(i)
-
-    def of_group(self, group, key):
-        """Return one entry of the state of each parameter in a group."""
-        return [self.state[self.params[i]][key] for i in group]
-
-    def widened(self, group, moment):
-        """Return a moment of each parameter in a group, in the dtype of the parameter.
-
-        With --moments-dtype bf16 these are copies, else the moments themselves.
-        """
-        kept = self.of_group(group, moment)
-        return [values.to(self.params[i].dtype) for i, values in zip(group, kept, strict=True)]
-
-    def keep_rounded(self, group, moment, updated):
-        """Round what widened() returned, and was updated since, into the moments that are kept."""
-        for kept, values in zip(self.of_group(group, moment), updated, strict=True):
-            if kept is not values:
-                kept.copy_(values)
+                                                    device=p.device)
 
     def step(self, grads, lr, divisor, not_finite):
         """Update all parameters with their gradients. Each is the master of a bucket, or under ZeRO
@@ -131,25 +83,32 @@ class AdamW:
         m is exp_avg, v is exp_avg_sq. With --moments-dtype bf16 they are rounded after the update.
         lr: float. divisor: () fp32. not_finite: () fp32; where it is 1.0, nothing changes.
         """
-        for (decay, _), group in self.groups.items():
-            params = [whole(self.params[i]) for i in group]
-            group_grads = [grads[i].to(self.params[i].dtype) for i in group]
-            step_counts = self.of_group(group, "step")
-            exp_avgs = self.widened(group, "exp_avg")
-            exp_avg_sqs = self.widened(group, "exp_avg_sq")
-            # The kernel below is what nanoGPT's AdamW(fused=True) calls. It expects the new counts.
-            torch._foreach_add_(step_counts, 1)
-            # It divides by its grad_scale, and does nothing where found_inf is 1.
+        self.step_count += 1
+        for p, grad, decay in zip(self.params, grads, self.decays, strict=True):
+            master = whole(p)  # a copy with --split-masters
+            moments = [self.state[p][name] for name in self.moments]
+            exp_avg, exp_avg_sq = [moment.to(p.dtype) for moment in moments]  # bf16's are copied
+            # The kernel that nanoGPT's AdamW(fused=True) calls. It wants the new count, divides by
+            # its grad_scale, and does nothing where found_inf is 1.
             torch._fused_adamw_(
-                params, group_grads, exp_avgs, exp_avg_sqs, [], step_counts,
+                [master], [grad.to(p.dtype)], [exp_avg], [exp_avg_sq], [], [self.step_count],
                 lr=lr, beta1=self.betas[0], beta2=self.betas[1], weight_decay=decay, eps=self.eps,
                 amsgrad=False, maximize=False, grad_scale=divisor, found_inf=not_finite)
-            # Where nothing was done, the counts go down again.
-            torch._foreach_sub_(step_counts, [not_finite] * len(group))
-            for i, updated in zip(group, params, strict=True):
-                put_back(self.params[i], updated)  # --split-masters
-            self.keep_rounded(group, "exp_avg", exp_avgs)
-            self.keep_rounded(group, "exp_avg_sq", exp_avg_sqs)
+            put_back(p, master)
+            moments[0].copy_(exp_avg)  # rounds; nothing where both are the same memory
+            moments[1].copy_(exp_avg_sq)
+        self.step_count -= not_finite
+
+
+class StepStats(NamedTuple):
+    """The numbers of the whole model that judge a step: () fp64 each, on the device.
+
+    The last two are 0 unless full statistics are asked for.
+    """
+    loss: torch.Tensor        # mean cross-entropy, in nats per trained token of the global batch
+    grad_norm: torch.Tensor   # of the whole model's gradient, before clipping
+    num_zeros: torch.Tensor   # gradients that are zero, those of the vocabulary's padding too
+    param_norm: torch.Tensor  # norm of the weights
 
 
 class Optimizer:
@@ -161,7 +120,8 @@ class Optimizer:
     def __init__(self, cfg, data_parallel):
         self.cfg = cfg
         self.data_parallel = data_parallel
-        device = data_parallel.buckets[0].flat.device
+        buckets = data_parallel.buckets
+        device = buckets[0].flat.device
         # fp16 multiplies the loss by loss_scale, which is halved at an overflow (arXiv:1710.03740).
         self.loss_scale = None
         if cfg.dtype == "fp16":
@@ -170,81 +130,162 @@ class Optimizer:
         self.before_update = []  # functions that are called before an update
         self.stop = None  # The run's runtime.agree.Stop: this rank's votes to stop, and their sums.
         self.snapshot_done = None  # event: the checkpoint has its copy of weights and moments
+
         # This rank's slices, one per bucket, (n/n_slices,) each: without ZeRO, whole buckets. With
         # --split-masters those of AdamW are each a SplitMaster, else all are tensors.
-        self.masters = [bucket.master for bucket in data_parallel.buckets]
-        count_factors = [bucket.count_factor for bucket in data_parallel.buckets]
-        self.count_factors = torch.tensor(count_factors, dtype=torch.float64, device=device)
+        self.masters = [bucket.master for bucket in buckets]
+        self.count_factors = torch.tensor([bucket.count_factor for bucket in buckets],
+                                          dtype=torch.float64, device=device)
+
         # The Triton kernel reads each number once and writes the model's weights too: it moves 30
         # bytes per weight, or 22 with --moments-dtype bf16. The fused kernel of torch moves 38: it
         # also writes the scaled gradients back, and rounding is a second pass. So on a GPU the
         # formula of the update is in ops/kernels.py, adamw. If you change AdamW.step, change the
         # kernel, or set this to False.
         self.use_triton = backend.use_triton(self.masters[0])
-        self.adam_buckets = self.of_adam(data_parallel.buckets)
+        self.adam_buckets = [b for b in buckets if b.contents.optimizer == "adamw"]
+        masters = [bucket.master for bucket in self.adam_buckets]
         decays = [cfg.weight_decay if bucket.decayed else 0.0 for bucket in self.adam_buckets]
         moments_dtype = torch.bfloat16 if cfg.moments_dtype == "bf16" else None
-        self.adam = AdamW(self.of_adam(self.masters), decays, (cfg.beta1, cfg.beta2),
-                          one_step_count=self.use_triton, moments_dtype=moments_dtype)
-        self.muon = None
-        if cfg.optimizer == "muon":
-            self.muon = Muon(cfg, data_parallel)
+        self.adam = AdamW(masters, decays, (cfg.beta1, cfg.beta2), moments_dtype=moments_dtype)
+        self.muon = Muon(cfg, data_parallel) if cfg.optimizer == "muon" else None
 
     @property
     def grads(self):
-        """This rank's slice of each bucket's gradients.
-
-        A ddp.LoneBucket has another tensor in each step.
-        """
+        """This rank's slice of each bucket's gradients. A LoneBucket has another in each step."""
         return [bucket.grad_total for bucket in self.data_parallel.buckets]
 
-    def of_adam(self, values):
-        """Return those of the values, one per bucket, that belong to AdamW: without Muon all."""
-        pairs = zip(values, self.data_parallel.buckets, strict=True)
-        return [value for value, bucket in pairs if bucket.contents.optimizer == "adamw"]
-
     # -------------------------------------------------------------------------
-    # State that a checkpoint holds besides masters and moments
+    # A step
 
-    def moments(self):
-        """Return {name of a moment: its slice of each bucket, None where a bucket has none}."""
-        state = dict(self.adam.state)
-        names = self.adam.moments
-        if self.muon is not None:
-            state.update(self.muon.state)
-            names += self.muon.moments
-        found = {}
-        for name in names:
-            found[name] = [state[master].get(name) for master in self.masters]
-        return found
+    @torch.no_grad()
+    def stats(self, loss, full=True):
+        """Return the StepStats. loss: () this rank's part of the mean.
 
-    def adam_step_count(self):
-        """Return the number of updates that AdamW has done."""
-        return self.adam.state[self.adam.params[0]]["step"].item()
+        One all-reduce of four numbers, and of the votes to stop, is enough. Over all ranks each
+        number of the model counts once, because a slice that k ranks hold counts 1/k on each.
+        num_zeros and param_norm are computed only if full.
+        """
+        loss = loss.double() / self.data_parallel.mesh.tp.size  # Every tp rank has the same loss.
+        grad_squares = self.sum_of_squares(self.grads)
+        num_zeros = torch.zeros_like(loss)
+        param_squares = torch.zeros_like(loss)
+        if full:
+            num_zeros = self.num_zeros()
+            weights = [m.own if isinstance(m, SplitMaster) else m for m in self.masters]
+            param_squares = self.sum_of_squares(weights)
+        # Nobody votes in one process, in tests and in bench/.
+        votes = [] if self.stop is None else self.stop.votes(loss.device)
+        sums = torch.stack([loss, grad_squares, num_zeros, param_squares, *votes])
+        self.data_parallel.mesh.world.all_reduce(sums)  # SUM of 4 numbers and 6 votes, over world
+        if self.stop is not None:
+            self.stop.count(sums[4:])
+        return StepStats(loss=sums[0], grad_norm=self.unscale(sums[1].sqrt()), num_zeros=sums[2],
+                         param_norm=sums[3].sqrt())
 
-    def set_adam_step_count(self, count):
-        """Set the number of updates that AdamW has done."""
-        for master in self.adam.params:
-            self.adam.state[master]["step"].fill_(count)
+    def sum_of_squares(self, slices):
+        """Return this rank's part of the squared norm of slices, one per bucket: () fp64."""
+        squares = flat.sums_of_squares(slices, self.masters[0].dtype)  # (buckets,)
+        return (squares * self.count_factors).sum()
 
-    def scaler(self):
-        """Return [loss scale, steps since it last changed]; None without a loss scale."""
-        if self.loss_scale is None:
-            return None
-        return [self.loss_scale.item(), self.growth_tracker.item()]
+    def num_zeros(self):
+        """Return this rank's part of the number of gradients that are zero, () fp64."""
+        total = torch.zeros((), dtype=torch.float64, device=self.count_factors.device)
+        for bucket in self.data_parallel.buckets:
+            end_of_filled = max(bucket.filled, bucket.own_slice.start)
+            padding = max(0, bucket.own_slice.stop - end_of_filled)
+            grad = bucket.grad_total
+            zeros = grad.numel() - padding - grad.count_nonzero()
+            total += zeros * bucket.count_factor
+        return total
 
-    def set_scaler(self, saved):
-        """Go on with the loss scale of a checkpoint, if both runs have one."""
-        if self.loss_scale is not None and saved is not None:
-            self.loss_scale.fill_(saved[0])
-            self.growth_tracker.fill_(saved[1])
+    @torch.no_grad()
+    def step(self, lr, grad_norm):
+        """Do one update. Return not_finite, () fp32: 1.0 where the step was not taken.
 
-    def unscale(self, grad):
-        """Return the gradient of the loss itself, without fp16's loss scale."""
-        return grad if self.loss_scale is None else grad / self.loss_scale
+        If the norm is not finite, neither weights nor moments nor Adam's step count change, only
+        fp16's loss scale. The host does not wait for the device.
+        """
+        for function in self.before_update:
+            function()
+        if self.snapshot_done is not None:
+            self.snapshot_done.wait()  # The device waits, not the host.
+            self.snapshot_done = None
+
+        not_finite = (~torch.isfinite(grad_norm)).to(torch.float32)
+        divisor = self.divisor(grad_norm)
+        if self.masters[0].dtype == torch.float64:
+            # torch's kernel takes an fp32 divisor, so an fp64 model divides here; by 1 if the step
+            # is refused, because padding is never written again and would stay NaN.
+            for grad in self.grads:
+                grad.div_(torch.where(not_finite > 0, 1.0, divisor))
+            divisor = torch.ones_like(divisor)
+        divisor = divisor.to(torch.float32)
+
+        with self.data_parallel.timers("optimizer"):
+            if self.use_triton:  # A kernel for each bucket does what the lines below do.
+                self.step_triton(lr, divisor, not_finite)
+            else:
+                grads = [bucket.grad_total for bucket in self.adam_buckets]
+                self.adam.step(grads, lr, divisor, not_finite)
+                self.masters_to_model(self.adam_buckets)
+            if self.muon is not None:  # It computes while AdamW's weights travel.
+                self.muon.step(lr, divisor, not_finite)
+
+        if self.loss_scale is not None:  # halved after an overflow, else doubled now and then
+            torch._amp_update_scale_(self.loss_scale, self.growth_tracker, not_finite, 2.0, 0.5,
+                                     LOSS_SCALE_STEPS)
+        return not_finite
+
+    def divisor(self, grad_norm):
+        """Return what the gradients are divided by: max(1, (norm + 1e-6) / clip) * loss scale.
+
+        The first factor clips, as torch's clip_grad_norm_ does. The second undoes the factor of the
+        loss, so that one division serves both. grad_norm is the norm without the loss scale.
+        """
+        divisor = torch.ones_like(grad_norm)
+        if self.cfg.clip > 0:
+            divisor = torch.clamp((grad_norm + 1e-6) / self.cfg.clip, min=1.0)
+        return divisor if self.loss_scale is None else divisor * self.loss_scale
+
+    def step_triton(self, lr, divisor, not_finite):
+        """Do AdamW's update and masters_to_model()'s rounding in one pass over memory."""
+        from ops import kernels
+        beta1, beta2 = self.adam.betas
+        self.adam.step_count += 1 - not_finite
+        wide = self.adam.step_count.double()
+        step_size = lr / (1 - beta1 ** wide)
+        correction = (1 - beta2 ** wide).sqrt()
+        scalars = torch.stack([step_size, correction, divisor, not_finite]).float()
+        for i in reversed(range(len(self.adam_buckets))):  # Roughly the first layers go first.
+            bucket = self.adam_buckets[i]
+            master = self.adam.params[i]
+            state = self.adam.state[master]
+            is_split = isinstance(master, SplitMaster)
+            updated = master.low if is_split else master
+            rounded = bucket.own.view(torch.int16) if is_split else bucket.own
+            grid = (ceil_div(master.numel(), 2048),)
+            kernels.adamw[grid](
+                updated, bucket.grad_total, state["exp_avg"], state["exp_avg_sq"], rounded,
+                scalars, 1 - lr * self.adam.decays[i], 1 - beta1, 1 - beta2, self.adam.eps,
+                master.numel(), OUT=bucket.own.dtype != master.dtype, SPLIT=is_split, BLOCK=2048,
+                num_warps=8)
+            self.data_parallel.on_updated(bucket)
 
     # -------------------------------------------------------------------------
     # Masters and the model's weights
+
+    @torch.no_grad()
+    def masters_to_model(self, buckets=None):
+        """Round the masters into the model's weights, here and, under ZeRO, on the other ranks.
+
+        buckets: in the order of ddp.assign_buckets, by default all. This function goes through them
+        backwards, so roughly the first layers, which the next forward needs first, come first.
+        """
+        for bucket in reversed(buckets or self.data_parallel.buckets):
+            if not isinstance(bucket.master, SplitMaster):  # That one has rounded into own already.
+                bucket.own.copy_(bucket.master)  # in fp32 nothing: both are the same memory
+            self.data_parallel.on_updated(bucket)  # under ZeRO-1 and 2 it starts the all-gather
 
     @torch.no_grad()
     def masters_from_model(self):
@@ -267,155 +308,29 @@ class Optimizer:
             is_same = master.to(bucket.own.dtype) == bucket.own
             master.copy_(torch.where(is_same, master, bucket.own.to(master.dtype)))
 
-    @torch.no_grad()
-    def masters_to_model(self, buckets=None):
-        """Round the masters into the model's weights, here and, under ZeRO, on the other ranks.
-
-        buckets: in the order of ddp.assign_buckets, by default all. This function goes through them
-        backwards, so roughly the first layers, which the next forward needs first, come first.
-        """
-        for bucket in reversed(buckets or self.data_parallel.buckets):
-            if not isinstance(bucket.master, SplitMaster):  # That one has rounded into own already.
-                bucket.own.copy_(bucket.master)  # in fp32 nothing: both are the same memory
-            self.data_parallel.on_updated(bucket)  # under ZeRO-1 and 2 it starts the all-gather
-
     # -------------------------------------------------------------------------
-    # A step
+    # What a checkpoint holds besides masters
 
-    @torch.no_grad()
-    def stats(self, loss, full=True):
-        """Return the StepStats. loss: () this rank's part of the mean.
+    def moments(self):
+        """Return {name of a moment: its slice of each bucket, None where a bucket has none}."""
+        state = dict(self.adam.state)
+        names = self.adam.moments
+        if self.muon is not None:
+            state.update(self.muon.state)
+            names += self.muon.moments
+        return {name: [state[master].get(name) for master in self.masters] for name in names}
 
-        One all-reduce of four numbers, and of the votes to stop, is enough. Over all ranks each
-        number of the model counts once, because a slice that k ranks hold counts 1/k on each.
-        num_zeros and param_norm are computed only if full.
-        """
-        loss = loss.double() / self.data_parallel.mesh.tp.size  # Every tp rank has the same loss.
-        grad_squares = self.sum_of_squares(self.grads)
-        num_zeros = torch.zeros_like(loss)
-        param_squares = torch.zeros_like(loss)
-        if full:
-            num_zeros = self.num_zeros()
-            param_squares = self.sum_of_squares(self.weights())
-        sums = torch.stack([loss, grad_squares, num_zeros, param_squares, *self.votes()])
-        self.data_parallel.mesh.world.all_reduce(sums)  # SUM of 4 numbers and 6 votes, over world
-        self.count_votes(sums[4:])
-        return StepStats(loss=sums[0], grad_norm=self.unscale(sums[1].sqrt()), num_zeros=sums[2],
-                         param_norm=sums[3].sqrt())
+    def scaler(self):
+        """Return [loss scale, steps since it last changed]; None without a loss scale."""
+        if self.loss_scale is None:
+            return None
+        return [self.loss_scale.item(), self.growth_tracker.item()]
 
-    def weights(self):
-        """Return the masters; in the place of a SplitMaster the weights that it rounds to."""
-        return [getattr(master, "own", master) for master in self.masters]
+    def set_scaler(self, saved):
+        """Go on with the loss scale of a checkpoint, if both runs have one."""
+        if self.loss_scale is not None and saved is not None:
+            self.loss_scale.fill_(saved[0])
+            self.growth_tracker.fill_(saved[1])
 
-    def votes(self):
-        """Return this rank's votes to stop the run; none in one process, in tests and in bench/."""
-        return [] if self.stop is None else self.stop.votes(self.count_factors.device)
-
-    def count_votes(self, sums):
-        """Take note of the sums of the votes over all ranks."""
-        if self.stop is not None:
-            self.stop.count(sums)
-
-    def num_zeros(self):
-        """Return this rank's part of the number of gradients that are zero, () fp64."""
-        total = torch.zeros((), dtype=torch.float64, device=self.count_factors.device)
-        for grad, bucket in zip(self.grads, self.data_parallel.buckets, strict=True):
-            end_of_filled = max(bucket.filled, bucket.own_slice.start)
-            padding = max(0, bucket.own_slice.stop - end_of_filled)
-            zeros = grad.numel() - padding - grad.count_nonzero()
-            total += zeros * bucket.count_factor
-        return total
-
-    def sum_of_squares(self, slices):
-        """Return this rank's part of the squared norm of slices, one per bucket: () fp64."""
-        squares = flat.sums_of_squares(slices, self.masters[0].dtype)  # (buckets,)
-        return (squares * self.count_factors).sum()
-
-    @torch.no_grad()
-    def step(self, lr, grad_norm):
-        """Do one update. Return not_finite, () fp32: 1.0 where the step was not taken.
-
-        If the norm is not finite, neither weights nor moments nor Adam's step count change, only
-        fp16's loss scale. The host does not wait for the device.
-        """
-        self.prepare_update()
-        is_finite = torch.isfinite(grad_norm)
-        not_finite = (~is_finite).to(torch.float32)
-        divide_by = self.divisor(grad_norm)  # It clips and undoes the loss scale.
-        divide_by = self.fp32_divisor(divide_by, not_finite)
-        with self.data_parallel.timers("optimizer"):
-            if self.use_triton:  # A kernel for each bucket does what the two calls below do.
-                self.step_triton(lr, divide_by, not_finite)
-            else:
-                self.adam.step(self.of_adam(self.grads), lr, divide_by, not_finite)
-                self.masters_to_model(self.adam_buckets)
-            if self.muon is not None:  # It computes while AdamW's weights travel.
-                self.muon.step(lr, divide_by, not_finite)
-        self.update_loss_scale(not_finite)
-        return not_finite
-
-    def prepare_update(self):
-        """Do what comes before an update: metrics of the gradients, the wait for a checkpoint."""
-        for function in self.before_update:
-            function()
-        if self.snapshot_done is not None:
-            self.snapshot_done.wait()  # The device waits, not the host.
-            self.snapshot_done = None
-
-    def update_loss_scale(self, not_finite):
-        """Halve fp16's loss scale after an overflow, or double it after LOSS_SCALE_STEPS."""
-        if self.loss_scale is not None:
-            torch._amp_update_scale_(self.loss_scale, self.growth_tracker, not_finite, 2.0, 0.5,
-                                     LOSS_SCALE_STEPS)
-
-    def divisor(self, grad_norm):
-        """Return what the gradients are divided by: max(1, (norm + 1e-6) / clip) * loss scale.
-
-        The first factor clips, as torch's clip_grad_norm_ does. The second undoes the factor of the
-        loss, so that one division serves both. grad_norm is the norm without the loss scale.
-        """
-        divisor = torch.ones_like(grad_norm)
-        if self.cfg.clip > 0:
-            divisor = torch.clamp((grad_norm + 1e-6) / self.cfg.clip, min=1.0)
-        return divisor if self.loss_scale is None else divisor * self.loss_scale
-
-    def fp32_divisor(self, divisor, not_finite):
-        """Return the divisor in fp32, as torch's kernel takes it. An fp64 model divides here."""
-        if self.masters[0].dtype == torch.float64:
-            self.divide_gradients(divisor, not_finite)
-            divisor = torch.ones_like(divisor)
-        return divisor.to(torch.float32)
-
-    def divide_gradients(self, divisor, not_finite):
-        """Divide the gradients by divisor, or by 1 if the step is refused.
-
-        Padding is never written again, so a NaN there would stay.
-        """
-        divisor = torch.where(not_finite > 0, 1.0, divisor)
-        for grad in self.grads:
-            grad.div_(divisor)
-
-    def step_triton(self, lr, divisor, not_finite):
-        """Do AdamW's update and masters_to_model()'s rounding in one pass over memory."""
-        from ops import kernels
-        beta1, beta2 = self.adam.betas
-        step_count = self.adam.state[self.adam.params[0]]["step"]  # one tensor for all
-        step_count += 1 - not_finite
-        wide = step_count.double()
-        step_size = lr / (1 - beta1 ** wide)
-        correction = (1 - beta2 ** wide).sqrt()
-        scalars = torch.stack([step_size, correction, divisor, not_finite]).float()
-        for i in reversed(range(len(self.adam_buckets))):  # Roughly the first layers go first.
-            bucket = self.adam_buckets[i]
-            master = self.adam.params[i]
-            state = self.adam.state[master]
-            is_split = isinstance(master, SplitMaster)
-            updated = master.low if is_split else master
-            rounded = bucket.own.view(torch.int16) if is_split else bucket.own
-            grid = (ceil_div(master.numel(), 2048),)
-            kernels.adamw[grid](
-                updated, bucket.grad_total, state["exp_avg"], state["exp_avg_sq"], rounded,
-                scalars, 1 - lr * self.adam.decays[i], 1 - beta1, 1 - beta2, self.adam.eps,
-                master.numel(), OUT=bucket.own.dtype != master.dtype, SPLIT=is_split, BLOCK=2048,
-                num_warps=8)
-            self.data_parallel.on_updated(bucket)
+    def unscale(self, grad):  # fp16's loss scale taken out
+        return grad if self.loss_scale is None else grad / self.loss_scale

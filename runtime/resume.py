@@ -98,7 +98,7 @@ def save(cfg, mesh, data_parallel, opt, saver, state):
     if not cfg.keep_best:
         meta["best"] = {}
     meta["seed"] = cfg.seed
-    meta["adam_t"] = int(opt.adam_step_count())
+    meta["adam_t"] = int(opt.adam.step_count)
     meta["scaler"] = opt.scaler()
     meta["world"] = mesh.world.size
     meta["shape"] = {name: getattr(cfg, name) for name in SHAPE}
@@ -126,7 +126,7 @@ def load(cfg, data_parallel, opt, path, data_id, vocab_size=0):
     unused = index["tensors"] if changed.keys() & set(flags_of_kind("meaning")) else ()
     pieces = own_pieces(data_parallel, opt, owned_only=False)
     load_tensors(data_parallel.mesh.world, path, index, pieces, unused)
-    opt.set_adam_step_count(meta["adam_t"])
+    opt.adam.step_count.fill_(meta["adam_t"])
     opt.set_scaler(meta.get("scaler"))
     opt.masters_to_model()
     where = {field.name: meta[field.name] for field in dataclasses.fields(State) if field.name in meta}

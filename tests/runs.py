@@ -112,7 +112,7 @@ def record_steps(steps, plan):
                 state += [piece for piece in slices if piece is not None]
             data = [tensor for pair in batches for tensor in pair]
             steps.append({"first": first, "data": hash_of(data), "state": hash_of(state),
-                          "adam_t": int(optimizer.adam_step_count())})
+                          "adam_t": int(optimizer.adam.step_count)})
             planned = plan.get(number)
             if isinstance(planned, int) and is_last(self.world):
                 os.kill(os.getpid(), planned)

@@ -171,7 +171,7 @@ def test_the_scale_doubles_after_2000_good_steps_and_halves_at_an_overflow():
     assert [(step(n, bad=True), opt.scaler()) for n in (4, 5)] == [(1, [1024, 0]), (1, [512, 0])]
     assert all(torch.equal(*pair) for pair in
                zip(moments, opt.adam.state[opt.masters[0]].values(), strict=True))
-    assert (step(6), opt.scaler(), opt.adam_step_count()) == (0, [512, 1], 4)
+    assert (step(6), opt.scaler(), opt.adam.step_count) == (0, [512, 1], 4)
 
 
 def test_only_fp16_has_a_scale():

@@ -227,7 +227,8 @@ def take_steps(world, flags, graphed, evaluated=(), kind=Synthetic):
             if number in evaluated:
                 val_losses.append(train.evaluate(cfg, model, val_data, batch, device))
         model.provide_weights(model)
-    moments = [opt.adam.state[m][k] for m in opt.masters for k in ("exp_avg", "exp_avg_sq", "step")]
+    moments = [opt.adam.state[m][k] for m in opt.masters for k in ("exp_avg", "exp_avg_sq")]
+    moments.append(opt.adam.step_count)
     weights = [p.detach() for p in model.parameters()]
     return results, val_losses, [[t.numpy().copy() for t in tensors] for tensors in
                                  (weights, opt.masters, moments)], paths

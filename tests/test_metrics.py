@@ -439,7 +439,7 @@ def counts_after_a_resume(world, folder):
     mesh, state = make_mesh(world), resume.State(7, 28, 3, 2, "d", [2, 3, 9, 9], [[1.5, 0.5]], 2,
                                                 best={"step": 5, "val_loss": 1.25})
     model, data_parallel, opt = train.build(cfg, mesh, 50, world.device)
-    opt.set_adam_step_count(5)
+    opt.adam.step_count.fill_(5)
     saver = Saver(folder, world.axis)
     resume.save(cfg, mesh, data_parallel, opt, saver, state)
     assert saver.wait()
@@ -448,7 +448,7 @@ def counts_after_a_resume(world, folder):
     guard = Guard(cfg, world, loaded)
     guard.refused_flags = [(8, torch.ones(()))]
     guard.count_refused()
-    return state, loaded, opt.adam_step_count(), (loaded.streak, loaded.nan_steps)
+    return state, loaded, opt.adam.step_count.item(), (loaded.streak, loaded.nan_steps)
 
 
 def test_every_counter_survives_a_resume(tmp_path):

@@ -40,12 +40,6 @@ def test_it_is_torchs_adamw_with_rounded_moments(decay):
     assert not torch.equal(found, unrounded), "without rounding the weights are others"
 
 
-def test_wide_copies_are_made_of_one_parameter_at_a_time():
-    for moments_dtype, expected in ((None, [[0, 1]]), (torch.bfloat16, [[0], [1]])):
-        adam = AdamW([torch.ones(5), torch.ones(7)], [0.1, 0.1], (0.9, 0.95), moments_dtype=moments_dtype)
-        assert list(adam.groups.values()) == expected
-
-
 def test_a_refused_update_changes_no_bit():
     p = torch.ones(50)
     adam = AdamW([p], [0.1], (0.9, 0.95), moments_dtype=torch.bfloat16)

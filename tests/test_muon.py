@@ -145,9 +145,7 @@ def test_the_iteration_in_fp16_is_nearer_to_fp64_than_torchs_in_bf16(size):
 
 
 def test_updates_stand_where_the_directions_were():
-    """Each matrix by itself gives what its batch gives. The experts of a layer are neighbours."""
-    slices = [slice(0, 6), slice(6, 12), slice(20, 26), slice(26, 30), slice(40, 41)]
-    assert muon.joined(slices) == [slice(0, 12), slice(20, 30), slice(40, 41)]
+    """Each matrix by itself gives what its batch gives."""
     cfg = dataclasses.replace(FAMILIES["llama"], optimizer="muon", n_experts=4, n_layer=2, dtype="bf16")
     _, _, opt = built(cfg)
     for group in opt.muon.groups:
@@ -160,7 +158,7 @@ def test_updates_stand_where_the_directions_were():
             given = torch.cat([directions[place] for place in batch.places]).view(shape)
             found = torch.cat([updates[place] for place in batch.places]).view(shape)
             assert len(given) == batch.count
-            scale = muon.update_scale(batch.matrix.full_shape)
+            scale = muon.UPDATE_RMS * math.sqrt(max(batch.matrix.full_shape))
             for matrix, update in zip(given, found, strict=True):
                 want = muon.orthogonalise(matrix.unsqueeze(0), scale=scale)[0]
                 torch.testing.assert_close(update, want, rtol=0, atol=1e-2)

@@ -390,15 +390,20 @@ def test_a_peers_fault_of_a_second_resume_is_caught(name, toy, whole, tmp_path):
 # -----------------------------------------------------------------------------
 # The scale of an fp16 loss
 
-def scale_of_this_rank(original, optimizer, not_finite):
-    """Optimizer.update_loss_scale that looks at the gradients of this rank alone."""
-    is_refused = ~torch.isfinite(local_norm(optimizer))
-    original(optimizer, is_refused.to(not_finite.dtype))
+def scale_of_this_rank(original, optimizer, lr, grad_norm):
+    """Optimizer.step whose loss scale looks at the gradients of this rank alone."""
+    is_refused = (~torch.isfinite(local_norm(optimizer))).float()
+    update_scale = torch._amp_update_scale_
+
+    def update_by_own_norm(scale, tracker, _, *factors):
+        return update_scale(scale, tracker, is_refused, *factors)
+    with mock.patch.object(torch, "_amp_update_scale_", update_by_own_norm):
+        return original(optimizer, lr, grad_norm)
 
 
 OVERFLOWS = {
     "fairseq2 #1374: each rank of tp has its own loss scale": (
-        "optim.Optimizer.update_loss_scale", scale_of_this_rank),
+        "optim.Optimizer.step", scale_of_this_rank),
 }
 
 

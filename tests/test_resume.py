@@ -692,7 +692,7 @@ def test_a_lowest_validation_loss_whose_save_failed_is_forgotten(tmp_path, monke
     saver, cfg = mock.Mock(failed=4, **{"wait.return_value": False}), Config()
     state, saved = resume.State(step=6, best={"step": 4, "val_loss": 1.0}), []
     monkeypatch.setattr(resume, "own_pieces", lambda *_: [])
-    opt = mock.Mock(**{"adam_step_count.return_value": 6, "scaler.return_value": None})
+    opt = mock.Mock(**{"adam.step_count": 6, "scaler.return_value": None})
     for _ in range(2):
         resume.save(cfg, mock.Mock(), None, opt, saver, state)
         saved.append(saver.start.call_args[0][2]["best"])
