@@ -81,19 +81,21 @@ class AdamW:
             p = p - lr * (m / (1 - beta1**t)) / (sqrt(v / (1 - beta2**t)) + eps)
 
         m is exp_avg, v is exp_avg_sq. With --moments-dtype bf16 they are rounded after the update.
-        lr: float. divisor: () fp32. not_finite: () fp32; where it is 1.0, nothing changes.
+        lr: float. divisor: (), in the masters' dtype. not_finite: () fp32; where it is 1.0, nothing
+        changes.
         """
         self.step_count += 1
         for p, grad, decay in zip(self.params, grads, self.decays, strict=True):
             master = whole(p)  # a copy with --split-masters
             moments = [self.state[p][name] for name in self.moments]
             exp_avg, exp_avg_sq = [moment.to(p.dtype) for moment in moments]  # bf16's are copied
-            # The kernel that nanoGPT's AdamW(fused=True) calls. It wants the new count, divides by
-            # its grad_scale, and does nothing where found_inf is 1.
+            # The kernel that nanoGPT's AdamW(fused=True) calls. It wants the new count, and does
+            # nothing where found_inf is 1.
             torch._fused_adamw_(
-                [master], [grad.to(p.dtype)], [exp_avg], [exp_avg_sq], [], [self.step_count],
-                lr=lr, beta1=self.betas[0], beta2=self.betas[1], weight_decay=decay, eps=self.eps,
-                amsgrad=False, maximize=False, grad_scale=divisor, found_inf=not_finite)
+                [master], [grad.to(p.dtype) / divisor], [exp_avg], [exp_avg_sq], [],
+                [self.step_count], lr=lr, beta1=self.betas[0], beta2=self.betas[1],
+                weight_decay=decay, eps=self.eps, amsgrad=False, maximize=False,
+                found_inf=not_finite)
             put_back(p, master)
             moments[0].copy_(exp_avg)  # rounds; nothing where both are the same memory
             moments[1].copy_(exp_avg_sq)
@@ -138,10 +140,9 @@ class Optimizer:
                                           dtype=torch.float64, device=device)
 
         # The Triton kernel reads each number once and writes the model's weights too: it moves 30
-        # bytes per weight, or 22 with --moments-dtype bf16. The fused kernel of torch moves 38: it
-        # also writes the scaled gradients back, and rounding is a second pass. So on a GPU the
-        # formula of the update is in ops/kernels.py, adamw. If you change AdamW.step, change the
-        # kernel, or set this to False.
+        # bytes per weight, or 22 with --moments-dtype bf16. AdamW.step divides and rounds in passes
+        # of their own. So on a GPU the formula of the update is in ops/kernels.py, adamw. If you
+        # change AdamW.step, change the kernel, or set this to False.
         self.use_triton = backend.use_triton(self.masters[0])
         self.adam_buckets = [b for b in buckets if b.contents.optimizer == "adamw"]
         masters = [bucket.master for bucket in self.adam_buckets]
@@ -213,15 +214,7 @@ class Optimizer:
             self.snapshot_done = None
 
         not_finite = (~torch.isfinite(grad_norm)).to(torch.float32)
-        divisor = self.divisor(grad_norm)
-        if self.masters[0].dtype == torch.float64:
-            # torch's kernel takes an fp32 divisor, so an fp64 model divides here; by 1 if the step
-            # is refused, because padding is never written again and would stay NaN.
-            for grad in self.grads:
-                grad.div_(torch.where(not_finite > 0, 1.0, divisor))
-            divisor = torch.ones_like(divisor)
-        divisor = divisor.to(torch.float32)
-
+        divisor = self.divisor(grad_norm).to(self.masters[0].dtype)
         with self.data_parallel.timers("optimizer"):
             if self.use_triton:  # A kernel for each bucket does what the lines below do.
                 self.step_triton(lr, divisor, not_finite)
