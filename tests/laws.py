@@ -51,9 +51,9 @@ TEXTS = {"bench": (".py", ".sh", ".js", ".html", ".pbs", ".slurm"),
 
 # What is larger today: a number here only falls, and what is within its limit leaves the list.
 OVER = {
-    "reading path": (5143, 16), "ops, fast": (3757, 26), "runtime, interface": (9978, 55),
-    "corpus, cost, programs": (10998, 42), "house": (29876, 139), "bench": (5235, 25),
-    "tests": (34915, 112), "pages": (4150, 23)}
+    "reading path": (4928, 13), "ops, fast": (3757, 26), "runtime, interface": (9978, 55),
+    "corpus, cost, programs": (10998, 42), "house": (29661, 136), "bench": (5227, 25),
+    "tests": (34904, 112), "pages": (4130, 23)}
 LONG_FILES = {
     "tests/test_chat.py": 671, "tests/test_checkpoint.py": 707, "tests/test_cli.py": 670,
     "tests/test_convert.py": 707, "tests/test_data.py": 750, "tests/test_import.py": 717,

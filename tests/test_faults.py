@@ -275,7 +275,7 @@ def test_a_fault_that_nothing_comes_to_is_an_error():
     fault = "parallel.make_mesh", identical
     with pytest.raises(AssertionError, match="nothing has called parallel.make_mesh"), planted(*fault):
         pass
-    with pytest.raises(AssertionError, match="no rank has called vocab.vocab_embedding"):
+    with pytest.raises(AssertionError, match="no rank has called layers.vocab_embedding"):
         run_ranks(2, with_faults, [("layers.vocab_embedding", nothing)], wrong_rank)
     run_ranks(2, with_faults, [fault], wrong_rank)  # one rank is enough
 
