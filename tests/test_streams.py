@@ -135,7 +135,7 @@ def test_a_result_that_is_lost_is_one_line(tmp_path):
         words += ["--max-new-tokens=4"] * (program == "sample.py")
         jobs.append(([f"{ROOT}/{program}", *words], f"{tmp_path}/typed",
                      "/dev/full" if how == ">/dev/full" else "", f"{tmp_path}/{number}"))
-    codes = run_forks(jobs, modules=["torch.nn.attention.bias", "checkpoint", "generate", "plan", "sample"])
+    codes = run_forks(jobs, modules=["torch.nn.attention.bias", "checkpoint", "pipeline", "plan", "sample"])
     for number, (case, code) in enumerate(zip(cases, codes, strict=True)):
         said = (tmp_path / str(number)).read_text().splitlines()
         said = [line for line in said if "the newest checkpoint" not in line]  # sample.py says which it takes
