@@ -4,7 +4,6 @@
     lock, unlock    claim OUT for this process, by locks on files next to it and in it; read_holder: its owner
     move_aside      rename OUT by what the run in it was
     sound_rows      the rows of a .jsonl file, without the lines that a kill or a full disk damaged
-    spaced_rows     a part of the rows of a large one
     Rows            appends rows to such a file; those that cannot be written wait in memory
 """
 import contextlib
@@ -20,7 +19,7 @@ import time
 from pathlib import Path
 
 from interface.command_line import one_line
-from interface.schema import open_file, read_file
+from interface.schema import read_file
 from interface.streams import ROOM
 from interface.terminal import complain, say
 
@@ -402,30 +401,6 @@ def _sound_row(line):
     with contextlib.suppress(ValueError, RecursionError):
         row = json.loads(line.decode())
     return row if isinstance(row, dict) and type(row.get("step")) is int else None
-
-
-def spaced_rows(path, most=2**22):
-    """Return (rows of a .jsonl file, whether these are all its sound rows).
-
-    Of a file with more than `most` bytes, only about that much is read: rows at equal distances, the first
-    and the last ones among them.
-    """
-    path = Path(path)
-    if not path.exists() or path.stat().st_size <= most:
-        return sound_rows(path)[0], True
-    lines = []
-    with open_file(path) as f:
-        size = os.fstat(f.fileno()).st_size
-        lines.append(f.readline(most))
-        count = max(1, most // (2 * len(lines[0])))  # each also costs the end of the line before
-        for i in range(1, count):
-            f.seek(size * i // count)
-            f.readline(most)
-            lines.append(f.readline(most))
-        f.seek(max(0, size - 2 * len(lines[0])))
-        lines += f.read().split(b"\n")[1:]
-    by_step = {row["step"]: row for row in map(_sound_row, lines) if row is not None}
-    return [by_step[step] for step in sorted(by_step)], False
 
 
 class Rows:
