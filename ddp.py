@@ -293,7 +293,6 @@ class FlatBuffers:
         self.flat.copy_(weights)
 
     def split_master(self):
-        """Keep of the master only the bits that own, in bf16, does not have."""
         self.master = SplitMaster.of(self.own, self.master)
 
     def copy_all_gradients(self):
@@ -520,7 +519,6 @@ class DataParallel:
             self.to_sum.popleft().start_sum()
 
     def make_bucket(self, contents, axis, dtype, comm):
-        """Return a bucket of the class that this data parallelism uses."""
         bucket_class = Bucket if comm.grad_dtype is None else CopyBucket
         if is_lone(contents, axis, comm):
             bucket_class = LoneBucket

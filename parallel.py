@@ -81,15 +81,16 @@ class Axis:
             return Sharing(Axis(self.name), self)  # Axis(name) has this rank alone.
         return self.shard_sharing or Sharing(self, Axis(self.name))
 
-    def record(self, kind, tensor=None, nbytes=0.0):
-        """Note that this rank is about to start a collective, in which it sends nbytes."""
+    def record(self, kind, tensor=None, nbytes=0.0, rings=0):
+        """Note that this rank is about to start a collective, in which it sends nbytes.
+
+        rings: how often it sends the tensor instead, each time all but one part of `size`.
+        """
+        if rings:
+            nbytes = rings * (self.size - 1) / self.size * tensor.nbytes
         self.sent[kind] += nbytes
         if self.calls is not None:
             self.calls.record(kind, self.name, tensor)
-
-    def ring_bytes(self, whole):
-        """Return the bytes that a rank sends in an all-gather or reduce-scatter of `whole`."""
-        return (self.size - 1) / self.size * whole.numel() * whole.element_size()
 
     def all_reduce(self, x, op=dist.ReduceOp.SUM):
         """Replace every rank's x by the ranks' sum (or maximum), in place, and return it."""
@@ -97,16 +98,16 @@ class Axis:
             self._all_reduce(x, op)
         return x
 
-    def _all_reduce(self, x, op, async_op=False):
-        self.record("all-reduce", x, 2 * self.ring_bytes(x))  # a reduce-scatter and an all-gather
-        return dist.all_reduce(x, op, group=self.group, async_op=async_op)
+    def _all_reduce(self, x, op):  # fast/compile.py keeps it out of graphs
+        self.record("all-reduce", x, rings=2)  # a reduce-scatter and an all-gather
+        dist.all_reduce(x, op, group=self.group)
 
     def all_gather(self, x):
         """(m, ...) on each rank -> (m*size, ...) on all, in the order of the ranks."""
         if self.size == 1:
             return x
         out = x.new_empty(x.size(0) * self.size, *x.shape[1:])
-        self.record("all-gather", out, self.ring_bytes(out))
+        self.record("all-gather", out, rings=1)
         all_gather_single(out, x.contiguous(), group=self.group)
         return out
 
@@ -115,7 +116,7 @@ class Axis:
         if self.size == 1:
             return x
         out = x.new_empty(x.size(0) // self.size, *x.shape[1:])
-        self.record("reduce-scatter", x, self.ring_bytes(x))
+        self.record("reduce-scatter", x, rings=1)
         reduce_scatter_single(out, x.contiguous(), group=self.group)
         return out
 
@@ -157,16 +158,17 @@ class Axis:
         """Return a handle. After its wait(), x is the sum over the ranks."""
         if self.size == 1:
             return CompletedWork()
-        return self._all_reduce(x, dist.ReduceOp.SUM, async_op=True)
+        self.record("all-reduce", x, rings=2)
+        return dist.all_reduce(x, group=self.group, async_op=True)
 
     def start_reduce_scatter(self, out, x):
         """Return a handle. After wait(), out (m,) is this rank's slice of x's sum (m*size,)."""
-        self.record("reduce-scatter", x, self.ring_bytes(x))
+        self.record("reduce-scatter", x, rings=1)
         return reduce_scatter_single(out, x, group=self.group, async_op=True)
 
     def start_all_gather(self, out, x):
         """Return a handle. After wait(), out (m*size,) holds the x (m,) of all ranks, in order."""
-        self.record("all-gather", out, self.ring_bytes(out))
+        self.record("all-gather", out, rings=1)
         return all_gather_single(out, x, group=self.group, async_op=True)
 
 

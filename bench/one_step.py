@@ -97,7 +97,6 @@ class Watcher:
 
 
 def of_this_call(name, values):
-    """Return what a call's values add to the description of its function. values: {argument: value}."""
     if name in OF_MICRO_BATCH:
         return f" of micro-batch {values['i']}"
     if name.startswith("Axis.start_") and values["self"].size == 1:
@@ -105,8 +104,9 @@ def of_this_call(name, values):
     return ""
 
 
-def collective(self, kind, tensor=None, nbytes=0.0):
-    """Return the line of a collective, from the arguments of Axis.record."""
+def collective(self, kind, tensor=None, nbytes=0.0, rings=0):  # as Axis.record
+    if rings:
+        nbytes = rings * (self.size - 1) / self.size * tensor.nbytes
     what = "" if tensor is None else f" of {tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
     return f"-> {kind} over {self.name} {set(self.ranks)}{what}, {nbytes:,.0f} bytes"
 

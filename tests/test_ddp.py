@@ -193,7 +193,7 @@ def calls_of_a_step(world, flags):
     batches = train.micro_batches(cfg, mesh, source, 0, cfg.global_batch, world.device)
     seen = []
 
-    def record(axis, kind, *_):
+    def record(axis, kind, *_, **__):
         seen.append((axis.name, kind))
     with mock.patch.object(Axis, "record", record):
         train.Step(cfg, model, data_parallel, opt)(batches, 1)
