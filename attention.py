@@ -179,16 +179,16 @@ class Attention(nn.Module):
     """Self-attention, causal except in a masked language model. Its heads are split over tp.
 
     Where tp exceeds the number of key/value heads, wk and wv are replicated, and each rank uses the
-    one key/value head that its query heads share. layer: the block's number, counted from 0. flex,
-    flash: see attend().
+    one key/value head that its query heads share. layer: the block's number, counted from 0.
+    fast.choose.Choice.install() may set flex and flash: see attend().
     """
 
-    def __init__(self, cfg, mesh, layer=0, flex=None, flash=None):
+    def __init__(self, cfg, mesh, layer=0):
         super().__init__()
         self.cfg = cfg
         self.mesh = mesh
-        self.flex = flex
-        self.flash = flash
+        self.flex = None
+        self.flash = None
         self.rotates = cfg.pos == "rope" and not is_nth(layer, cfg.no_rope_every)
         self.window = 0 if is_nth(layer, cfg.full_every) else cfg.window
 

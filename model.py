@@ -44,7 +44,7 @@ from layers import (
     vocab_cross_entropy,
     vocab_embedding,
 )
-from moe import MoE, plain_dispatcher
+from moe import MoE
 from ops import gelu_mlp
 from ops.activations import ACTIVATIONS, GATED, gelu
 from ops.cross_entropy import LinearCrossEntropy
@@ -97,15 +97,14 @@ KEPT = [getattr(torch.ops.aten, name).default for name in KEPT_NAMES]
 class Block(nn.Module):
     """Attention, then the MLP or the experts, each added to the residual stream."""
 
-    def __init__(self, cfg, mesh, make_dispatcher=plain_dispatcher, layer=0, flex=None,
-                 flash=None):
+    def __init__(self, cfg, mesh, layer=0):
         super().__init__()
         self.dropout = cfg.dropout
         self.draws = draws_random_numbers(cfg)
         self.recompute_mode = cfg.recompute  # none, selective or full
         self.norm_place = cfg.norm_place  # before, after or both
         self.norm1 = Norm(cfg, mesh)
-        self.attn = Attention(cfg, mesh, layer, flex, flash)
+        self.attn = Attention(cfg, mesh, layer)
         self.norm2 = Norm(cfg, mesh)
         self.out_norm1 = self.out_norm2 = None
         if cfg.norm_place == "both":  # on the outputs of attention and MLP
@@ -116,7 +115,7 @@ class Block(nn.Module):
         if cfg.n_experts:
             shared_hidden = cfg.n_shared_experts * cfg.ffn_hidden
             shared = MLP(cfg, mesh, shared_hidden) if cfg.n_shared_experts else None
-            self.moe = MoE(cfg, mesh, shared, make_dispatcher)
+            self.moe = MoE(cfg, mesh, shared)
         else:
             self.mlp = MLP(cfg, mesh, cfg.ffn_hidden)
 
@@ -229,12 +228,10 @@ class GPT(nn.Module):
     """This rank's part of the model: the blocks of its stages, and 1/tp of each layer.
 
     layers: a pair (first, end) of block numbers for each chunk that this rank has, or None for all
-    blocks. make_dispatcher(cfg, mesh) makes the token dispatcher of each expert layer. flex,
-    flash: see attention.attend.
+    blocks.
     """
 
-    def __init__(self, cfg, mesh, vocab_size, layers=None, make_dispatcher=plain_dispatcher,
-                 flex=None, *, flash=None):
+    def __init__(self, cfg, mesh, vocab_size, layers=None):
         super().__init__()
         self.cfg = cfg
         self.mesh = mesh
@@ -258,7 +255,7 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleDict()
         for first, end in self.chunks:
             for i in range(first, end):
-                self.blocks[str(i)] = Block(cfg, mesh, make_dispatcher, i, flex, flash)
+                self.blocks[str(i)] = Block(cfg, mesh, i)
         if self.has_head:
             self.norm = Norm(cfg, mesh)
             self.head = None if cfg.tied else Weight((V, C), mesh, tp_dim=0, used=vocab_size)

@@ -61,9 +61,12 @@ class Stats(NamedTuple):
 
 
 class MoE(nn.Module):
-    """In the place of a block's MLP. shared: an MLP that every token visits as well, or None."""
+    """In the place of a block's MLP. shared: an MLP that every token visits as well, or None.
 
-    def __init__(self, cfg, mesh, shared, make_dispatcher):
+    fast.choose.Choice.install() may put a faster dispatcher in the place of the plain one.
+    """
+
+    def __init__(self, cfg, mesh, shared=None):
         super().__init__()
         self.cfg = cfg
         self.mesh = mesh
@@ -76,7 +79,10 @@ class MoE(nn.Module):
         self.w3 = parameter(up, mesh, expert=True) if cfg.mlp in GATED else None  # (e, F, C)
         self.w2 = parameter(down, mesh, expert=True)  # (e, C, F)
         self.shared = shared
-        self.dispatcher = make_dispatcher(cfg, mesh)
+        if cfg.capacity_factor:
+            self.dispatcher = Capacity(cfg, mesh)
+        else:
+            self.dispatcher = Local(cfg, mesh) if mesh.ep.size == 1 else AllToAll(cfg, mesh)
         losses = [torch.zeros((), dtype=torch.float64) for _ in range(3)]
         self.stats = Stats(torch.zeros(self.E, dtype=torch.float64), *losses)
 
@@ -361,13 +367,6 @@ def expert_capacity(cfg, n):
     """Return how many rows each expert takes from a rank that has n token rows."""
     rows = n * cfg.top_k / cfg.n_experts * cfg.capacity_factor
     return min(math.ceil(rows * (1 - 1e-9)), n)  # in floats, 50 * 1.1 is a little more than 55
-
-
-def plain_dispatcher(cfg, mesh):
-    """Return the dispatcher for these flags that needs only collectives."""
-    if cfg.capacity_factor:
-        return Capacity(cfg, mesh)
-    return Local(cfg, mesh) if mesh.ep.size == 1 else AllToAll(cfg, mesh)
 
 
 # -----------------------------------------------------------------------------

@@ -68,14 +68,12 @@ def build(cfg, mesh, vocab_size, device, timers=untimed, choice=None):
     # parameter gets memory just before its bucket is made, so with --zero 3 no rank ever holds all
     # of the model.
     torch.set_default_dtype(torch.promote_types(dtype, torch.float32))
-    # Where no fast way is taken, as on a CPU, dispatcher_maker() gives moe.plain_dispatcher,
-    # masked_attention() and unmasked_attention() give None, and the Comms that comm_maker()
-    # provides are ddp.Comm or, for ZeRO-2 and 3, zero.SlotComm.
+    # Where no fast way is taken, as on a CPU, install() changes nothing, and the Comms that
+    # comm_maker() provides are ddp.Comm or, for ZeRO-2 and 3, zero.SlotComm.
     try:
         with torch.device(device), parameters_without_memory():
-            model = GPT(cfg, mesh, vocab_size, rank_layers(cfg, mesh.pp),
-                        choice.dispatcher_maker(cfg), choice.masked_attention(),
-                        flash=choice.unmasked_attention())
+            model = GPT(cfg, mesh, vocab_size, rank_layers(cfg, mesh.pp))
+            choice.install(model)
     finally:
         torch.set_default_dtype(torch.float32)
     if device.type != "cpu":

@@ -40,7 +40,7 @@ import test_layouts as matrix
 
 from config import Config
 from fast import symm_mem
-from fast.choose import Choice, choose, has_cuda_api
+from fast.choose import has_cuda_api
 from interface.presets import PRESETS
 from ops import cublas_lt
 from ops.checksum import checksum
@@ -401,15 +401,15 @@ def check_sync(world):
 def one_rank_layer(world, capacity_factor, **shape):
     """Return a MoE layer that has all of its experts on this rank."""
     cfg = Config(**dict(LAYER, capacity_factor=capacity_factor, **shape))
-    mesh = make_mesh(World(device=world.device))
-    return moe_layer(cfg, mesh, world.device, choose(cfg, mesh, world.device).dispatcher_maker(cfg))
+    return moe_layer(cfg, make_mesh(World(device=world.device)), world.device)
 
 
 def symmetric_layer(world):
     """Return a dropless MoE layer with experts on all ranks; rows reach them through symmetric memory."""
     cfg = Config(**dict(LAYER, capacity_factor=0.0, ep=world.size))
-    choice = Choice(graph=True, symm_mem=True, peer_copies=False, single_microbatch=False)
-    layer = moe_layer(cfg, make_mesh(world, ep=world.size), world.device, choice.dispatcher_maker(cfg))
+    layer = moe_layer(cfg, make_mesh(world, ep=world.size), world.device)
+    with world.device:
+        layer.dispatcher = symm_mem.SymmMem(cfg, layer.mesh)
     symm_mem.allocate([layer], world.size * ROWS)
     layer.dispatcher.rows_in_use = world.size * ROWS
     return layer

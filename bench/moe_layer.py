@@ -61,11 +61,11 @@ class Dense(nn.Module):
         return self.w2(swiglu(self.w13(x)))
 
 
-def moe_layer(cfg, mesh, device, make_dispatcher=moe.plain_dispatcher):
+def moe_layer(cfg, mesh, device):
     """Return train.py's MoE layer of cfg with random bf16 weights."""
     torch.set_default_dtype(torch.bfloat16)
     with device:
-        layer = moe.MoE(cfg, mesh, None, make_dispatcher)
+        layer = moe.MoE(cfg, mesh)
     torch.set_default_dtype(torch.float32)
     for p in layer.parameters():
         p.data.normal_(0, 0.02)

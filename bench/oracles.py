@@ -18,7 +18,7 @@ from runtime.launch import World
 import torch
 
 from config import Config, Outcome
-from moe import MoE, plain_dispatcher
+from moe import MoE
 from parallel import make_mesh
 
 T, E, C, F = 96, 8, 32, 48  # tokens, experts, width, hidden width
@@ -33,7 +33,7 @@ class Flags:
 def block(**flags):
     """Return our MoE layer on one rank with seeded weights, and its input (T, C)."""
     cfg = Config(n_experts=E, n_embd=C, ffn_hidden=F, **flags)
-    layer = MoE(cfg, make_mesh(World(rank=0, size=1)), None, plain_dispatcher)
+    layer = MoE(cfg, make_mesh(World(rank=0, size=1)))
     rng = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for p in layer.parameters():

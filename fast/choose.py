@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 import torch
 
-import moe
 from config import draws_random_numbers, head_width
 from ddp import Comm
 from fast import flash, products, symm_mem
@@ -32,23 +31,23 @@ class Choice(NamedTuple):
     flash: bool = False      # attention without a mask by flash-attn-4
     measured: bool = False   # products by the algorithms that are fastest here
 
-    def dispatcher_maker(self, cfg):
-        """Return make_dispatcher(cfg, mesh), which makes the token dispatcher of each expert layer."""
+    def install(self, model):
+        """Put what is fast into a plain model. Nothing else knows of it."""
+        flex = FlexAttention() if self.flex else None  # All layers share its lists.
+        for block in model.blocks.values():
+            block.attn.flex = flex
+            block.attn.flash = flash.FlashAttention() if self.flash else None
+            if block.moe is not None:
+                self.install_dispatcher(block.moe)
+
+    def install_dispatcher(self, layer):  # a moe.MoE
+        cfg = layer.cfg
+        dropless = not cfg.capacity_factor
         if self.symm_mem:
-            return symm_mem.SymmMemCapacity if cfg.capacity_factor else symm_mem.SymmMem
-
-        dropless_over_ranks = cfg.ep > 1 and not cfg.capacity_factor
-        if self.graph and dropless_over_ranks:
-            return PaddedAllToAll  # a graph needs messages of a fixed size
-        return moe.plain_dispatcher
-
-    def masked_attention(self):
-        """Return what attends in the layers that hide early keys, or None for a mask."""
-        return FlexAttention() if self.flex else None
-
-    def unmasked_attention(self):
-        """Return what attends in the layers that hide no keys, or None for torch's function."""
-        return flash.FlashAttention() if self.flash else None
+            one_sided = symm_mem.SymmMem if dropless else symm_mem.SymmMemCapacity
+            layer.dispatcher = one_sided(cfg, layer.mesh)
+        elif self.graph and dropless and cfg.ep > 1:
+            layer.dispatcher = PaddedAllToAll(cfg, layer.mesh)  # A graph needs messages of a fixed size.
 
     def attention_by(self):
         """Return what attends in those layers, in words."""

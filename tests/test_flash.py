@@ -139,7 +139,9 @@ def test_the_compiler_knows_the_shapes_of_both_operations():
 
 
 def with_flash(cfg, kernel):
-    model = GPT(cfg, MESH, cfg.vocab_size, flash=kernel).double()
+    model = GPT(cfg, MESH, cfg.vocab_size).double()
+    for block in model.blocks.values():
+        block.attn.flash = kernel
     model.load_state_dict(random_model(cfg).state_dict())
     return model
 
@@ -261,10 +263,13 @@ def test_the_choice_gives_layers_what_attends(installed):
     """choose.Choice governs it, so bench/ can turn it off, and a run's config.json names it."""
     with mock.patch.multiple(torch.cuda, **HOPPER):
         choice = choose(WIDE, MESH, CUDA)
-    assert isinstance(choice.unmasked_attention(), FlashAttention)
+    model = random_model(WIDE)
+    choice.install(model)
+    assert all(isinstance(block.attn.flash, FlashAttention) for block in model.blocks.values())
     assert choice.attention_by() == flash.NAME == "flash-attn-4 4.0.0b36"
     without = choice._replace(flash=False)
-    assert without.unmasked_attention() is None and without.attention_by() == "torch"
+    without.install(model)
+    assert model.blocks["0"].attn.flash is None and without.attention_by() == "torch"
 
 
 def missing(package):
@@ -295,7 +300,8 @@ def test_a_resume_says_that_another_kernel_attends(tmp_path):
 def test_a_run_with_documents_does_not_say_that_flash_attends(capsys):
     """Its layers need a mask, also where --doc-mask auto found the documents."""
     cfg = Config(n_layer=1, n_embd=32, n_head=4, n_kv_head=4, ffn_hidden=48, seq_len=16, vocab_size=64)
-    model = GPT(cfg, MESH, 64, flash=FlashAttention())
+    model = GPT(cfg, MESH, 64)
+    model.blocks["0"].attn.flash = FlashAttention()
     for has_documents in (False, True):
         source = SimpleNamespace(n_samples=5, has_documents=has_documents)
         log.started(cfg, model, None, 8, source, Ranges([]))

@@ -192,7 +192,10 @@ def check_model(form):
     """Compare a model's gradients with the mask's, for changing documents, and its evaluation."""
     cfg = dataclasses.replace(Config(**FORMS[form]), seq_len=24)
     plain = random_model(cfg)
-    model = GPT(cfg, MESH, cfg.vocab_size, flex=cpu_flex()).double()
+    model = GPT(cfg, MESH, cfg.vocab_size).double()
+    flex = cpu_flex()
+    for block in model.blocks.values():
+        block.attn.flex = flex
     model.load_state_dict(plain.state_dict())
     places = torch.empty(3, 24, dtype=torch.int64)
     for number in range(3):  # the same memory, as in a captured graph; the last has no documents
@@ -244,10 +247,11 @@ def test_all_layers_share_the_lists():
 
 def test_documents_alone_through_the_kernel():
     """The oracle of test_doc_mask.py: each document alone through the model."""
-    def with_flex(original, *args, **kwargs):
-        original(*args, **kwargs, flex=cpu_flex())
+    def with_flex(original, layer, *args):
+        original(layer, *args)
+        layer.flex = cpu_flex()
 
-    with planted("model.GPT.__init__", with_flex):
+    with planted("attention.Attention.__init__", with_flex):
         check_against_documents_alone("windows")
 
 

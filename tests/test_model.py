@@ -24,7 +24,7 @@ from cost.parameters import count_parameters, flops_per_token
 from interface.presets import PRESETS
 from layers import vocab_cross_entropy
 from model import GPT, MLP, VECTOR_STARTS, init_weights
-from moe import MoE, plain_dispatcher
+from moe import MoE
 from ops.activations import ACTIVATIONS, GATED
 from ops.cross_entropy import IGNORE
 from parallel import make_mesh, parameter
@@ -231,7 +231,7 @@ def test_a_bf16_model_computes_in_fp32_what_bf16_would_ruin():
     got, want = (rotate(t, *rope_cache(40, 8, 500.0, "cpu", wide)) for t, wide in
                  ((x, torch.float32), (x.double(), torch.float64)))
     assert got.dtype == torch.bfloat16 and ((got - want).abs() <= want.abs() / 2**8 + 1e-5).all()
-    layer = MoE(dataclasses.replace(MOE, dtype="bf16"), MESH, None, plain_dispatcher)
+    layer = MoE(dataclasses.replace(MOE, dtype="bf16"), MESH)
     with torch.no_grad():
         for p in layer.parameters():
             p.normal_(0.0, 1.0, generator=rng)
@@ -596,7 +596,7 @@ def test_an_expert_computes_what_the_mlp_computes(name, capacity_factor):
     """... with the same weights, for every activation; and both what its function says."""
     cfg = Config(**dict(ONE_EXPERT, mlp=name, capacity_factor=capacity_factor))
     mlp = MLP(cfg, MESH, cfg.ffn_hidden).double()
-    layer = MoE(cfg, MESH, None, plain_dispatcher).double()
+    layer = MoE(cfg, MESH).double()
     x = torch.randn(12, cfg.n_embd, dtype=torch.float64)
     layer.router.weight.data.zero_()  # the gate is sigmoid(0)
     for p in (mlp.w1, mlp.w3, mlp.w2):

@@ -91,11 +91,11 @@ def loop_over_tokens(x, router, expert, K, kind, bias=None, factor=0.0, policy="
     return torch.stack(out), aux, z, dropped, visits
 
 
-def block(mesh=ALONE, make_dispatcher=moe.plain_dispatcher, **flags):
+def block(mesh=ALONE, **flags):
     """A MoE block in fp64 with seeded weights, the same in every layout."""
     cfg = Config(**dict(SMALL, **flags))
     shared = MLP(cfg, ALONE, cfg.n_shared_experts * cfg.ffn_hidden) if cfg.n_shared_experts else None
-    layer = moe.MoE(cfg, mesh, shared, make_dispatcher).double()
+    layer = moe.MoE(cfg, mesh, shared).double()
     rng = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for p in layer.parameters():
@@ -341,10 +341,10 @@ def block_over_ep(world, ep, flags, kind, slack=0.0):
     the balanced rows -> {output, gradient of x, gradients summed over the ranks}, rows received."""
     mesh = make_mesh(world, ep=ep)
     one_sided = Choice(graph=True, symm_mem=True, peer_copies=False, single_microbatch=False)
-    make = one_sided.dispatcher_maker(Config(**dict(SMALL, **flags))) if slack else moe.plain_dispatcher
-    layer, rows = block(mesh, make, aux_coef=0.3, **flags), []
+    layer, rows = block(mesh, aux_coef=0.3, **flags), []
     x = (tokens(kind, layer).detach() + 0.01 * (1 + world.rank)).requires_grad_()
     if slack:
+        one_sided.install_dispatcher(layer)
         layer.dispatcher.rows_in_use = int(slack * x.size(0) * layer.K)
         symm_mem.allocate([layer], layer.dispatcher.rows_in_use + 3)
     ffn = layer.ffn

@@ -129,8 +129,6 @@ FAMILY.update({"four norms": dict(norm_place="both"), "geglu": dict(mlp="geglu")
 FAMILY.update({"norms of heads, cp": dict(qk_norm="head", cp=2)})
 FAMILY.update({"swiglu, cp": dict(cp=2), "gelu, cp": dict(FAMILY["gelu"], cp=2)})
 FAMILY.update({"documents": dict(doc_mask="on"), "documents, cp": dict(doc_mask="on", cp=2)})
-
-
 FAMILY.update({"fp8": dict(fp8=True), "fp8, gelu": dict(FAMILY["gelu"], fp8=True),
                "fp8, geglu": dict(mlp="geglu", fp8=True), "fp8, zero 3": dict(fp8=True, zero=3),
                "fp8, shared": dict(FAMILY["moe"], n_shared_experts=1, fp8=True)})
@@ -143,15 +141,17 @@ FAMILY.update({"fp8": dict(fp8=True), "fp8, gelu": dict(FAMILY["gelu"], fp8=True
 # Both ranks of cp hold the same values here; flash attention needs no mask
 @mock.patch.object(attention, "gather_segments", lambda kv, axis: torch.cat([kv, kv]))
 @mock.patch("torch.nn.attention.bias.causal_lower_right", lambda *sizes: None)
-def kept_bytes(cfg, mesh, make_dispatcher=moe.plain_dispatcher, rows_in_use=0, flex=None):
+def kept_bytes(cfg, mesh, rows_in_use=0, flex=None):
     """Return bytes that autograd keeps of a block, besides its weights and rope's table."""
     torch.set_default_dtype(torch.bfloat16)
-    block = model_.Block(cfg, mesh, make_dispatcher, flex=flex)
+    block = model_.Block(cfg, mesh)
+    block.attn.flex = flex
+    if rows_in_use:
+        block.moe.dispatcher = PaddedAllToAll(cfg, mesh)
+        block.moe.dispatcher.rows_in_use = rows_in_use
     torch.set_default_dtype(torch.float32)
     for p in block.parameters():
         torch.nn.init.normal_(p, std=0.02)
-    if rows_in_use:
-        block.moe.dispatcher.rows_in_use = rows_in_use
     own, seen = {p.untyped_storage().data_ptr() for p in block.parameters()}, {}
     t = 64 // cfg.cp
     places = torch.arange(1, t + 1).repeat(cfg.micro_batch, 1) if cfg.doc_mask == "on" else None
@@ -195,7 +195,7 @@ def kept_with_padding(world):
     cfg = Config(**{**BLOCK, "micro_batch": 2}, n_experts=8, top_k=2, ep=2, ep_slack=2.0)
     mesh, rows = make_mesh(world, ep=2, n_experts=8), int(2 * 64 * cfg.top_k * cfg.ep_slack)
     predicted = saved_activations(cfg, mesh, choice=Choice(True, False, False, False)).saved
-    return kept_bytes(cfg, mesh, PaddedAllToAll, rows), predicted
+    return kept_bytes(cfg, mesh, rows), predicted
 
 
 def test_messages_of_a_fixed_size_are_kept_with_their_padding():

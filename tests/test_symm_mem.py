@@ -162,7 +162,9 @@ def padded_block(world, ep, flags, kind, slack):
     """A block over ep whose messages have room for `slack` times the balanced rows; 0: exact messages.
     Return output, gradients of x and of the parameters, rows needed and in use."""
     mesh = make_mesh(world, ep=ep)
-    layer = block(mesh, padded.PaddedAllToAll if slack else moe.plain_dispatcher, aux_coef=0.3, **flags)
+    layer = block(mesh, aux_coef=0.3, **flags)
+    if slack:
+        layer.dispatcher = padded.PaddedAllToAll(layer.cfg, mesh)
     x = (tokens(kind, layer).detach() + 0.01 * (1 + world.rank)).requires_grad_()
     layer.dispatcher.rows_in_use = in_use = int(slack * x.size(0) * layer.K)
     with mock.patch.object(moe.AllToAll, "plan", None) if slack else contextlib.nullcontext():
