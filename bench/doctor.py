@@ -6,7 +6,8 @@
     --network                               NCCL's network, which several nodes check without being asked
 
 The exit code is 0, or 1 if a check FAILs. Under torchrun it is 0, because torchrun prints forty lines around
-any other. --json prints the same as one object, with "ok".
+any other. --json prints the same as one object, with "ok". --report also writes OUT/doctor.txt, to attach to
+a ticket: the lines of every node, the versions of all packages, the variables of NCCL and of the scheduler.
 """
 import importlib.metadata
 import json
@@ -360,12 +361,31 @@ def as_json(world, nodes, failed):
     return json.dumps({"ok": not failed, "launcher": world.launcher, "ranks": world.size, "checks": rows})
 
 
-def as_lines(world, nodes):
-    """A line per check, folded: all of the first node, of the other nodes those that are not OK."""
+REPORTED = ("NCCL_", "OFI_", "FI_", "CCL_", "PBS_", "SLURM_", "CUDA_", "HIP_", "ROCR_", "ZE_", "MPICH_",
+            "OMP_", "GLOO_", "LD_LIBRARY_PATH", "LOADEDMODULES")
+
+
+def write_report(world, nodes, out):
+    """Write OUT/doctor.txt. No variable in it holds a password."""
+    packages = {f"{found.name}=={found.version}" for found in importlib.metadata.distributions()}
+    variables = [f"{name}={value}" for name, value in bare_environment().items()
+                 if name.startswith(REPORTED)]
+    shown = SHOWS.get(world.device.type)
+    gpus = shown and shutil.which(shown) and subprocess.run(  # also the memory that other processes hold
+        [shown], capture_output=True, text=True, check=False).stdout
+    parts = [as_lines(world, nodes, whole=True), sys.version, *sorted(variables), *sorted(packages)]
+    path = Path(out, "doctor.txt")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("\n".join([*parts, gpus or ""]) + "\n", encoding="utf-8")
+    print(f"report: {path}", flush=True)
+
+
+def as_lines(world, nodes, whole=False):
+    """A line per check, folded: all of the first node, of the other nodes those that are not OK, or all."""
     lines = [f"{world.launcher}, {world.size} rank(s), {world.n_nodes} node(s), {nodes[0]['host']}"]
     for i, node in enumerate(nodes):
         for name, status, text, fix in node["checks"]:
-            if i == 0 or status != "OK":
+            if whole or i == 0 or status != "OK":
                 where = f"{node['host']}: " if i else ""
                 line = f"{status:5s} {name:10s} {where}{text}"
                 lines.append(folded(f"{line}; fix: {fix}" if fix else line))
@@ -378,6 +398,7 @@ class Flags:
     out: str = "out"  # folder that runs would be written to
     network: bool = False  # check NCCL's network on a single node, too
     json: bool = False  # print one JSON object, no lines
+    report: bool = False  # write all that a ticket needs into OUT/doctor.txt
 
 
 def main(argv=None):
@@ -401,6 +422,8 @@ def main(argv=None):
     failed = any(check[1] == "FAIL" for node in nodes for check in node["checks"])
     if world.rank == 0:
         print_quietly((as_json(world, nodes, failed) if flags.json else as_lines(world, nodes)) + "\n")
+        if flags.report:
+            write_report(world, nodes, flags.out)
     return exit_code(world, failed, flags)
 
 

@@ -1,22 +1,26 @@
-"""How well does it scale? python bench/scaling.py out/*/metrics.jsonl      (or the runs' folders)
+"""How fast is each layout, and how well does it scale? python bench/scaling.py out/*      (the runs' folders)
 
-The table has a row per run, by number of ranks: medians over the later rows of its metrics.jsonl, and the
-efficiency: tokens per second and rank relative to the run with the fewest ranks. A run that went on in
-another layout has a row for each: RUN@100 is after step 100. The table says whether a run shows weak scaling
-(the same batch per rank) or strong scaling (the same global batch). Each model has a plot.
+The table has a row per run, of any launcher and any number of hosts: medians over the later rows of its
+metrics.jsonl, memory, the loss at the end, on a known GPU what plan.py predicts, and the efficiency: tokens
+per second and rank relative to the run with the fewest ranks. A run that went on in another layout has a row
+for each: RUN@100 is after step 100. The table says whether a run shows weak scaling (the same batch per rank)
+or strong scaling (the same global batch). Each model has a plot.
 --published prints Megatron-LM's table of BERT 345M next to plan.py's prediction and to runs of bert-345m.
 """
+import dataclasses
 import json
 import statistics
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from common import start
 
 from tyro.conf import Positional
 
-from config import Outcome
+from config import Config, Outcome
+from cost.gpus import GPUS, kind_of
 from interface.command_line import command_line, one_line, print_quietly, wrong_input
 from interface.paths import meant_run
 
@@ -27,6 +31,16 @@ MODEL = ("preset", "n_layer", "n_embd", "seq_len", "ffn_hidden", "n_experts", "t
 # A run that goes on with others of these is another row.
 LAYOUT = ("world", "nodes", "dp", "tp", "cp", "pp", "pp_chunks", "ep", "zero", "shard", "micro_batch",
           "global_batch", "compile", "machine")
+
+COLUMNS = {  # title: (key of the row, format). A column that says nothing of any run is left out.
+    "nodes": ("nodes", "d"), "ranks": ("world", "d"), "dp": ("dp", "d"), "tp": ("tp", "d"), "pp": ("pp", "d"),
+    "cp": ("cp", "d"), "ep": ("ep", "d"), "zero": ("zero", "d"), "mbs": ("micro_batch", "d"),
+    "gbs": ("batch", "d"), "GiB": ("mem_gb", ".2f"), "plan GiB": ("planned_memory", ".2f"),
+    "s/it": ("seconds", ".4f"), "plan s/it": ("planned_seconds", ".4f"),
+    "ms/sample": ("ms_per_sample", ".2f"), "tok/s/GPU": ("tok_s_gpu", ",.0f"), "TFLOP/s": ("tflops", ".3g"),
+    "mfu %": ("mfu", ".1f"), "eff %": ("eff", ".1f"), "scaling": ("kind", "s"), "comm %": ("comm", ".1f"),
+    "loss": ("loss", ".4f"), "valid.": ("val_loss", ".4f")}
+PLAIN = {"nodes": 1, "tp": 1, "pp": 1, "cp": 1, "ep": 1, "zero": 0}  # of a run without this axis
 
 
 def parts(folder):
@@ -75,17 +89,38 @@ def row_of(name, cfg, timed, rows, share):
     """Return a row of the table, of a run in one layout."""
     late = timed[min(int(len(timed) * (1 - share)), len(timed) - 1):]
     row = {key: statistics.median(r[key] for r in late) for key in ("ms", "tok_s", "tok_s_gpu")}
-    row.update(run=name, ranks=cfg["world"],
-               layout={k: cfg[k] for k in ("dp", "tp", "pp", "ep", "zero")},
-               batch=late[-1]["global_batch"], rows=len(late), loss=rows[-1].get("loss"),
-               model=" ".join(f"{cfg.get(k)}" for k in MODEL), preset=cfg["preset"])
+    row.update({key: cfg[key] for key in ("preset", "world", *LAYOUT[2:9], "micro_batch") if key in cfg})
+    row.update(run=name, nodes=cfg.get("nodes", 1), batch=late[-1]["global_batch"], rows=len(late),
+               model=" ".join(f"{cfg.get(k)}" for k in MODEL),
+               device=cfg.get("machine", {}).get("device", ""))
+    row.update(seconds=row["ms"] / 1e3, ms_per_sample=row["ms"] / row["batch"])
+    for key in ("mem_gb", "tflops", "loss", "val_loss"):
+        found = [r[key] for r in rows if key in r]
+        if found:
+            row[key] = found[-1]
     if all("mfu" in r for r in late):
-        row["mfu"] = statistics.median(r["mfu"] for r in late)
+        row["mfu"] = 100 * statistics.median(r["mfu"] for r in late)
     times = [sum(r.get(f"t_{k}", 0) for k in ("grad_sync", "param_gather", "pipeline")) / r["ms"]
              for r in late if "t_grad_sync" in r]
     if times:  # --timers
-        row["comm"] = statistics.median(times)
+        row["comm"] = 100 * statistics.median(times)
+    row["config"] = cfg
     return row
+
+
+def predict(row, gpu):
+    """Add what plan.py predicts for this layout on a kind of GPU, by default the run's own, where known."""
+    gpu = gpu or kind_of(row["device"], 0)
+    if not gpu:
+        return
+    import plan  # not at the top: it imports torch
+    names = {field.name for field in dataclasses.fields(Config)}
+    saved = {key: tuple(value) if isinstance(value, list) else value
+             for key, value in row["config"].items() if key in names}
+    cfg = Config(**{**saved, "global_batch": row["batch"]})
+    predicted = plan.estimate(cfg, row["world"], gpu, row["config"]["vocab_size_used"])
+    row.update(planned_seconds=predicted["ms"] / 1e3, planned_memory=predicted["memory"],
+               parameters=predicted["parameters"]["total"])
 
 
 def groups(runs):
@@ -94,15 +129,15 @@ def groups(runs):
     Each run gets "eff" and "kind", relative to the run with the fewest ranks.
     """
     out = {}
-    for r in sorted(runs, key=lambda r: (r["ranks"], r["run"])):
+    for r in sorted(runs, key=lambda r: (r["world"], r["run"])):
         out.setdefault(r["model"], []).append(r)
     for same in out.values():
-        first = max((r for r in same if r["ranks"] == same[0]["ranks"]), key=lambda r: r["tok_s_gpu"])
+        first = max((r for r in same if r["world"] == same[0]["world"]), key=lambda r: r["tok_s_gpu"])
         for r in same:
-            r["eff"] = r["tok_s_gpu"] / first["tok_s_gpu"]
-            if r["ranks"] == first["ranks"]:
+            r["eff"] = 100 * r["tok_s_gpu"] / first["tok_s_gpu"]
+            if r["world"] == first["world"]:
                 r["kind"] = "-"
-            elif r["batch"] * first["ranks"] == first["batch"] * r["ranks"]:
+            elif r["batch"] * first["world"] == first["batch"] * r["world"]:
                 r["kind"] = "weak"
             elif r["batch"] == first["batch"]:
                 r["kind"] = "strong"
@@ -112,23 +147,18 @@ def groups(runs):
 
 
 def table(runs):
-    """Return the table as text, 100 columns wide. A long name gets a line of its own."""
-    head = ("run", "ranks", "dp tp pp ep z", "gbs", "ms", "tok/s", "tok/s/gpu", "eff %", "scaling", "mfu %",
-            "comm %", "rows")
-    lines = [head]
+    """Return the table as text. A column that is the same plain value in all runs is left out."""
+    columns = {title: column for title, column in COLUMNS.items()
+               if any(r.get(column[0], PLAIN.get(title)) != PLAIN.get(title) for r in runs)}
+    lines = [("run", *columns)]
     for r in runs:
-        percent = [f"{100 * r[k]:.1f}" if k in r else "-" for k in ("eff", "mfu", "comm")]
-        lines.append((r["run"], r["ranks"], " ".join(map(str, r["layout"].values())), r["batch"],
-                      f"{r['ms']:.1f}", f"{r['tok_s']:,.0f}", f"{r['tok_s_gpu']:,.0f}", percent[0], r["kind"],
-                      *percent[1:], r["rows"]))
-    widths = [max(len(str(x[i])) for x in lines) for i in range(1, len(head))]
-    most, out = max(100 - sum(w + 2 for w in widths), 3), []  # columns that are left for the name
-    width = min(most, max(len(line[0]) for line in lines))
-    for name, *numbers in lines:
-        if len(name) > most:
-            out, name = [*out, name], ""
-        numbers = [f"{x!s:>{w}}" for x, w in zip(numbers, widths, strict=True)]
-        out.append("  ".join([f"{name:{width}}", *numbers]))
+        cells = [format(r[key], form) if key in r else "-" for key, form in columns.values()]
+        lines.append((r["run"], *cells))
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    out = []
+    for name, *cells in lines:
+        numbers = [f"{cell:>{width}}" for cell, width in zip(cells, widths[1:], strict=True)]
+        out.append("  ".join([f"{name:{widths[0]}}", *numbers]))
     return "\n".join(out)
 
 
@@ -147,7 +177,7 @@ def published_table(runs):
                                   f"--scaling={','.join(map(str, PUBLISHED))}"])
     predicted = {p["layout"]["gpus"]: p["ms"] / p["layout"]["global_batch"]
                  for p in plan.scaling(cfg, counts, "a100-40", cfg.vocab_size)}
-    measured = {r["ranks"]: r["ms"] / r["batch"] for r in runs if r["preset"] == "bert-345m"}
+    measured = {r["world"]: r["ms"] / r["batch"] for r in runs if r["preset"] == "bert-345m"}
     lines = ["BERT 345M, ms per sample and efficiency: published for A100 40 GB, predicted for it by plan.py",
              "with 4 sequences per GPU, and runs of bert-345m",
              "GPUs" + "".join(f"{head:>18}" for head in ("published", "predicted", "run here"))]
@@ -160,20 +190,20 @@ def published_table(runs):
 
 def plot(runs, title):
     """Return a plot of tokens per second by ranks with the ideal, or None if all runs have the same ranks."""
-    if len({r["ranks"] for r in runs}) < 2:
+    if len({r["world"] for r in runs}) < 2:
         return None
     try:
         import plotext as plt
     except ImportError:
         return "plotext is not installed: no plot (pip install 'plotext<6')"
-    best = {n: max(r["tok_s"] for r in runs if r["ranks"] == n) for n in sorted({r["ranks"] for r in runs})}
+    best = {n: max(r["tok_s"] for r in runs if r["world"] == n) for n in sorted({r["world"] for r in runs})}
     first = min(best)
     plt.clear_figure()
     plt.theme("clear")
     plt.plot_size(80, 20)
     plt.plot(list(best), [best[first] * n / first for n in best], marker=".", label="ideal")
     plt.plot(list(best), list(best.values()), marker="braille", label="measured, best run")
-    plt.scatter([r["ranks"] for r in runs], [r["tok_s"] for r in runs], marker="x")
+    plt.scatter([r["world"] for r in runs], [r["tok_s"] for r in runs], marker="x")
     plt.xticks(list(best))
     plt.ylim(0, None)
     plt.title(f"{title}: tok/s by ranks")
@@ -183,6 +213,7 @@ def plot(runs, title):
 @dataclass(frozen=True)
 class Flags:
     runs: Positional[tuple[str, ...]]  # folders of runs, or their metrics.jsonl
+    gpu: Literal[("", *GPUS)] = ""  # kind for which plan.py predicts; default: the one that a run names
     last: float = 0.5  # share of the timed rows that counts, from the end
     published: bool = False  # print a published table of BERT 345M, with what is predicted and what ran
     json: bool = False  # print the rows as JSON, no table and no plot
@@ -211,12 +242,16 @@ def main(argv=None):
         print_quietly("\n".join(published_table(found)) + "\n")
     if not found and (flags.runs or not flags.published):
         raise SystemExit(Outcome.WRONG_INPUT)
+    for row in found:
+        predict(row, flags.gpu)
+        del row["config"]
     for runs in groups(found).values():
         if flags.json:
             print_quietly("".join(json.dumps(r) + "\n" for r in runs))
         else:
+            size = f", {runs[0]['parameters'] / 1e9:.3g} B parameters" if "parameters" in runs[0] else ""
             drawing = plot(runs, runs[0]["preset"])
-            print_quietly(f"{table(runs)}\n" + (f"{drawing}\n" if drawing else ""))
+            print_quietly(f"{runs[0]['preset']}{size}\n{table(runs)}\n" + (f"{drawing}\n" if drawing else ""))
 
 
 if __name__ == "__main__":

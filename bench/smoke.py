@@ -1,7 +1,7 @@
 """Does this machine train? python bench/smoke.py, or the same under mpiexec, torchrun and srun, without data.
 
     1) one line per node               runtime/launch.py: launcher, ranks, device, backend
-    2) a sum over all ranks            the smallest collective, with a known answer
+    2) sums over all ranks             the smallest collective and a large one, with known answers
     3) all-reduces of growing size     how fast the ranks exchange data: eight rows, 1 KiB to 16 MiB
     4) 100 steps of a small MLP        our own data parallelism (parallel.py), random data, Adam; a plot of dt
     5) files in --out                  metrics.jsonl, a plot per metric, a profile, an offline wandb run
@@ -39,6 +39,7 @@ from runtime.timing import Stopwatch
 
 WIDTHS = (128, 1024, 512, 256, 128)
 METRICS = ("loss", "sps", "dt", "dtf", "dtb")
+LARGE = 1 << 24, 5 << 26  # elements of the large sum, in fp32, on CPUs and on GPUs: 64 MiB and 1.25 GiB
 SIZES = [2**10 * 4**i for i in range(8)]  # bytes, 1 KiB to 16 MiB
 
 
@@ -63,6 +64,26 @@ def check_sum(world):
         raise RuntimeError(f"rank {world.rank}: all_reduce of rank ids gives {total} and not {want}")
     if world.rank == 0:
         print(f"all_reduce of rank ids 0..{world.size - 1}: {total}, expected {want}: ok")
+
+
+def check_large_sum(world):
+    """Sum one large buffer over all ranks, and compare every element. RuntimeError: some are wrong.
+
+    On a fabric, sums above 1 GB have been wrong without a word.
+    """
+    if world.size == 1:
+        return
+    n = LARGE[world.device.type != "cpu"]
+    pattern = torch.arange(n, dtype=torch.int32, device=world.device).remainder_(1021).float()
+    total = pattern + world.rank
+    world.axis.all_reduce(total)  # SUM of n numbers, over the world
+    want = pattern * world.size + world.size * (world.size - 1) / 2  # whole numbers, which fp32 holds exactly
+    wrong = (total != want).sum().item()
+    if wrong:
+        raise RuntimeError(f"rank {world.rank}: {wrong:,} of {n:,} numbers are wrong in a sum of "
+                           f"{4 * n / 2**30:.2f} GiB; try NCCL_ALGO=Ring, and tell the site")
+    if world.rank == 0:
+        print(f"all_reduce of {4 * n / 2**30:.2f} GiB: all {n:,} sums as expected: ok")
 
 
 def bandwidth(world, iters=5):
@@ -202,6 +223,7 @@ def run(world, flags):
             flags.out.mkdir(parents=True, exist_ok=True)
             metrics = open(flags.out / "metrics.jsonl", "w")
     check_sum(world)
+    check_large_sum(world)
     bandwidth(world)
 
     def report(row):

@@ -153,18 +153,6 @@ def is_first_of_node():
     return detect(os.environ).local_rank == 0
 
 
-def as_torchrun(rank, size, port, local_size=None):
-    """Set torchrun's variables for a rank of this host, so that launch() finds the other ranks.
-
-    local_size: the number of ranks on a node, where the ranks of this host play several nodes.
-    """
-    local_size = local_size or size
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank % local_size), WORLD_SIZE=str(size),
-                      LOCAL_WORLD_SIZE=str(local_size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    if local_size < size:
-        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-
-
 def bare_environment():
     """Return the environment without any launcher's own variables, for a command that starts ranks itself."""
     names = {name for variables in LAUNCHERS.values() for name in variables}

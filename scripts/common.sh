@@ -5,10 +5,14 @@ die() { echo "nanoshard: $*" >&2; exit 2; }
 source "$(dirname "${BASH_SOURCE[0]}")/flags.sh"
 
 # load_modules NAME...: load the site's modules. Without one of them the run would take another Python or MPI.
+# `module load` may complain of a module that works (Polaris, since 2026-08): then activate asks python.
 load_modules() {
     [ $# -gt 0 ] || return 0
-    type module &> /dev/null || die "no command 'module' here, so $* cannot be loaded: leave out MODULES"
-    module load "$@" || die "module load $* failed: 'module avail' lists those of this site"
+    type module &> /dev/null ||
+        die "no command 'module' here, so $* cannot be loaded${MODULES:+: leave out MODULES}"
+    module load "$@" && return
+    module is-avail "$@" &> /dev/null || die "module load $* failed: 'module avail' lists those of this site"
+    complained=$*
 }
 
 # nccl_settings NODES: source the file NCCL_SETTINGS, if it is named and there are several nodes
@@ -30,6 +34,10 @@ activate() {
         [ -r "$venv/bin/activate" ] || die "no environment in '$venv' (from $PWD): make it as" \
             "docs/cluster.md says, name another with VENV=FOLDER, or take the modules' Python with VENV=none"
         source "$venv/bin/activate"
+    fi
+    if [ -n "$complained" ]; then
+        python -c 'import torch' || die "module load $complained failed, and python finds no torch"
+        echo "nanoshard: module load $complained complained, but python finds torch: going on" >&2
     fi
     [ -n "$STAGE" ] || return
     local folders=($STAGE)

@@ -65,5 +65,8 @@ index_flags() {
     case "${flags[*]}" in *"{index}"*) [ -n "$index" ] || die "{index} in '$*': this is no job array"; esac
     flags=("${flags[@]//\{index\}/$index}")
     flags=("${flags[@]//\{disk\}/$(stage_folder)}")
+    if [ ! -O . ] && [[ " ${flags[*]}" != *" --out"[\ =]* ]]; then  # a shared clone
+        flags+=(--out "out/$(id -un)/${flags[0]}")
+    fi
     find_resume "${flags[@]}"
 }

@@ -48,9 +48,9 @@ ranks=${RANKS:-$([ "$full" -gt 0 ] && echo "$full" || echo "$slots")}
 order=()
 case $SITE in
     polaris) binding=(--depth 8 --cpu-bind depth); order=(scripts/gpu_order.sh 3,2,1,0)
-        export MPICH_GPU_SUPPORT_ENABLED=0; source scripts/polaris_nccl.sh ;;
+        export MPICH_GPU_SUPPORT_ENABLED=0 OMP_NUM_THREADS=8; source scripts/polaris_nccl.sh ;;
     aurora) binding=(--cpu-bind list:4-7:8-11:12-15:16-19:20-23:24-27:56-59:60-63:64-67:68-71:72-75:76-79)
-        export ZE_FLAT_DEVICE_HIERARCHY=FLAT ;;
+        export ZE_FLAT_DEVICE_HIERARCHY=FLAT OMP_NUM_THREADS=4 ;;
     crux) binding=(--depth 16 --cpu-bind depth); export OMP_NUM_THREADS=16 ;;
     sophia) binding=(); export OMP_NUM_THREADS=16 ;;
     perlmutter) binding=(-c 32 --gpu-bind=none); order=(scripts/gpu_order.sh 3,2,1,0)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -137,6 +138,29 @@ def one_differs(world):
     return smoke.replicas_equal(model, make_mesh(world))
 
 
+def large_sum(world, wrong_rank):
+    """Return what smoke.py says of a large sum in which one rank gets one wrong number, or None."""
+    right = type(world.axis).all_reduce
+
+    def all_reduce(axis, x, *how):
+        right(axis, x, *how)
+        x[len(x) // 2] += world.rank == wrong_rank
+        return x
+
+    with mock.patch.object(type(world.axis), "all_reduce", all_reduce):
+        try:
+            smoke.check_large_sum(world)
+        except RuntimeError as error:
+            return str(error)
+
+
+def test_smoke_sees_one_wrong_number_of_a_large_sum():
+    assert run_ranks(2, large_sum, -1) == [None, None]
+    right, wrong = run_ranks(2, large_sum, 1)
+    assert right is None
+    assert wrong.startswith("rank 1: 1 of 16,777,216 numbers are wrong in a sum of 0.06 GiB")
+
+
 def test_smoke_sees_replicas_that_differ():
     assert run_ranks(2, one_differs) == [False, False]
 
@@ -204,7 +228,7 @@ def test_wrong_flags_are_one_line(main, argv, words, capsys):
     assert end.value.code == 2 and said.count("\n") == 1 and words in said
 
 
-PROGRAMS = ("collectives", "doctor", "equal_one", "gpu_matrix", "ladder", "layouts", "moe_layer", "oracles",
+PROGRAMS = ("collectives", "doctor", "equal_one", "gpu_matrix", "ladder", "moe_layer", "oracles",
             "peer_cell", "peers", "save_cost", "scaling", "smoke", "speed")
 
 

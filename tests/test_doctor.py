@@ -1,7 +1,9 @@
 """bench/doctor.py finds what is wrong and says the fix; bench/scaling.py computes what it prints."""
+import dataclasses
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -22,6 +24,7 @@ import scaling
 import surroundings
 
 import plan
+from interface.command_line import parse
 from runtime.launch import World
 from runtime.launcher import bare_environment, scheduler
 
@@ -321,6 +324,22 @@ def test_surroundings(tmp_path, monkeypatch):
     assert [name for name in bare_environment() if name.startswith("SLURM")] == ["SLURM_CONF"]
 
 
+def test_the_report_for_a_ticket_is_one_file(tmp_path, monkeypatch, capsys):
+    """Versions, modules, hosts, NCCL's and the scheduler's variables, all checks; no secret of the shell."""
+    monkeypatch.setenv("PATH", f"{BIN}:{os.environ['PATH']}")
+    for name, value in (("NCCL_NET", "AWS Libfabric"), ("PBS_QUEUE", "debug"), ("LOADEDMODULES", "conda/1:a"),
+                        ("WANDB_API_KEY", "secret"), ("https_proxy", "http://me:pass@proxy:1")):
+        monkeypatch.setenv(name, value)
+    doctor.main(["--report", "--out", str(tmp_path / "mine")])
+    said = capsys.readouterr().out
+    assert f"report: {tmp_path}/mine/doctor.txt" in said
+    report = (tmp_path / "mine/doctor.txt").read_text()
+    for part in (*said.splitlines()[:3], "NCCL_NET=AWS Libfabric", "PBS_QUEUE=debug",
+                 "LOADEDMODULES=conda/1:a", f"torch=={torch.__version__}", "numpy=="):
+        assert part in report
+    assert "secret" not in report and "pass" not in report
+
+
 def run_folder(folder, ranks, batch, ms, rows=4, **more):
     folder.mkdir()
     shape = dict.fromkeys(scaling.MODEL, 1)
@@ -342,12 +361,12 @@ def test_scaling(tmp_path, capsys):
     scaling.main([str(tmp_path / "a1"), str(tmp_path / "b2/metrics.jsonl"), str(tmp_path / ("c4" * 30)),
                   str(tmp_path / "dead"), str(tmp_path / "none")])
     said, errors = capsys.readouterr()
-    lines = [line.split() for line in said.splitlines()]
-    assert lines[1][:1] == ["a1"] and lines[1][7:13] == ["8", "10.0", "800", "800", "100.0", "-"]
-    assert lines[2][8:] == ["12.5", "1,280", "640", "80.0", "weak", "-", "20.0", "2"]
-    assert lines[3] == ["c4" * 30], "a long name has a line of its own"
-    assert lines[4][7:12] == ["4.0", "2,000", "500", "62.5", "strong"]
-    assert max(map(len, said.splitlines())) <= 100
+    title, head, *lines = [line.split() for line in said.splitlines()[:5]]
+    assert title == ["tiny"] and head == ["run", "ranks", "dp", "gbs", "s/it", "ms/sample", "tok/s/GPU",
+                                          "eff", "%", "scaling", "comm", "%", "loss"]
+    assert lines[0] == ["a1", "1", "1", "8", "0.0100", "1.25", "800", "100.0", "-", "-", "1.0000"]
+    assert lines[1] == ["b2", "2", "2", "16", "0.0125", "0.78", "640", "80.0", "weak", "20.0", "1.0000"]
+    assert lines[2] == ["c4" * 30, "4", "4", "8", "0.0040", "0.50", "500", "62.5", "strong", "-", "1.0000"]
     assert "tok/s by ranks" in said and "ideal" in said
     assert "no timed row" in errors and errors.count("left out") == 2
     with pytest.raises(SystemExit) as e:
@@ -370,9 +389,30 @@ def test_a_run_that_went_on_in_another_layout_has_a_row_for_each(tmp_path, capsy
     (tmp_path / "a/history.jsonl").write_text(
         "".join(json.dumps({"step": step, "config": config}) + "\n" for step, config in starts))
     scaling.main([str(tmp_path / "a")])
-    lines = [line.split() for line in capsys.readouterr().out.splitlines()[1:3]]
-    assert [line[:8] for line in lines] == [["a@0", *"1111108"], ["a@6", *"2211108"]]
-    assert [line[8] for line in lines] == ["1000.0", "10.0"], "no row has the milliseconds of both"
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()[2:4]]
+    assert [line[:4] for line in lines] == [["a@0", *"118"], ["a@6", *"228"]]
+    assert [line[4] for line in lines] == ["1.0000", "0.0100"], "no row has the seconds of both"
+
+
+def test_a_run_on_several_hosts_stands_beside_its_prediction(tmp_path, capsys):
+    """The columns of a table that compares layouts, for a run of any launcher."""
+    layout = ["--tp=4", "--pp=2", "--micro-batch=2", "--global-batch=64"]
+    cfg = dataclasses.asdict(parse(["smol-1.7b", *layout]))
+    run_folder(tmp_path / "a", 8, 64, 900.0, mem_gb=31.25, tflops=101.0, mfu=0.5)
+    (tmp_path / "a/config.json").write_text(json.dumps({
+        **cfg, "world": 8, "nodes": 2, "dp": 1, "vocab_size_used": 49152,
+        "machine": {"device": "NVIDIA A100"}}))
+    scaling.main([str(tmp_path / "a")])
+    title, head, row = [re.split("  +", line.strip()) for line in capsys.readouterr().out.splitlines()[:3]]
+    seen = dict(zip(head, row, strict=True))
+    planned = plan.estimate(parse(["smol-1.7b", *layout]), 8, "a100-40", 49152)
+    assert title == [f"smol-1.7b, {planned['parameters']['total'] / 1e9:.3g} B parameters"]
+    assert seen == {
+        "run": "a", "nodes": "2", "ranks": "8", "dp": "1", "tp": "4", "pp": "2", "mbs": "2", "gbs": "64",
+        "GiB": "31.25",
+        "plan GiB": f"{planned['memory']:.2f}", "s/it": "0.9000", "plan s/it": f"{planned['ms'] / 1e3:.4f}",
+        "ms/sample": "14.06", "tok/s/GPU": "9", "TFLOP/s": "101", "mfu %": "50.0", "eff %": "100.0",
+        "scaling": "-", "loss": "1.0000"}
 
 
 def test_the_published_table_stands_beside_the_prediction(tmp_path, capsys):

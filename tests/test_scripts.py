@@ -57,7 +57,8 @@ def site(tmp_path):
     stand_ins.mkdir()
     (tmp_path / "jobs").mkdir()
     activate.parent.mkdir(parents=True)
-    settings = ("NCCL_CROSS_NIC", "NCCL_NET", "CCL_PROCESS_LAUNCHER", "CCL_KVS_MODE",
+    settings = ("NCCL_CROSS_NIC", "NCCL_NET", "OFI_NCCL_PROGRESS_MODEL", "CCL_PROCESS_LAUNCHER",
+                "CCL_KVS_MODE",
                 "MPICH_GPU_SUPPORT_ENABLED", "MPICH_OFI_NIC_POLICY", "https_proxy", "FI_MR_CACHE_MONITOR",
                 "CCL_WORKER_AFFINITY", "NCCL_SOCKET_IFNAME", "OMP_NUM_THREADS")
     for name in ("srun", "scontrol", "mpiexec"):
@@ -147,7 +148,8 @@ def test_what_each_script_starts(site, name, nodes):
     for script, several, words in (("aurora.pbs", True, "CCL_PROCESS_LAUNCHER=pmix CCL_KVS_MODE=mpi "),
                                    ("generic.slurm", True, "NCCL_CROSS_NIC=1"),
                                    ("generic.pbs", True, "NCCL_CROSS_NIC=1"),
-                                   ("polaris.pbs", True, "NCCL_NET=AWS Libfabric"),
+                                   ("polaris.pbs", False, "OMP_NUM_THREADS=8\n"),
+                                   ("aurora.pbs", False, "OMP_NUM_THREADS=4\n"),
                                    ("polaris.pbs", False, "MPICH_GPU_SUPPORT_ENABLED=0"),
                                    ("polaris.pbs", False, "https_proxy=http://proxy.alcf"),
                                    ("aurora.pbs", False, "https_proxy=http://proxy.alcf"),
@@ -159,11 +161,60 @@ def test_what_each_script_starts(site, name, nodes):
             assert (words in start) == (nodes > 1 or not several), start
 
 
+TCP = "nanoshard: NCCL without a plugin for Slingshot: TCP between the nodes, several times slower"
+
+
+@pytest.mark.parametrize("given,nodes,settings,over_tcp", [
+    ("", 1, "NCCL_CROSS_NIC= NCCL_NET= ", False),
+    ("", 2, "NCCL_CROSS_NIC= NCCL_NET= ", True),  # no plugin here: NCCL would not start with NCCL_NET set
+    ("v1.6.0/lib", 2, "NCCL_CROSS_NIC=1 NCCL_NET=AWS Libfabric OFI_NCCL_PROGRESS_MODEL= ", False),
+    ("v1.14.0/lib", 2, "NCCL_CROSS_NIC=1 NCCL_NET=AWS Libfabric OFI_NCCL_PROGRESS_MODEL=AUTO ", False),
+    ("*/lib", 2, "NCCL_CROSS_NIC=1 NCCL_NET=AWS Libfabric OFI_NCCL_PROGRESS_MODEL=AUTO ", False),
+    ("nowhere", 2, "NCCL_CROSS_NIC= NCCL_NET= ", True)])
+def test_polaris_takes_the_network_plugin_that_is_there(site, given, nodes, settings, over_tcp):
+    for version in ("v1.6.0", "v1.14.0"):
+        (site[0] / version / "lib").mkdir(parents=True)
+        (site[0] / version / "lib/libnccl-net.so").touch()
+    submit(site, script="polaris.pbs")
+    said = run_job(site, 1, hosts=["a", "b"][:nodes], NCCL_PLUGIN=given and f"{site[0]}/{given}")
+    assert settings in (site[0] / "calls").read_text()
+    assert (TCP in said) == over_tcp
+
+
 def test_polaris_without_the_network_plugin(site):
     """The module sets NCCL's variables; if the plugin hangs, NCCL_PLUGIN=off takes them away."""
     submit(site, "-v", "NCCL_PLUGIN=off", script="polaris.pbs")
-    run_job(site, 1, hosts=["a", "b"], NCCL_NET="AWS Libfabric", NCCL_CROSS_NIC="1")
+    said = run_job(site, 1, hosts=["a", "b"], NCCL_NET="AWS Libfabric", NCCL_CROSS_NIC="1")
     assert "NCCL_CROSS_NIC= NCCL_NET= " in (site[0] / "calls").read_text()
+    assert TCP in said and "--shard 4" in said
+
+
+@pytest.mark.parametrize("modules,python,code,say", [
+    ("", "exit 0", 85, "module load conda/2026-10-01 complained, but python finds torch: going on"),
+    ("", "exit 1", 2, "module load conda/2026-10-01 failed, and python finds no torch"),
+    ("cnoda", "exit 0", 2, "module load cnoda failed: 'module avail'")])
+@pytest.mark.parametrize("script", ["polaris.pbs", "sophia.pbs"])
+def test_a_module_that_complains_is_judged_by_python(site, script, modules, python, code, say):
+    """On Polaris `module load conda` returns non-zero since 2026-08, and the module works."""
+    (site[0] / "site.sh").write_text('''conda() { :; }
+        module() { [ "$1" = use ] || [ "$*" = "is-avail conda/2026-10-01" ]; }''')
+    (site[0] / "bin/python").write_text(f"#!/bin/bash\n{python}\n")
+    (site[0] / "bin/python").chmod(0o755)
+    submit(site, script=script)
+    said = run_job(site, 1, code=code, MODULES=modules)
+    assert said.count(f"nanoshard: {say}") == 1
+    assert (site[0] / "calls").exists() == (code == 85)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder to another user")
+def test_in_the_clone_of_another_user_a_run_has_a_folder_of_its_own(site):
+    submit(site, "-v", "ARGS=gpt2 --steps 9")
+    os.chown(site[0], 65534, -1)
+    run_job(site, 1)
+    assert "\ngpt2\n--steps\n9\n--out\nout/root/gpt2\n--resume\n" in (site[0] / "words").read_text()
+    submit(site, "-v", "ARGS=gpt2 --out=out/mine")
+    run_job(site, 3)
+    assert (site[0] / "words").read_text().count("--out") == 2  # the first job's and the flag that was typed
 
 
 PROXY = "https_proxy=http://proxy.alcf"
