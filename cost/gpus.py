@@ -37,7 +37,7 @@ HOPPER = dict(peak=989e12, sms=132, sustained=0.735, tail=0.5, link=320e9, net=4
 # is assumed: 80 % of 4 x 100 Gb/s per node of 8, and one rail, as when it was chosen. With 4 rails BLOOM's
 # layout would come 5th of 17, not 3rd.
 AMPERE = dict(peak=312e12, sms=108, sustained=0.8, tail=2.0, tiles=((128, 256),), link=80e9, net=5e9)
-# a100-40x4: a node of Polaris. Its users published what nccl-tests printed in 2026-09: 205 GB/s over NVLink and
+# a100-40x4: a node of Polaris. Its users published what nccl-tests printed in 2026: 205 GB/s over NVLink,
 # 28.5 between nodes. h100x4: four adapters of 400 Gb/s, of which 80 % are assumed. None was measured by us.
 AMPERE_X4 = {**AMPERE, "link": 205e9, "net": 28.5e9 / 4, "rails": 4, "node": 4}
 HOPPER_X4 = {**HOPPER, "rails": 4, "node": 4}
