@@ -53,8 +53,8 @@ class Axis:
 
     One axis of the mesh, such as dp or tp, or several of them together, as in `stage`.
     Over one rank, a collective is the identity. Only start_reduce_scatter and start_all_gather need
-    more than one rank. Before it starts, each collective notifies the watchdog and adds its bytes
-    to `sent`, counted as the ring algorithms send them (Thakur et al. 2005, section 4).
+    more than one rank. Before it starts, `calls` notes each collective for the watchdog and adds
+    its bytes to `sent`, as a ring sends them.
     """
     name: str
     rank: int = 0
@@ -71,6 +71,14 @@ class Axis:
         """The bytes that this rank sent, by the kind of collective."""
         return Counter()
 
+    @functools.cached_property
+    def ring(self):
+        """The part of a tensor that each rank sends while it goes around a ring of them once.
+
+        That is an all-gather or a reduce-scatter (Thakur et al. 2005, section 4).
+        """
+        return (self.size - 1) / self.size
+
     def sharing(self, zero=1):
         """Return the Sharing of a buffer that all ranks of the axis need. zero: the flag.
 
@@ -81,44 +89,45 @@ class Axis:
             return Sharing(Axis(self.name), self)  # Axis(name) has this rank alone.
         return self.shard_sharing or Sharing(self, Axis(self.name))
 
-    def record(self, kind, tensor=None, nbytes=0.0, rings=0):
-        """Note that this rank is about to start a collective, in which it sends nbytes.
-
-        rings: how often it sends the tensor instead, each time all but one part of `size`.
-        """
-        if rings:
-            nbytes = rings * (self.size - 1) / self.size * tensor.nbytes
-        self.sent[kind] += nbytes
-        if self.calls is not None:
-            self.calls.record(kind, self.name, tensor)
-
     def all_reduce(self, x, op=dist.ReduceOp.SUM):
         """Replace every rank's x by the ranks' sum (or maximum), in place, and return it."""
         if self.size > 1:
-            self._all_reduce(x, op)
+            self.start_all_reduce(x, op, wait=True)
         return x
 
-    def _all_reduce(self, x, op):  # fast/compile.py keeps it out of graphs
-        self.record("all-reduce", x, rings=2)  # a reduce-scatter and an all-gather
-        dist.all_reduce(x, op, group=self.group)
+    def start_all_reduce(self, x, op=dist.ReduceOp.SUM, wait=False):
+        """Return a handle. After its wait(), x is the sum over the ranks."""
+        if self.size == 1:
+            return CompletedWork()
+        # twice around the ring: a reduce-scatter and an all-gather
+        self.calls.record(self, "all-reduce", x, 2 * self.ring * x.nbytes)
+        return dist.all_reduce(x, op, group=self.group, async_op=not wait)
 
     def all_gather(self, x):
         """(m, ...) on each rank -> (m*size, ...) on all, in the order of the ranks."""
         if self.size == 1:
             return x
         out = x.new_empty(x.size(0) * self.size, *x.shape[1:])
-        self.record("all-gather", out, rings=1)
-        all_gather_single(out, x.contiguous(), group=self.group)
+        self.start_all_gather(out, x.contiguous(), wait=True)
         return out
+
+    def start_all_gather(self, out, x, wait=False):
+        """Return a handle. After wait(), out (m*size,) holds the x (m,) of all ranks, in order."""
+        self.calls.record(self, "all-gather", out, self.ring * out.nbytes)
+        return all_gather_single(out, x, group=self.group, async_op=not wait)
 
     def reduce_scatter(self, x):
         """(m*size, ...) on each rank -> (m, ...): of the sum, rank r's rows r*m to (r+1)*m."""
         if self.size == 1:
             return x
         out = x.new_empty(x.size(0) // self.size, *x.shape[1:])
-        self.record("reduce-scatter", x, rings=1)
-        reduce_scatter_single(out, x.contiguous(), group=self.group)
+        self.start_reduce_scatter(out, x.contiguous(), wait=True)
         return out
+
+    def start_reduce_scatter(self, out, x, wait=False):
+        """Return a handle. After wait(), out (m,) is this rank's slice of x's sum (m*size,)."""
+        self.calls.record(self, "reduce-scatter", x, self.ring * x.nbytes)
+        return reduce_scatter_single(out, x, group=self.group, async_op=not wait)
 
     def all_to_all(self, x, send=None, receive=None):
         """(sum(send), ...) -> (sum(receive), ...): block j of x's rows goes to rank j.
@@ -131,15 +140,14 @@ class Axis:
         out = x.new_empty(x.size(0) if receive is None else sum(receive), *x.shape[1:])
         kept = x.size(0) // self.size if send is None else send[self.rank]
         row = x[0].numel() * x.element_size() if len(x) else 0
-        self.record("all-to-all", x, (x.size(0) - kept) * row)
+        self.calls.record(self, "all-to-all", x, (x.size(0) - kept) * row)
         dist.all_to_all_single(out, x.contiguous(), receive, send, group=self.group)
         return out
 
     def broadcast(self, x, source=0):
         """Replace every rank's x by the x of rank number `source`, in place, and return it."""
         if self.size > 1:
-            nbytes = x.numel() * x.element_size()
-            self.record("broadcast", x, nbytes if self.rank == source else 0)
+            self.calls.record(self, "broadcast", x, x.nbytes if self.rank == source else 0)
             dist.broadcast(x, self.ranks[source], group=self.group)
         return x
 
@@ -153,23 +161,6 @@ class Axis:
             return x
         segments = x.chunk(2 * self.size, dim)
         return torch.cat([segments[self.rank], segments[-1 - self.rank]], dim)
-
-    def start_all_reduce(self, x):
-        """Return a handle. After its wait(), x is the sum over the ranks."""
-        if self.size == 1:
-            return CompletedWork()
-        self.record("all-reduce", x, rings=2)
-        return dist.all_reduce(x, group=self.group, async_op=True)
-
-    def start_reduce_scatter(self, out, x):
-        """Return a handle. After wait(), out (m,) is this rank's slice of x's sum (m*size,)."""
-        self.record("reduce-scatter", x, rings=1)
-        return reduce_scatter_single(out, x, group=self.group, async_op=True)
-
-    def start_all_gather(self, out, x):
-        """Return a handle. After wait(), out (m*size,) holds the x (m,) of all ranks, in order."""
-        self.record("all-gather", out, rings=1)
-        return all_gather_single(out, x, group=self.group, async_op=True)
 
 
 class Sharing(NamedTuple):

@@ -280,13 +280,13 @@ class Ring:
         batch = []
         for sender, receiver, op in messages_between(ended_ops, self.n_chunks):
             if sender == axis.rank:
-                axis.record("send", made, made.numel() * made.element_size())
+                axis.calls.record(axis, "send", made, made.nbytes)
                 # n*C to a neighbour, over pp
                 batch.append(dist.P2POp(dist.isend, made.contiguous(), axis.ranks[receiver], group))
             elif receiver == axis.rank:
                 tensor = self.like.new_empty(self.shape)
                 self.inbox[op] = tensor, self.started + 1
-                axis.record("receive", tensor)
+                axis.calls.record(axis, "receive", tensor)
                 # n*C from a neighbour, over pp
                 batch.append(dist.P2POp(dist.irecv, tensor, axis.ranks[sender], group))
         if batch:

@@ -77,7 +77,7 @@ class Watcher:
     def __call__(self, frame, event, _):
         code = frame.f_code
         if event == "call":
-            if code.co_qualname == "Axis.record":
+            if code.co_qualname == "CollectiveLog.record":
                 self.path[-1].calls.append(Call(collective(**frame.f_locals)))
             elif (code.co_filename in FILES and not code.co_name.startswith("<")
                   and code.co_qualname not in PASSED_OVER):
@@ -104,11 +104,10 @@ def of_this_call(name, values):
     return ""
 
 
-def collective(self, kind, tensor=None, nbytes=0.0, rings=0):  # as Axis.record
-    if rings:
-        nbytes = rings * (self.size - 1) / self.size * tensor.nbytes
+def collective(self, axis, kind, tensor=None, nbytes=0.0):
+    """Return the line of a collective, from the arguments of CollectiveLog.record."""
     what = "" if tensor is None else f" of {tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
-    return f"-> {kind} over {self.name} {set(self.ranks)}{what}, {nbytes:,.0f} bytes"
+    return f"-> {kind} over {axis.name} {set(axis.ranks)}{what}, {nbytes:,.0f} bytes"
 
 
 def tidy(calls):

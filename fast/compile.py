@@ -24,7 +24,7 @@ def compile_blocks(model):
     utils.compilation_time_metrics.clear()
     # Python counts the bytes of collectives, so the collectives stay outside the compiled graphs.
     keep_eager(parallel, "_uncompiled")
-    keep_eager(parallel.Axis, "_all_reduce")
+    keep_eager(parallel.Axis, "start_all_reduce")
     keep_eager(attention, "attend_segments")
 
     for block in model.blocks.values():

@@ -113,7 +113,7 @@ class PeerComm(Comm):
 
     def start_reduce(self, bucket):
         axis = bucket.shard
-        axis.record("reduce-scatter", bucket.grad, rings=1)
+        axis.calls.record(axis, "reduce-scatter", bucket.grad, axis.ring * bucket.grad.nbytes)
         with self.stream.side_stream():
             self.gradients.barrier()  # the gradients of all ranks are complete
             parts = self.stream.copy_slices(bucket, self.gradients.peers)
@@ -124,7 +124,7 @@ class PeerComm(Comm):
     def start_gather(self, bucket):
         axis = bucket.shard
         flat = bucket.flat
-        axis.record("all-gather", flat, rings=1)
+        axis.calls.record(axis, "all-gather", flat, axis.ring * flat.nbytes)
         with self.stream.side_stream():
             self.weights.barrier()  # all ranks have stepped their slices
             for rank in others(axis):  # n/size weights from each, over the axis
@@ -175,7 +175,7 @@ class PeerSlotComm(Comm):
 
     def start_reduce(self, bucket):
         axis = bucket.shard
-        axis.record("reduce-scatter", bucket.grad, rings=1)
+        axis.calls.record(axis, "reduce-scatter", bucket.grad, axis.ring * bucket.grad.nbytes)
         with self.stream.side_stream():
             self.slot.memory.barrier()  # the gradients of all ranks are complete
             parts = self.stream.copy_slices(bucket, self.slot.peers(axis))
@@ -195,7 +195,7 @@ class PeerSlotComm(Comm):
     def start_gather(self, bucket):
         axis = bucket.shard
         flat = bucket.flat
-        axis.record("all-gather", flat, rings=1)
+        axis.calls.record(axis, "all-gather", flat, axis.ring * flat.nbytes)
         with self.stream.side_stream():
             if bucket.own is not self.own:
                 self.own.copy_(bucket.own)

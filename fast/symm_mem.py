@@ -58,13 +58,13 @@ class SymmetricBuffer:
     def barrier(self):
         """Make the ranks of the axis wait for each other, on the GPU. Then what they wrote is visible to
         all."""
-        self.axis.record("barrier")
+        self.axis.calls.record(self.axis, "barrier")
         self.handle.barrier()
 
     def _record(self, kind, dst):
         """Count the bytes as if destinations were balanced: only the GPU knows how many rows go where."""
         row = self.local.size(1) * self.local.element_size()
-        self.axis.record(kind, self.local, dst.numel() * row * (self.axis.size - 1) / self.axis.size)
+        self.axis.calls.record(self.axis, kind, self.local, self.axis.ring * dst.numel() * row)
 
     def put(self, x, dst, K=1):
         """Write row c // K of x (n, width) to dst[c], c < n*K. Readers need a barrier first."""

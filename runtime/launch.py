@@ -54,16 +54,18 @@ class CollectiveLog:
         self.last = None
         self.on_next_collective = None  # called once, where this rank's own work in a step ends
 
-    def record(self, kind, axis, tensor=None):
-        """Note that this rank is about to start a collective, for example an "all-reduce" of tensor."""
+    def record(self, axis, kind, tensor=None, nbytes=0.0):
+        """Note that this rank is about to start a collective over an Axis, for example an "all-reduce" of
+        tensor, in which it sends nbytes."""
         callback = self.on_next_collective
         if callback is not None:
             self.on_next_collective = None
             callback()
 
-        self.started[axis] += 1
+        axis.sent[kind] += nbytes
+        self.started[axis.name] += 1
         contents = None if tensor is None else (tensor.shape, tensor.dtype)
-        self.last = (kind, axis, contents)
+        self.last = (kind, axis.name, contents)
 
 
 @dataclass(frozen=True)

@@ -75,10 +75,10 @@ class LateRank:
 
     def counted(self, collective):
         """The method of Axis, which begins a collective."""
-        def counted_collective(axis, *args):
+        def counted_collective(axis, *args, **options):
             if axis.size > 1:
                 self.begin()
-            return collective(axis, *args)
+            return collective(axis, *args, **options)
         return counted_collective
 
 

@@ -75,7 +75,7 @@ def test_the_number_of_graphs_does_not_grow_with_the_layers(flags, graphs):
     assert counts[0] == counts[1] <= 4, counts
 
 
-PLACES = (parallel, "_uncompiled"), (parallel.Axis, "_all_reduce"), (attention, "attend_segments")
+PLACES = (parallel, "_uncompiled"), (parallel.Axis, "start_all_reduce"), (attention, "attend_segments")
 
 
 def train_traced(world, flags):

@@ -99,7 +99,7 @@ def three_steps(world, flags, slack=0.0, late=False, without="", peer_copies=Fal
         keeper = LateRank(mesh.world) if late else None
         stack.enter_context(mock.patch.multiple(SharedBuffer, late=keeper, without=without))
         if late:
-            for name in ("all_reduce", "start_all_reduce", "all_gather"):
+            for name in ("start_all_reduce", "all_gather"):
                 patch(Axis, name, keeper.counted(getattr(Axis, name)))
         for number in range(1, 4):
             batches = micro_batches(cfg, mesh, source, (number - 1) * 8, 8, device)

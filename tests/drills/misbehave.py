@@ -84,7 +84,7 @@ def main(fault, at, argv, seconds=None):
             elif fault == "held":
                 ctypes.PyDLL(None).sleep(10**6)
             elif fault == "mismatch":
-                mesh.world.record("broadcast", torch.zeros(3))
+                mesh.world.calls.record(mesh.world, "broadcast", torch.zeros(3))
                 dist.broadcast(torch.zeros(3), 0)
             elif fault == "raise":
                 raise RuntimeError(f"the planted exception of rank {mesh.world.rank}")
