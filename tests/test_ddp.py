@@ -19,8 +19,8 @@ from config import Config
 from corpus.synthetic import Synthetic
 from ddp import Bucket, Comm, CopyBucket, DataParallel, LoneBucket, assign_buckets
 from ops.flat import rectangles
-from parallel import Axis, make_mesh
-from runtime.launch import World
+from parallel import make_mesh
+from runtime.launch import CollectiveLog, World
 from runtime.resume import broadcast_and_verify, own_pieces
 
 # -----------------------------------------------------------------------------
@@ -193,9 +193,9 @@ def calls_of_a_step(world, flags):
     batches = train.micro_batches(cfg, mesh, source, 0, cfg.global_batch, world.device)
     seen = []
 
-    def record(axis, kind, *_, **__):
+    def record(log, axis, kind, *_):
         seen.append((axis.name, kind))
-    with mock.patch.object(Axis, "record", record):
+    with mock.patch.object(CollectiveLog, "record", record):
         train.Step(cfg, model, data_parallel, opt)(batches, 1)
     return seen
 

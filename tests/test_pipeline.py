@@ -21,6 +21,7 @@ from cost.meshes import rank_mesh, stage_mesh
 from cost.plan_tables import draw_schedule
 from interface.layout import balanced_counts, stage_layers
 from pipeline import rank_layers, schedule, timetable
+from runtime.launch import CollectiveLog
 
 SIZES = [(p, v, m) for p in (1, 2, 3, 4, 5) for v in (1, 2, 3) for m in range(1, 2 * p + 2)]
 
@@ -201,7 +202,7 @@ def walk(rank, p, v, m, backward=True):
             return torch.tensor([i, chunk, kind == "F"])
         return op
     stub = SimpleNamespace(isend="send", irecv="receive", P2POp=lambda *args: args, batch_isend_irecv=batch)
-    axis = rank_mesh(p, rank, pp=p).pp
+    axis = dataclasses.replace(rank_mesh(p, rank, pp=p).pp, calls=CollectiveLog())
     model = SimpleNamespace(mesh=SimpleNamespace(pp=axis, tp=SimpleNamespace(size=1)), chunks=[None] * v,
                             cfg=SimpleNamespace(n_embd=1), parameters=lambda: iter([torch.zeros(1)]))
     with mock.patch.object(pipeline, "dist", stub):

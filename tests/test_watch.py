@@ -434,9 +434,13 @@ def test_the_smaller_group_of_replicas_is_reported():
 def compare_with_gathers_under_way(world):
     """A ZeRO-1 step whose all-gather of the weights runs only when it is waited for -> the replicas'
     differences, compared without that wait and with it."""
-    def at_wait(axis, out, x):
+    start = parallel.Axis.start_all_gather
+
+    def at_wait(axis, out, x, wait=False):
+        if wait:
+            return start(axis, out, x, wait)
         x = x.clone()
-        return SimpleNamespace(wait=lambda: out.copy_(axis.all_gather(x)))
+        return SimpleNamespace(wait=lambda: start(axis, out, x, wait=True))
     cfg = Config(n_layer=1, n_embd=16, n_head=2, n_kv_head=2, ffn_hidden=32, seq_len=8, zero=1, micro_batch=1,
                  warmup=0)
     mesh, source = make_mesh(world), Synthetic(64, cfg.seq_len, cfg.seed)
