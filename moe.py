@@ -38,7 +38,7 @@ from torch.utils.checkpoint import checkpoint
 from config import draws_random_numbers
 from ops.activations import ACTIVATIONS, GATED
 from ops.grouped_mm import SwiGLUExperts, grouped_mm, use_grouped_mm
-from ops.permute import Permute, Unpermute, assign_slots, invert_permutation, sort_by_expert
+from ops.permute import Permute, Unpermute, invert, queue_by_expert, sort_by_expert
 from parallel import all_to_all, parameter
 
 # -----------------------------------------------------------------------------
@@ -227,7 +227,7 @@ class Plan(NamedTuple):
     inv_perm: torch.Tensor  # (N,) the slot of each copy; `slots` where the copy was dropped
     ends: torch.Tensor = None       # (e,) where each local expert's rows end; None with Capacity
     # of AllToAll alone
-    send: list = None               # rows from here to each ep rank; N is their sum
+    send: list = None               # rows from here to each ep rank; None: as many to each
     receive: list = None            # rows from each ep rank to here; R is their sum
     by_expert: torch.Tensor = None  # (R,) permutation: received rows, by sender -> by expert
     by_sender: torch.Tensor = None  # (R,) its inverse
@@ -304,7 +304,7 @@ class AllToAll(Dispatcher):
         row_counts = received_counts.flatten()  # (ep*e,)
         local_expert = numbers.repeat_interleave(row_counts, output_size=R)  # (R,)
         by_expert = local_expert.argsort(stable=True)
-        by_sender = invert_permutation(by_expert)
+        by_sender = invert(by_expert, R)
         ends = received_counts.sum(0).cumsum(0)
         return Plan(perm, inv_perm, ends, send, receive, by_expert, by_sender)
 
@@ -329,30 +329,27 @@ class Capacity(Dispatcher):
     Each rank chooses among its own rows. So which rows are dropped depends on tp, cp and the
     micro-batch, as in Megatron-LM.
     """
-    padded = True  # what Permute and Unpermute are told: slots can be empty, and copies dropped
 
     def plan(self, expert_ids, gates):
-        perm, inv_perm, _ = self.assign(expert_ids, gates)
-        return Plan(perm, inv_perm)
+        """--drop-policy probs keeps the largest gates, position keeps the first rows.
 
-    def assign(self, expert_ids, gates):
-        """Return perm, inv_perm and the capacity.
-
-        --drop-policy probs keeps the largest gates, position keeps the first rows. Among equal
-        gates, the earlier row is kept.
+        Among equal gates, the earlier row is kept.
         """
         expert = expert_ids.flatten()  # (N,)
-        capacity = expert_capacity(self.cfg, expert_ids.size(0))
-        priority = torch.arange(expert.numel(), device=expert.device)  # the order of the rows
+        order = torch.arange(expert.numel(), device=expert.device)
         if self.cfg.drop_policy == "probs":
-            priority = gates.detach().flatten().argsort(descending=True, stable=True)
-        perm, inv_perm, n_dropped = assign_slots(expert, priority, self.E, capacity)
-        self.n_dropped += n_dropped
-        return perm, inv_perm, capacity
+            order = gates.detach().flatten().argsort(descending=True, stable=True)
+        capacity = expert_capacity(self.cfg, expert_ids.size(0))
+        slots = self.E * capacity
+        served = expert[order]  # (N,) the copies' experts, in the order in which they are served
+        place, _ = queue_by_expert(served, self.E)
+        slot = torch.where(place < capacity, served * capacity + place, slots)
+        self.n_dropped += (place >= capacity).sum()
+        inv_perm = torch.empty_like(slot).scatter_(0, order, slot)
+        return Plan(invert(inv_perm, slots), inv_perm)
 
     def dispatch(self, x, plan):  # (n, C) -> (e, ep*capacity, C)
-        # (E*capacity, C), by expert
-        x = Permute.apply(x, plan.perm, plan.inv_perm, self.K, self.padded)
+        x = Permute.apply(x, plan.perm, plan.inv_perm, self.K)  # (E*capacity, C), by expert
         x = all_to_all(x, self.ep)  # (E*capacity, C), by sender: even blocks, over ep
         x = x.unflatten(0, (self.ep.size, self.e, -1))  # (ep, e, capacity, C)
         return x.transpose(0, 1).flatten(1, 2)
@@ -360,7 +357,7 @@ class Capacity(Dispatcher):
     def combine(self, y, gates, plan):  # (e, ep*capacity, C) -> (n, C)
         y = y.unflatten(1, (self.ep.size, -1)).transpose(0, 1)  # (ep, e, capacity, C), by sender
         y = all_to_all(y.flatten(0, 2), self.ep)  # (E*capacity, C): the same blocks back, over ep
-        return Unpermute.apply(y, gates, plan.perm, plan.inv_perm, self.padded)
+        return Unpermute.apply(y, gates, plan.perm, plan.inv_perm)
 
 
 def expert_capacity(cfg, n):

@@ -1,9 +1,9 @@
 """AdamW on the flat buckets: a few large tensors, fp32 masters, clipping without the host.
 
-In one step, stats() sums loss and squares over the world. Then step() clips and updates this
-rank's slice of every bucket (without ZeRO the slice is everything) and passes each updated bucket
-to DataParallel.on_updated, which under ZeRO-1 and 2 sends it. stats() and step() never synchronise
-with the host: the device itself leaves all weights as they are if gradients are not finite.
+In one step, Optimizer.stats sums loss and squares over the world. Then Optimizer.step clips, and
+AdamW.step updates this rank's slice of every bucket (without ZeRO the slice is everything) and
+passes each updated bucket to DataParallel.on_updated, which under ZeRO-1 and 2 sends it. None of
+them waits for the device: it leaves all weights as they are if gradients are not finite.
 """
 import math
 from typing import NamedTuple
@@ -13,7 +13,7 @@ import torch
 from config import ceil_div
 from muon import Muon
 from ops import backend, flat
-from ops.split_master import SplitMaster, put_back, whole
+from ops.split_master import SplitMaster, whole
 
 INITIAL_LOSS_SCALE = 65536.0
 LOSS_SCALE_STEPS = 2000  # without an overflow, after which the loss scale is doubled
@@ -53,26 +53,29 @@ class AdamW:
 
     torch's own class imports torch's compiler, which takes 2 s at every start.
 
-    decays: one per parameter. moments_dtype: None is that of the parameters.
+    decay: of matrices; vectors have none. moments_dtype: None is that of the masters.
     """
     moments = "exp_avg", "exp_avg_sq"
 
-    def __init__(self, params, decays, betas, eps=1e-8, moments_dtype=None):
-        self.params = params
-        self.decays = decays
+    def __init__(self, data_parallel, betas, decay, eps=1e-8, moments_dtype=None):
+        self.data_parallel = data_parallel
+        self.buckets = [b for b in data_parallel.buckets if b.contents.optimizer == "adamw"]
         self.betas = betas
+        self.decay = decay
         self.eps = eps
-        self.step_count = torch.zeros((), device=params[0].device)  # updates that were taken
-        self.state = {}  # {parameter: {name of a moment: tensor}}
-        for p in params:
-            self.state[p] = {}
-            for moment in self.moments:
-                self.state[p][moment] = torch.zeros(p.shape, dtype=moments_dtype or p.dtype,
-                                                    device=p.device)
+        master = self.buckets[0].master
+        self.step_count = torch.zeros((), device=master.device)  # updates that were taken
+        self.state = {}  # {a bucket's master: {name of a moment: tensor}}
+        for bucket in self.buckets:
+            shape = bucket.master.shape
+            options = {"dtype": moments_dtype or bucket.master.dtype, "device": master.device}
+            self.state[bucket.master] = {name: torch.zeros(shape, **options) for name in self.moments}
+        # On a GPU the formula of the update is in ops/kernels.py, adamw. If you change step(),
+        # change the kernel, or set this to False.
+        self.use_triton = backend.use_triton(master)
 
-    def step(self, grads, lr, divisor, not_finite):
-        """Update all parameters with their gradients. Each is the master of a bucket, or under ZeRO
-        this rank's slice of it. For each of them, p, in step t:
+    def step(self, lr, divisor, not_finite):
+        """Update this rank's slice of each bucket: its master p, by the gradients' sum. In step t:
 
             g = grad / divisor
             p = p - lr * decay * p
@@ -84,22 +87,57 @@ class AdamW:
         lr: float. divisor: (), in the masters' dtype. not_finite: () fp32; where it is 1.0, nothing
         changes.
         """
-        self.step_count += 1
-        for p, grad, decay in zip(self.params, grads, self.decays, strict=True):
-            master = whole(p)  # a copy with --split-masters
+        self.step_count += 1 - not_finite
+        if self.use_triton:
+            self.step_triton(lr, divisor, not_finite)
+            return
+
+        for bucket in reversed(self.buckets):  # Roughly the first layers, which forward needs first.
+            p = bucket.master
+            is_split = isinstance(p, SplitMaster)
+            master = whole(p) if is_split else p
             moments = [self.state[p][name] for name in self.moments]
             exp_avg, exp_avg_sq = [moment.to(p.dtype) for moment in moments]  # bf16's are copied
-            # The kernel that nanoGPT's AdamW(fused=True) calls. It wants the new count, and does
-            # nothing where found_inf is 1.
+            decay = self.decay if bucket.decayed else 0.0
+            # The kernel that nanoGPT's AdamW(fused=True) calls. It does nothing where found_inf is 1.
             torch._fused_adamw_(
-                [master], [grad.to(p.dtype) / divisor], [exp_avg], [exp_avg_sq], [],
+                [master], [bucket.grad_total.to(p.dtype) / divisor], [exp_avg], [exp_avg_sq], [],
                 [self.step_count], lr=lr, beta1=self.betas[0], beta2=self.betas[1],
                 weight_decay=decay, eps=self.eps, amsgrad=False, maximize=False,
                 found_inf=not_finite)
-            put_back(p, master)
             moments[0].copy_(exp_avg)  # rounds; nothing where both are the same memory
             moments[1].copy_(exp_avg_sq)
-        self.step_count -= not_finite
+            if is_split:
+                p.copy_(master)
+            else:
+                bucket.own.copy_(master)  # rounds; in fp32 nothing: both are the same memory
+            self.data_parallel.on_updated(bucket)  # under ZeRO-1 and 2 it starts the all-gather
+
+    def step_triton(self, lr, divisor, not_finite):
+        """Do what the lines in step() do in one pass over memory.
+
+        The kernel reads each number once and writes the model's weights too: it moves 30 bytes per
+        weight, or 22 with --moments-dtype bf16.
+        """
+        from ops import kernels
+        beta1, beta2 = self.betas
+        t = self.step_count.double()
+        step_size = lr / (1 - beta1 ** t)
+        correction = (1 - beta2 ** t).sqrt()
+        scalars = torch.stack([step_size, correction, divisor, not_finite]).float()
+        for bucket in reversed(self.buckets):
+            master = bucket.master
+            state = self.state[master]
+            decay = self.decay if bucket.decayed else 0.0
+            is_split = isinstance(master, SplitMaster)
+            updated = master.low if is_split else master
+            rounded = bucket.own.view(torch.int16) if is_split else bucket.own
+            grid = (ceil_div(master.numel(), 2048),)
+            kernels.adamw[grid](
+                updated, bucket.grad_total, state["exp_avg"], state["exp_avg_sq"], rounded,
+                scalars, 1 - lr * decay, 1 - beta1, 1 - beta2, self.eps, master.numel(),
+                OUT=bucket.own.dtype != master.dtype, SPLIT=is_split, BLOCK=2048, num_warps=8)
+            self.data_parallel.on_updated(bucket)
 
 
 class StepStats(NamedTuple):
@@ -114,7 +152,7 @@ class StepStats(NamedTuple):
 
 
 class Optimizer:
-    """Clips, updates this rank's slice of each bucket's masters, and writes the model's weights.
+    """Judges a step, clips, and updates this rank's slice of each bucket's masters and weights.
 
     In an fp32 or fp64 model the masters are the weights themselves.
     """
@@ -124,6 +162,15 @@ class Optimizer:
         self.data_parallel = data_parallel
         buckets = data_parallel.buckets
         device = buckets[0].flat.device
+        # This rank's slices, one per bucket, (n/n_slices,) each: without ZeRO, whole buckets. With
+        # --split-masters those of AdamW are each a SplitMaster, else all are tensors.
+        self.masters = [bucket.master for bucket in buckets]
+        self.count_factors = torch.tensor([bucket.count_factor for bucket in buckets],
+                                          dtype=torch.float64, device=device)
+        moments_dtype = torch.bfloat16 if cfg.moments_dtype == "bf16" else None
+        self.adam = AdamW(data_parallel, (cfg.beta1, cfg.beta2), cfg.weight_decay,
+                          moments_dtype=moments_dtype)
+        self.muon = Muon(cfg, data_parallel) if cfg.optimizer == "muon" else None
         # fp16 multiplies the loss by loss_scale, which is halved at an overflow (arXiv:1710.03740).
         self.loss_scale = None
         if cfg.dtype == "fp16":
@@ -132,24 +179,6 @@ class Optimizer:
         self.before_update = []  # functions that are called before an update
         self.stop = None  # The run's runtime.agree.Stop: this rank's votes to stop, and their sums.
         self.snapshot_done = None  # event: the checkpoint has its copy of weights and moments
-
-        # This rank's slices, one per bucket, (n/n_slices,) each: without ZeRO, whole buckets. With
-        # --split-masters those of AdamW are each a SplitMaster, else all are tensors.
-        self.masters = [bucket.master for bucket in buckets]
-        self.count_factors = torch.tensor([bucket.count_factor for bucket in buckets],
-                                          dtype=torch.float64, device=device)
-
-        # The Triton kernel reads each number once and writes the model's weights too: it moves 30
-        # bytes per weight, or 22 with --moments-dtype bf16. AdamW.step divides and rounds in passes
-        # of their own. So on a GPU the formula of the update is in ops/kernels.py, adamw. If you
-        # change AdamW.step, change the kernel, or set this to False.
-        self.use_triton = backend.use_triton(self.masters[0])
-        self.adam_buckets = [b for b in buckets if b.contents.optimizer == "adamw"]
-        masters = [bucket.master for bucket in self.adam_buckets]
-        decays = [cfg.weight_decay if bucket.decayed else 0.0 for bucket in self.adam_buckets]
-        moments_dtype = torch.bfloat16 if cfg.moments_dtype == "bf16" else None
-        self.adam = AdamW(masters, decays, (cfg.beta1, cfg.beta2), moments_dtype=moments_dtype)
-        self.muon = Muon(cfg, data_parallel) if cfg.optimizer == "muon" else None
 
     @property
     def grads(self):
@@ -165,29 +194,34 @@ class Optimizer:
 
         One all-reduce of four numbers, and of the votes to stop, is enough. Over all ranks each
         number of the model counts once, because a slice that k ranks hold counts 1/k on each.
-        num_zeros and param_norm are computed only if full.
         """
         loss = loss.double() / self.data_parallel.mesh.tp.size  # Every tp rank has the same loss.
-        grad_squares = self.sum_of_squares(self.grads)
+        slices = [bucket.grad_total for bucket in self.data_parallel.buckets]
+        n = len(slices)
+        if full:
+            slices += [m.own if isinstance(m, SplitMaster) else m for m in self.masters]
+        if self.adam.use_triton:
+            squares = flat.sums_of_squares(slices)
+        else:  # in fp64: a CPU's fp32 norm is a plain sum, 5e-5 off for a million elements
+            norms = [torch.linalg.vector_norm(piece, dtype=torch.float64) for piece in slices]
+            squares = torch.stack(norms).square()
+        grad_squares = (squares[:n] * self.count_factors).sum()
         num_zeros = torch.zeros_like(loss)
         param_squares = torch.zeros_like(loss)
         if full:
             num_zeros = self.num_zeros()
-            weights = [m.own if isinstance(m, SplitMaster) else m for m in self.masters]
-            param_squares = self.sum_of_squares(weights)
+            param_squares = (squares[n:] * self.count_factors).sum()
+
         # Nobody votes in one process, in tests and in bench/.
         votes = [] if self.stop is None else self.stop.votes(loss.device)
         sums = torch.stack([loss, grad_squares, num_zeros, param_squares, *votes])
         self.data_parallel.mesh.world.all_reduce(sums)  # SUM of 4 numbers and 6 votes, over world
         if self.stop is not None:
             self.stop.count(sums[4:])
-        return StepStats(loss=sums[0], grad_norm=self.unscale(sums[1].sqrt()), num_zeros=sums[2],
-                         param_norm=sums[3].sqrt())
-
-    def sum_of_squares(self, slices):
-        """Return this rank's part of the squared norm of slices, one per bucket: () fp64."""
-        squares = flat.sums_of_squares(slices, self.masters[0].dtype)  # (buckets,)
-        return (squares * self.count_factors).sum()
+        grad_norm = sums[1].sqrt()
+        if self.loss_scale is not None:
+            grad_norm = grad_norm / self.loss_scale
+        return StepStats(sums[0], grad_norm, num_zeros=sums[2], param_norm=sums[3].sqrt())
 
     def num_zeros(self):
         """Return this rank's part of the number of gradients that are zero, () fp64."""
@@ -213,15 +247,18 @@ class Optimizer:
             self.snapshot_done.wait()  # The device waits, not the host.
             self.snapshot_done = None
 
+        # The gradients are divided once: by what clips them, as torch's clip_grad_norm_ does, and
+        # by the factor of the loss.
+        divisor = torch.ones_like(grad_norm)
+        if self.cfg.clip > 0:
+            divisor = torch.clamp((grad_norm + 1e-6) / self.cfg.clip, min=1.0)
+        if self.loss_scale is not None:
+            divisor = divisor * self.loss_scale
+        divisor = divisor.to(self.masters[0].dtype)
         not_finite = (~torch.isfinite(grad_norm)).to(torch.float32)
-        divisor = self.divisor(grad_norm).to(self.masters[0].dtype)
+
         with self.data_parallel.timers("optimizer"):
-            if self.use_triton:  # A kernel for each bucket does what the lines below do.
-                self.step_triton(lr, divisor, not_finite)
-            else:
-                grads = [bucket.grad_total for bucket in self.adam_buckets]
-                self.adam.step(grads, lr, divisor, not_finite)
-                self.masters_to_model(self.adam_buckets)
+            self.adam.step(lr, divisor, not_finite)
             if self.muon is not None:  # It computes while AdamW's weights travel.
                 self.muon.step(lr, divisor, not_finite)
 
@@ -230,55 +267,16 @@ class Optimizer:
                                      LOSS_SCALE_STEPS)
         return not_finite
 
-    def divisor(self, grad_norm):
-        """Return what the gradients are divided by: max(1, (norm + 1e-6) / clip) * loss scale.
-
-        The first factor clips, as torch's clip_grad_norm_ does. The second undoes the factor of the
-        loss, so that one division serves both. grad_norm is the norm without the loss scale.
-        """
-        divisor = torch.ones_like(grad_norm)
-        if self.cfg.clip > 0:
-            divisor = torch.clamp((grad_norm + 1e-6) / self.cfg.clip, min=1.0)
-        return divisor if self.loss_scale is None else divisor * self.loss_scale
-
-    def step_triton(self, lr, divisor, not_finite):
-        """Do AdamW's update and masters_to_model()'s rounding in one pass over memory."""
-        from ops import kernels
-        beta1, beta2 = self.adam.betas
-        self.adam.step_count += 1 - not_finite
-        wide = self.adam.step_count.double()
-        step_size = lr / (1 - beta1 ** wide)
-        correction = (1 - beta2 ** wide).sqrt()
-        scalars = torch.stack([step_size, correction, divisor, not_finite]).float()
-        for i in reversed(range(len(self.adam_buckets))):  # Roughly the first layers go first.
-            bucket = self.adam_buckets[i]
-            master = self.adam.params[i]
-            state = self.adam.state[master]
-            is_split = isinstance(master, SplitMaster)
-            updated = master.low if is_split else master
-            rounded = bucket.own.view(torch.int16) if is_split else bucket.own
-            grid = (ceil_div(master.numel(), 2048),)
-            kernels.adamw[grid](
-                updated, bucket.grad_total, state["exp_avg"], state["exp_avg_sq"], rounded,
-                scalars, 1 - lr * self.adam.decays[i], 1 - beta1, 1 - beta2, self.adam.eps,
-                master.numel(), OUT=bucket.own.dtype != master.dtype, SPLIT=is_split, BLOCK=2048,
-                num_warps=8)
-            self.data_parallel.on_updated(bucket)
-
     # -------------------------------------------------------------------------
     # Masters and the model's weights
 
     @torch.no_grad()
-    def masters_to_model(self, buckets=None):
-        """Round the masters into the model's weights, here and, under ZeRO, on the other ranks.
-
-        buckets: in the order of ddp.assign_buckets, by default all. This function goes through them
-        backwards, so roughly the first layers, which the next forward needs first, come first.
-        """
-        for bucket in reversed(buckets or self.data_parallel.buckets):
+    def masters_to_model(self):
+        """Write the masters, which were loaded, into the model's weights, on all ranks."""
+        for bucket in reversed(self.data_parallel.buckets):
             if not isinstance(bucket.master, SplitMaster):  # That one has rounded into own already.
-                bucket.own.copy_(bucket.master)  # in fp32 nothing: both are the same memory
-            self.data_parallel.on_updated(bucket)  # under ZeRO-1 and 2 it starts the all-gather
+                bucket.own.copy_(bucket.master)
+            self.data_parallel.on_updated(bucket)
 
     @torch.no_grad()
     def masters_from_model(self):

@@ -113,8 +113,7 @@ def build(world, mesh, flags):
         p.reduction_axis = "dp"  # gradients are summed over the replicas: here, all ranks
         world.axis.broadcast(p.data)  # one parameter from rank 0 to all
     data_parallel = DataParallel(model, mesh)
-    flat = [bucket.flat for bucket in data_parallel.buckets]  # Adam steps the few flat tensors of all weights
-    return model, data_parallel, AdamW(flat, [0.0] * len(flat), betas=(0.9, 0.999))
+    return model, data_parallel, AdamW(data_parallel, betas=(0.9, 0.999), decay=0.0)
 
 
 def train(world, model, data_parallel, adam, flags, report=lambda row: None):
@@ -134,7 +133,7 @@ def train(world, model, data_parallel, adam, flags, report=lambda row: None):
         data_parallel.finish_grad_sync()
         if update:
             # Gradients are divided by one, and none of them is inf or nan.
-            adam.step([bucket.grad for bucket in data_parallel.buckets], flags.lr, one, zero)
+            adam.step(flags.lr, one, zero)
         return loss.detach(), start, middle, watch.mark()
 
     step(update=False)  # warm-up: the first use makes threads, kernels and connections; nothing is learned

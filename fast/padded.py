@@ -5,22 +5,11 @@ ranks exchanges the same number of rows, which follows what the fullest pair nee
 rest of a message is zeros. A step in which some pair has more rows is void, and is repeated with exact
 messages (graph.GraphedStep). The price is extra bytes.
 """
-from typing import NamedTuple
-
 import torch
 
 from config import ceil_div
-from moe import AllToAll
-from ops.permute import Permute, Unpermute, occupants, place_within_expert, slots_from_places
-from parallel import all_to_all
-
-
-class PaddedPlan(NamedTuple):
-    perm: torch.Tensor       # (rows,) the copy in each slot of the messages, N where the slot is empty
-    inv_perm: torch.Tensor   # (N,) the slot of each copy, `rows` where it has no place
-    by_expert: torch.Tensor  # (rows,) received slots by expert, then by sender; `rows` where there is none
-    by_sender: torch.Tensor  # (rows,) where each received slot then stands, `rows` if it is empty
-    ends: torch.Tensor       # (e,)
+from moe import AllToAll, Plan
+from ops.permute import invert, queue_by_expert
 
 
 class PaddedAllToAll(AllToAll):
@@ -38,8 +27,8 @@ class PaddedAllToAll(AllToAll):
     def plan(self, expert_ids, gates):
         ep = self.ep.size
         expert = expert_ids.flatten()  # (N,)
-        place, cumulative = place_within_expert(expert, self.E)
-        counts = cumulative[:, -1].reshape(ep, self.e)  # rows from here for each expert, by its owner
+        place, counts = queue_by_expert(expert, self.E)
+        counts = counts.view(ep, self.e)  # rows from here for each expert, by its owner
         torch.maximum(self.rows_needed, ep * counts.sum(1).max(), out=self.rows_needed)
         if not self.active():
             return super().plan(expert_ids, gates)
@@ -50,17 +39,19 @@ class PaddedAllToAll(AllToAll):
 
         # What leaves: copies stand by expert in the message to the expert's owner.
         starts = (message * message_rows + counts.cumsum(1) - counts).flatten()  # (E,) of an expert's copies
-        inv_perm = slots_from_places(expert, place, cumulative, starts, self.e, message_rows)
-        inv_perm = torch.where(inv_perm < 0, rows, inv_perm)
+        inv_perm = starts[expert] + place
+        message_end = (expert // self.e + 1) * message_rows
+        inv_perm = torch.where(inv_perm < message_end, inv_perm, rows)
 
         by_sender, ends = self.received_slots(counts, message, message_rows)
-        return PaddedPlan(occupants(inv_perm, rows), inv_perm, occupants(by_sender, rows), by_sender, ends)
+        by_expert = invert(by_sender, rows)
+        return Plan(invert(inv_perm, rows), inv_perm, ends, by_expert=by_expert, by_sender=by_sender)
 
     def received_slots(self, counts, message, message_rows):
-        """Return by_sender and ends of a PaddedPlan, from what the senders say about their messages.
+        """Return by_sender and ends of a Plan, from what the senders say about their messages.
 
-        counts (ep, e): rows from here for each expert; message (ep, 1): 0, 1, ...; message_rows: the rows of
-        each message.
+        by_sender (rows,) is `rows` where a message has no row. counts (ep, e): rows from here for each
+        expert; message (ep, 1): 0, 1, ...; message_rows: the rows of each message.
         """
         ep, e = counts.shape
         # (ep, e) each sender's rows for each of this rank's experts: E counts to their owners, over ep
@@ -75,17 +66,3 @@ class PaddedAllToAll(AllToAll):
         by_sender = place + moved[(message * e + local).clamp(max=self.E - 1)]
         by_sender = torch.where(local < e, by_sender, ep * message_rows).flatten()
         return by_sender, kept.sum(0).cumsum(0)
-
-    def dispatch(self, x, plan):
-        if not isinstance(plan, PaddedPlan):
-            return super().dispatch(x, plan)
-        x = Permute.apply(x, plan.perm, plan.inv_perm, self.K, True)  # (rows, C), by receiver
-        x = all_to_all(x, self.ep)  # (rows, C), by sender: even blocks, over ep
-        return Permute.apply(x, plan.by_expert, plan.by_sender, 1, True)  # (rows, C), by expert
-
-    def combine(self, y, gates, plan):
-        if not isinstance(plan, PaddedPlan):
-            return super().combine(y, gates, plan)
-        y = Permute.apply(y, plan.by_sender, plan.by_expert, 1, True)  # (rows, C), by sender
-        y = all_to_all(y, self.ep)  # (rows, C), by receiver: the same blocks back, over ep
-        return Unpermute.apply(y, gates, plan.perm, plan.inv_perm, True)

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 
 from moe import AllToAll, Capacity, expert_capacity
-from ops.permute import Unpermute, layout_from_counts, place_within_expert, slots_from_places, unpermute
+from ops.permute import Unpermute, queue_by_expert, unpermute
 
 
 def shareable(rows, width, dtype, device):
@@ -147,7 +147,7 @@ class SendRows(torch.autograd.Function):
         grad = results.get(dst)  # (N, C)
         if ctx.K > 1:
             order = torch.arange(grad.size(0), device=grad.device)
-            grad = unpermute(grad, order, ctx.K, False)
+            grad = unpermute(grad, order, ctx.K)
         return grad, None, None, None, None
 
 
@@ -179,6 +179,20 @@ class SymmMemPlan(NamedTuple):
     ends: torch.Tensor  # (e,) where each local expert's rows end in this rank's buffer
 
 
+def layout_of_buffers(counts, rank, rows):
+    """Lay out the owners' buffers of `rows` rows: counts (ep, E), each rank's copies for each expert.
+
+    A buffer holds the copies for its owner's experts by expert, then by sender. Return starts (E,), where
+    this rank's copies begin, and ends (e,), where each local expert's rows end in this rank's own buffer.
+    """
+    ep, E = counts.shape
+    by_owner = counts.T.reshape(ep, E)  # (ep, e*ep): by owner, by local expert and sender
+    stops = by_owner.cumsum(1)
+    first_rows = rows * torch.arange(ep, device=counts.device).unsqueeze(1)  # (ep, 1)
+    starts = (stops - by_owner + first_rows).view(E, ep)[:, rank]
+    return starts, stops[rank].view(-1, ep)[:, -1]
+
+
 class _OneSided:
     """The part that the two dispatchers share.
 
@@ -199,8 +213,9 @@ class _OneSided:
         rows.
         """
         counts = self.ep.all_gather(counts).view(-1, self.E)  # E counts from each rank to all, over ep
-        return layout_from_counts(counts, self.ep.rank, self.buffers.rows.rows, self.rows_in_use,
-                                  self.rows_needed)
+        starts, ends = layout_of_buffers(counts, self.ep.rank, self.buffers.rows.rows)
+        torch.maximum(self.rows_needed, ends[-1], out=self.rows_needed)
+        return starts, ends.clamp(max=self.rows_in_use)
 
     def dispatch(self, x, plan):
         if not isinstance(plan, SymmMemPlan):
@@ -212,7 +227,7 @@ class _OneSided:
             return super().combine(y, gates, plan)
         y = ReturnRows.apply(y, plan.dst, self.buffers)  # (N, C): the copies come back in the order they left
         order = torch.arange(y.size(0), device=y.device)
-        return Unpermute.apply(y, gates, order, order, False)
+        return Unpermute.apply(y, gates, order, order)
 
 
 class SymmMem(_OneSided, AllToAll):
@@ -225,10 +240,11 @@ class SymmMem(_OneSided, AllToAll):
         if not self.active():
             return super().plan(expert_ids, gates)
         expert = expert_ids.flatten()
-        place, cumulative = place_within_expert(expert, self.E)
-        starts, ends = self.exchange_counts(cumulative[:, -1])
-        dst = slots_from_places(expert, place, cumulative, starts, self.e, self.buffers.rows.rows)
-        return SymmMemPlan(dst, ends)
+        place, counts = queue_by_expert(expert, self.E)
+        starts, ends = self.exchange_counts(counts)
+        dst = starts[expert] + place
+        buffer_end = (expert // self.e + 1) * self.buffers.rows.rows
+        return SymmMemPlan(torch.where(dst < buffer_end, dst, -1), ends)
 
 
 class SymmMemCapacity(_OneSided, Capacity):
@@ -238,14 +254,15 @@ class SymmMemCapacity(_OneSided, Capacity):
     """
 
     def plan(self, expert_ids, gates):
+        plan = super().plan(expert_ids, gates)
         if not self.active():
-            return super().plan(expert_ids, gates)
-        perm, inv_perm, capacity = self.assign(expert_ids, gates)
+            return plan
         expert = expert_ids.flatten()
-        is_taken = (perm < expert.numel()).view(self.E, capacity)  # the slots that hold a copy
-        starts, ends = self.exchange_counts(is_taken.sum(1))
-        dst = starts[expert] + inv_perm - expert * capacity
-        was_kept = inv_perm < perm.numel()
+        is_taken = plan.perm < expert.numel()  # (slots,) whether a slot holds a copy
+        capacity = plan.perm.numel() // self.E
+        starts, ends = self.exchange_counts(is_taken.view(self.E, capacity).sum(1))
+        dst = starts[expert] + plan.inv_perm - expert * capacity
+        was_kept = plan.inv_perm < plan.perm.numel()
         return SymmMemPlan(torch.where(was_kept, dst, -1), ends)
 
 

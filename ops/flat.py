@@ -80,28 +80,11 @@ def sum_slices(total, own, others):
         total.add_(part)
 
 
-def sums_of_squares(slices, dtype):
-    """Return the sum of squares of each slice, (k,) fp64. dtype: that of torch's norms on a GPU.
+def sums_of_squares(slices):
+    """Return the sum of squares of each slice, (k,) fp64, by Triton.
 
-    On a CPU torch's fp32 norm is a plain sum, which is 5e-5 off for a million elements, so there
-    the norms are in fp64.
+    Torch's norms read at half the bandwidth.
     """
-    if all(backend.use_triton(piece) for piece in slices):
-        return sums_of_squares_triton(slices)
-    if slices[0].device.type == "cpu":
-        dtype = torch.float64
-    norms = [None] * len(slices)
-    # _foreach_norm wants slices of one dtype per call.
-    for slice_dtype in {piece.dtype for piece in slices}:
-        alike = [i for i, piece in enumerate(slices) if piece.dtype == slice_dtype]
-        found = torch._foreach_norm([slices[i] for i in alike], 2, dtype=dtype)
-        for i, norm in zip(alike, found, strict=True):
-            norms[i] = norm
-    return torch.stack(norms).double().square()
-
-
-def sums_of_squares_triton(slices):
-    """Return sums_of_squares by a kernel per slice. Torch's norms read at half the bandwidth."""
     from ops import kernels
     parts = [ceil_div(piece.numel(), TIMES * BLOCK) for piece in slices]
     # Each slice has a row for the sums of its parts, in fp32. Rows begin at multiples of ALIGNMENT

@@ -7,6 +7,7 @@ and by tests/test_kernels.py, which runs it in Triton's interpreter.
 Most programs handle one row, or BLOCK elements of a flat buffer. A row number is int64 before it is
 multiplied by a width. `x + 0 * at` broadcasts the scalar x to the shape of `at`.
 """
+import torch
 import triton
 import triton.language as tl
 
@@ -168,23 +169,6 @@ def place_within_expert(expert_ptr, place_ptr, counts_ptr, n, blocks, E: tl.cons
 
 
 @triton.jit
-def slots_from_places(expert_ptr, place_ptr, cumulative_ptr, start_ptr, slot_ptr, n, rows, blocks,
-                      EXPERTS: tl.constexpr, BLOCK: tl.constexpr):
-    """slot (n,) = start[expert] + cumulative[expert, block - 1] + place, of place_within_expert.
-
-    The slot is -1 where it would lie beyond the end of its buffer, which has `rows` rows for EXPERTS experts.
-    """
-    block = tl.program_id(0)
-    at = block * BLOCK + tl.arange(0, BLOCK)
-    expert = tl.load(expert_ptr + at, mask=at < n, other=0)
-    slot = tl.load(start_ptr + expert)
-    slot += tl.load(cumulative_ptr + expert * blocks + block - 1, mask=expert * 0 + block > 0, other=0)
-    slot += tl.load(place_ptr + at, mask=at < n, other=0)
-    slot = tl.where(slot < (expert // EXPERTS + 1) * rows, slot, -1)
-    tl.store(slot_ptr + at, slot, mask=at < n)
-
-
-@triton.jit
 def sort_copies(expert_ptr, place_ptr, cumulative_ptr, perm_ptr, slot_ptr, counts_ptr, ends_ptr, n, blocks,
                 E: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr):
     """Place each copy by place_within_expert's results: slot (n,), the copy in each slot, perm (n,).
@@ -210,26 +194,24 @@ def sort_copies(expert_ptr, place_ptr, cumulative_ptr, perm_ptr, slot_ptr, count
         tl.store(ends_ptr + one, end.to(tl.int32), mask=one < E)
 
 
-@triton.jit
-def layout_from_counts(counts_ptr, starts_ptr, ends_ptr, needed_ptr, rank, rows, limit, EP: tl.constexpr,
-                       E: tl.constexpr, WIDE: tl.constexpr):
-    """Where rows begin and end in the receive buffers. Program `owner` lays out the buffer of that rank.
+def counting_sort(expert, E):
+    """ops.permute.sort_by_expert in two kernels: each block counts its copies, then each copy is placed."""
+    n = expert.numel()
+    wide = triton.next_power_of_2(E)
+    block = max(8, min(128, 16384 // wide))  # a table of (block, wide) must fit into a multiprocessor
+    blocks = triton.cdiv(n, block)
+    options = {"E": E, "WIDE": wide, "BLOCK": block, "num_warps": 4 if wide <= 64 else 8}
+    place = torch.empty(n, dtype=torch.int32, device=expert.device)
+    counts = torch.empty(E, blocks, dtype=torch.int32, device=expert.device)
+    place_within_expert[(blocks,)](expert, place, counts, n, blocks, **options)
 
-    Of counts (EP, E), a buffer holds the rows for its owner's E / EP experts, by expert, then by sender.
-    starts (E,): where this rank's rows begin. The program of this rank's own buffer also writes the ends of
-    its experts' rows, ends (E / EP,), and the rows that came, *needed. WIDE: E rounded up to a power of two.
-    """
-    owner = tl.program_id(0)
-    at = tl.arange(0, WIDE)
-    expert = owner * (E // EP) + at // EP
-    sender = at % EP
-    count = tl.load(counts_ptr + sender * E + expert, mask=at < E, other=0)
-    stop = tl.cumsum(count, axis=0)
-    tl.store(starts_ptr + expert, stop - count + owner * rows, mask=(at < E) & (sender == rank))
-    if owner == rank:
-        end = tl.minimum(stop, limit).to(tl.int32)
-        tl.store(ends_ptr + at // EP, end, mask=(at < E) & (sender == EP - 1))
-        tl.store(needed_ptr, tl.maximum(tl.load(needed_ptr), tl.sum(count)))
+    perm = torch.empty_like(expert)
+    inv_perm = torch.empty_like(expert)
+    totals = expert.new_empty(E)
+    ends = torch.empty(E, dtype=torch.int32, device=expert.device)
+    cumulative = counts.cumsum(1)
+    sort_copies[(blocks,)](expert, place, cumulative, perm, inv_perm, totals, ends, n, blocks, **options)
+    return perm, inv_perm, totals, ends
 
 
 @triton.jit

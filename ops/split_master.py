@@ -3,7 +3,6 @@
     SplitMaster   the masters of a slice: own (n,) bf16 are the weights, low (n,) int16 the bits besides
     whole         a tensor as it is; of a SplitMaster the tensor that it stands for
     on_host       the same in the memory of the host
-    put_back      writes values into a SplitMaster
 
 The bits of a bf16 number are the upper half of an fp32 number's. So own, followed by 16 zero bits, is near
 its master. The difference of the two, as 32-bit integers, is low, between -32,768 and 32,768:
@@ -95,9 +94,3 @@ def on_host(tensor):
     if isinstance(tensor, SplitMaster):
         return joined(tensor.own.cpu(), tensor.low.cpu())
     return tensor
-
-
-def put_back(master, values):
-    """Write values, which were whole(master) and may have changed, into a SplitMaster."""
-    if isinstance(master, SplitMaster):
-        master.copy_(values)

@@ -172,6 +172,12 @@ def balance_loss_of_this_rank(original, layer, probabilities, tokens, rows):
         return original(layer, probabilities, tokens, rows)
 
 
+def local_norm(optimizer):
+    """Return the norm of this rank's own gradients, ()."""
+    squares = [grad.double().square().sum() for grad in optimizer.grads]
+    return (torch.stack(squares) * optimizer.count_factors).sum().sqrt()
+
+
 def other_coordinates(original, cfg, mesh, *args, **ranks):
     """Call a function of (cfg, mesh, ...) as if this rank had other coordinates, such as dp=0."""
     axes = {name: dataclasses.replace(getattr(mesh, name), rank=rank) for name, rank in ranks.items()}

@@ -66,9 +66,9 @@ def zeros_of_padding(original, optimizer):
         return original(optimizer)
 
 
-def never_clips(original, optimizer, grad_norm):
-    """Optimizer.divisor that leaves long gradients as they are."""
-    return torch.ones_like(grad_norm)
+def never_clips(original, optimizer, lr, grad_norm):
+    """Optimizer.step that leaves long gradients as they are."""
+    return original(optimizer, lr, torch.zeros_like(grad_norm))
 
 
 def first_slice(original, bucket, rank, n):
@@ -225,7 +225,7 @@ FAULTS = {  # name: (model, (ranks, layout), faults as arguments of planted)
     # These faults change every layout alike: only the comparison with plain PyTorch detects them
     "weight decay on norms": (
         LLAMA, ONE, ("ddp.uses_weight_decay", functools.partial(constant, value=True))),
-    "no clipping": (LLAMA, ONE, ("optim.Optimizer.divisor", never_clips)),
+    "no clipping": (LLAMA, ONE, ("optim.Optimizer.step", never_clips)),
 }
 
 

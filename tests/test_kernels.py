@@ -184,25 +184,24 @@ def test_permute_and_unpermute(K, padded):
     inv_perm[perm[held]] = held
     x, y, p, g = randn(n, C), randn(slots, C), randn(n, K), randn(n, C)
     forth, back, back_grad = permute.permute, permute.unpermute, permute.unpermute_backward
-    assert torch.equal(forth(x, perm, K, padded).double(), torch_twin(forth, x, perm, K, padded))
+    assert torch.equal(forth(x, perm, K).double(), torch_twin(forth, x, perm, K))
     for gates in (None, p):
-        got = back(y, inv_perm, K, padded, gates)
-        assert_near(got, torch_twin(back, y, inv_perm, K, padded, gates), 1e-2)
-    for got, want in zip(back_grad(y, p, perm, padded, g),
-                         torch_twin(back_grad, y, p, perm, padded, g), strict=True):
+        got = back(y, inv_perm, K, gates)
+        assert_near(got, torch_twin(back, y, inv_perm, K, gates), 1e-2)
+    for got, want in zip(back_grad(y, p, perm, g), torch_twin(back_grad, y, p, perm, g), strict=True):
         assert_near(got, want, 1e-2)
 
 
 def test_unpermutes_torch_twin_has_autograds_gradients():
     n, K, C = 7, 2, 5
     perm = torch.randperm(n * K)
-    inv_perm = permute.invert_permutation(perm)
+    inv_perm = permute.invert(perm, n * K)
     assert torch.equal(inv_perm[perm], torch.arange(n * K))
     y = torch.randn(n * K, C, dtype=torch.float64, requires_grad=True)
     p = torch.randn(n, K, dtype=torch.float64, requires_grad=True)
     g = torch.randn(n, C, dtype=torch.float64)
-    want = torch.autograd.grad(permute.unpermute(y, inv_perm, K, False, p), (y, p), g)
-    got = permute.unpermute_backward(y.detach(), p.detach(), perm, False, g)
+    want = torch.autograd.grad(permute.unpermute(y, inv_perm, K, p), (y, p), g)
+    got = permute.unpermute_backward(y.detach(), p.detach(), perm, g)
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b)
 
@@ -309,7 +308,7 @@ def test_adamw(kernels, dtype, split, moments, clip, keeps_dtype):
                                      split_masters=split)
         cfg = Config(dtype=dtype, clip=clip, weight_decay=0.1, moments_dtype=moments)
         opt = Optimizer(cfg, data_parallel)
-        opt.use_triton = triton
+        opt.adam.use_triton = triton
         return data_parallel, opt
     data_parallel, opt = optimizer(True, DTYPES[dtype] if keeps_dtype else None, split)
     data_parallel2, opt2 = optimizer(False)
@@ -455,64 +454,29 @@ def test_which_rows_the_norms_kernel_serves():
 
 @pytest.mark.parametrize("n", [1, 8191, 40_001])
 def test_sums_of_squares(n):
-    """Slices of several dtypes and lengths, one of them empty, beside torch's norms in fp64."""
+    """Slices of several dtypes and lengths, one of them empty, beside sums in fp64."""
     slices = [randn(n), randn(3, dtype=torch.float32), randn(0), randn(20_000, dtype=torch.float16)]
-    found = flat.sums_of_squares(slices, torch.float32)
+    found = flat.sums_of_squares(slices)
     want = torch.stack([piece.double().square().sum() for piece in slices])
     assert found.dtype == torch.float64
     torch.testing.assert_close(found, want, rtol=1e-6, atol=0)
-    twin = flat.sums_of_squares([piece.double() for piece in slices], torch.float64)
-    torch.testing.assert_close(twin, want, rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize("E, N", [(3, 1), (3, 128), (64, 300), (64, 128), (384, 100), (1025, 20)])
-def test_slots_are_those_of_a_stable_sort(E, N, monkeypatch):
-    """The counting sort's two kernels place the copies as a stable sort does, and none beyond the end of a
-    buffer."""
+def test_the_counting_sort_is_a_stable_sort(E, N, monkeypatch):
     expert = (torch.rand(N, device=DEVICE) ** 2 * E).long()  # low numbers are chosen more often
-    counts = torch.bincount(expert, minlength=E)
-    place, cumulative = permute.place_within_expert(expert, E)
-    assert place.numel() == N and torch.equal(cumulative[:, -1], counts)
-    slot = permute.slots_from_places(expert, place, cumulative, counts.cumsum(0) - counts, E, N)
     order = expert.argsort(stable=True)
-    assert torch.equal(slot[order], torch.arange(N, device=DEVICE))
-    wanted = order, slot, counts, counts.cumsum(0, dtype=torch.int32)
-    for got, want in zip(permute.sort_by_expert(expert, E), wanted, strict=True):
-        assert torch.equal(got, want) and got.dtype == want.dtype
-    experts, rows = -(-E // 2), max(1, N // 3)  # two buffers, too small for all
-    start = counts.cumsum(0) - counts
-    start = torch.cat([start[:experts], start[experts:] - counts[:experts].sum() + rows])
-    got = permute.slots_from_places(expert, place, cumulative, start, experts, rows)
-    monkeypatch.setattr(backend, "use_triton", lambda x: False)
-    place, cumulative = permute.place_within_expert(expert, E)
-    want = permute.slots_from_places(expert, place, cumulative, start, experts, rows)
-    assert torch.equal(got, want) and got.max() < 2 * rows and (N < 3 or (got == -1).any())
-
-
-@pytest.mark.parametrize("ep, E, rank", [(2, 4, 1), (4, 64, 0), (3, 9, 2), (8, 384, 5)])
-def test_layout_from_counts(ep, E, rank, monkeypatch):
-    """Where each rank's copies begin in the buffers: written out as loops, the torch twin, the kernel."""
-    counts, e, rows = torch.randint(0, 9, (ep, E), device=DEVICE), E // ep, 10_000
-    starts, offs = [], []
-    for owner in range(ep):
-        row = 0
-        for expert in range(owner * e, (owner + 1) * e):
-            for sender in range(ep):
-                if sender == rank:
-                    starts.append(owner * rows + row)
-                row += counts[sender, expert].item()
-            if owner == rank:
-                offs.append(min(row, 50))
-        if owner == rank:
-            received = row
-    for twin_only in (False, True):
-        if twin_only:
-            monkeypatch.setattr(backend, "use_triton", lambda x: False)
-        for before in (0, 10**6):
-            needed = torch.tensor(before, device=DEVICE)
-            got = permute.layout_from_counts(counts, rank, rows, 50, needed)
-            assert [got[0].tolist(), got[1].tolist()] == [starts, offs] and got[1].dtype == torch.int32
-            assert needed.item() == max(before, received)
+    slot = torch.empty_like(order)
+    slot[order] = torch.arange(N, device=DEVICE)
+    counts = torch.bincount(expert, minlength=E)
+    for use_triton in (True, False):
+        monkeypatch.setattr(backend, "use_triton", lambda x, use_triton=use_triton: use_triton)
+        found = permute.sort_by_expert(expert, E)
+        for got, want in zip(found, (order, slot, counts, counts.cumsum(0)), strict=True):
+            assert torch.equal(got.long(), want)
+        place, lengths = permute.queue_by_expert(expert, E)
+        assert place.tolist() == [(expert[:i] == expert[i]).sum() for i in range(N)]
+        assert torch.equal(lengths, counts)
 
 
 @pytest.mark.parametrize("K", [1, 2])

@@ -54,7 +54,7 @@ def last_of_equals(original, scores, K):
 
 
 def smallest_gates(original, dispatcher, expert_ids, gates):
-    """Capacity.assign that keeps the smallest gates."""
+    """Capacity.plan that keeps the smallest gates."""
     return original(dispatcher, expert_ids, -gates)
 
 
@@ -123,7 +123,7 @@ def loop(router, K):
 
 SHARED_FAULTS = {  # faults that one process has, too: (a fault as above, the test that detects it)
     "ties go to the last expert": ("moe.stable_top_k", last_of_equals, loop("softmax", 1)),
-    "drop policy probs keeps the smallest gates": ("moe.Capacity.assign", smallest_gates, loop("softmax", 1)),
+    "drop policy probs keeps the smallest gates": ("moe.Capacity.plan", smallest_gates, loop("softmax", 1)),
     "the router bias changes the balance loss": (
         "moe.MoE.balance_loss", loss_with_bias, loop("sigmoid bias", 2)),
     "balance loss without the 1/K": (

@@ -5,6 +5,7 @@ test_kernels.py compares the Triton kernel with AdamW.step.
 import pytest
 import torch
 from runs import assert_resume_is_equal, final, go, optimizer_as_planned, refused, rows
+from test_optim import adamw_of
 
 import train
 from config import LARGEST_BF16_DECAY
@@ -23,13 +24,14 @@ def test_it_is_torchs_adamw_with_rounded_moments(decay):
     expected = torch.nn.Parameter(start.clone())
     theirs = torch.optim.AdamW([expected], lr=0.1, betas=(0.9, 0.95), weight_decay=decay, fused=True)
     found = start.clone()
-    ours = AdamW([found], [decay], (0.9, 0.95), moments_dtype=torch.bfloat16)
+    bucket, ours = adamw_of(found, decay, (0.9, 0.95), moments_dtype=torch.bfloat16)
     unrounded = start.clone()
-    wide = AdamW([unrounded], [decay], (0.9, 0.95))
+    wide_bucket, wide = adamw_of(unrounded, decay, (0.9, 0.95))
     for _ in range(5):
         expected.grad = torch.randn(500, generator=rng)
+        bucket.grad_total = wide_bucket.grad_total = expected.grad
         for optimizer in ours, wide:
-            optimizer.step([expected.grad], 0.1, torch.ones(()), torch.zeros(()))
+            optimizer.step(0.1, torch.ones(()), torch.zeros(()))
         theirs.step()
         state = theirs.state[expected]
         for moment in AdamW.moments:
@@ -42,10 +44,12 @@ def test_it_is_torchs_adamw_with_rounded_moments(decay):
 
 def test_a_refused_update_changes_no_bit():
     p = torch.ones(50)
-    adam = AdamW([p], [0.1], (0.9, 0.95), moments_dtype=torch.bfloat16)
-    adam.step([torch.randn(50)], 0.1, torch.ones(()), torch.zeros(()))
+    bucket, adam = adamw_of(p, 0.1, (0.9, 0.95), moments_dtype=torch.bfloat16)
+    bucket.grad_total = torch.randn(50)
+    adam.step(0.1, torch.ones(()), torch.zeros(()))
     before = [p.clone()] + [adam.state[p][moment].clone() for moment in AdamW.moments]
-    adam.step([torch.full((50,), float("nan"))], 0.1, torch.ones(()), torch.ones(()))
+    bucket.grad_total = torch.full((50,), float("nan"))
+    adam.step(0.1, torch.ones(()), torch.ones(()))
     after = [p] + [adam.state[p][moment] for moment in AdamW.moments]
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 

@@ -205,7 +205,7 @@ def test_which_parameters_are_muons():
         found = {n for bucket in opt.muon.buckets for n in bucket.names}
         names = {n for bucket in data_parallel.buckets for n in bucket.names}
         assert found == set(filter(plain_muon.is_muons, names)) and found
-        rest = {n for bucket in opt.adam_buckets for n in bucket.names}
+        rest = {n for bucket in opt.adam.buckets for n in bucket.names}
         assert rest == names - found and {"wte.weight", "norm.weight"} <= rest
 
 

@@ -28,6 +28,7 @@ from faults import (
     constant,
     first_share,
     group,
+    local_norm,
     nothing,
     router_loss_weight,
     run_with_faults,
@@ -114,19 +115,14 @@ def doubled_experts(original, bucket):
         bucket.grad.mul_(2)
 
 
-def local_norm(optimizer):
-    """Return the norm of this rank's own gradients, ()."""
-    return optimizer.sum_of_squares(optimizer.grads).sqrt()
+def clipped_by_local_norm(original, optimizer, lr, grad_norm):
+    """Optimizer.step that clips by the norm of this rank's own gradients."""
+    return original(optimizer, lr, local_norm(optimizer))
 
 
-def divisor_by_local_norm(original, optimizer, grad_norm):
-    """Optimizer.divisor of this rank's own gradients."""
-    return original(optimizer, local_norm(optimizer))
-
-
-def epsilon_of_every_rank(original, optimizer, grad_norm):
-    """Optimizer.divisor whose 1e-6 is added once per rank."""
-    return original(optimizer, grad_norm + 1e-6 * (torch.distributed.get_world_size() - 1))
+def epsilon_of_every_rank(original, optimizer, lr, grad_norm):
+    """Optimizer.step whose 1e-6 is added once per rank."""
+    return original(optimizer, lr, grad_norm + 1e-6 * (torch.distributed.get_world_size() - 1))
 
 
 # First weights, rows, positions, dropout
@@ -193,9 +189,9 @@ def own_block_alone(original, ctx, grad):
     return grad, *others
 
 
-def garbage_in_empty_slots(original, ctx, x, perm, inv_perm, K=1, padded=False):
+def garbage_in_empty_slots(original, ctx, x, perm, inv_perm, K=1):
     """Permute.forward that leaves whatever was in memory in the slots that nobody fills."""
-    out = original(ctx, x, perm, inv_perm, K, padded)
+    out = original(ctx, x, perm, inv_perm, K)
     return out.masked_fill((perm >= K * x.size(0)).unsqueeze(1), torch.nan)
 
 
@@ -235,9 +231,9 @@ FAULTS = {  # threads: what went wrong there: (model, (ranks, layout), faults as
     "Megatron-LM #5916: experts of later tp ranks left out of the norm": (
         MOE, TP_EP, ("ddp.Bucket.count_factor", experts_of_first_rank)),
     "torchtitan #596, Automodel #3817: a rank clips by its own norm": (
-        LLAMA, PP, ("optim.Optimizer.divisor", divisor_by_local_norm)),
+        LLAMA, PP, ("optim.Optimizer.step", clipped_by_local_norm)),
     "pytorch #149768: the epsilon of clipping added by every rank": (
-        LLAMA, DP, ("optim.Optimizer.divisor", epsilon_of_every_rank)),
+        LLAMA, DP, ("optim.Optimizer.step", epsilon_of_every_rank)),
     # First weights
     "torchtitan #166: replicas that start from other weights": (
         LLAMA, DP, ("model.normal_from_key", draw_of_this_rank)),
