@@ -1,9 +1,8 @@
 """AdamW on the flat buckets: a few large tensors, fp32 masters, clipping without the host.
 
 In one step, Optimizer.stats sums loss and squares over the world. Then Optimizer.step clips, and
-AdamW.step updates this rank's slice of every bucket (without ZeRO the slice is everything) and
-passes each updated bucket to DataParallel.on_updated, which under ZeRO-1 and 2 sends it. None of
-them waits for the device: it leaves all weights as they are if gradients are not finite.
+AdamW.step updates this rank's slice of every bucket: without ZeRO everything. None of them waits
+for the device, which itself leaves all weights as they are if gradients are not finite.
 """
 import math
 from typing import NamedTuple
@@ -22,20 +21,18 @@ VOTES = 6  # reasons to stop the run, which travel with the statistics: runtime.
 
 def learning_rate(cfg, step):
     """The rate of update `step`, counted from 1: linear warmup, then --lr-schedule to min_lr."""
-    low = cfg.lr / 10 if cfg.min_lr is None else cfg.min_lr
-    last = cfg.decay_steps or cfg.steps
     if step <= cfg.warmup:
         return cfg.lr * step / cfg.warmup
-    if cfg.lr_schedule == "wsd":
-        stable_end = stable_until(cfg)
-        if step <= stable_end:
-            return cfg.lr
-        if step < last:
-            return low + (last - step) / (last - stable_end) * (cfg.lr - low)
-        return low
+    low = cfg.lr / 10 if cfg.min_lr is None else cfg.min_lr
+    last = cfg.decay_steps or cfg.steps
+    start = stable_until(cfg) if cfg.lr_schedule == "wsd" else cfg.warmup
+    if step <= start:
+        return cfg.lr
     if step >= last:
         return low
-    progress = (step - cfg.warmup) / (last - cfg.warmup)
+    if cfg.lr_schedule == "wsd":
+        return low + (last - step) / (last - start) * (cfg.lr - low)
+    progress = (step - start) / (last - start)
     return low + 0.5 * (1 + math.cos(math.pi * progress)) * (cfg.lr - low)
 
 
@@ -52,7 +49,6 @@ class AdamW:
     """What torch.optim.AdamW(fused=True) does, with decoupled weight decay (arXiv:1711.05101).
 
     torch's own class imports torch's compiler, which takes 2 s at every start.
-
     decay: of matrices; vectors have none. moments_dtype: None is that of the masters.
     """
     moments = "exp_avg", "exp_avg_sq"
@@ -67,9 +63,9 @@ class AdamW:
         self.step_count = torch.zeros((), device=master.device)  # updates that were taken
         self.state = {}  # {a bucket's master: {name of a moment: tensor}}
         for bucket in self.buckets:
-            shape = bucket.master.shape
-            options = {"dtype": moments_dtype or bucket.master.dtype, "device": master.device}
-            self.state[bucket.master] = {name: torch.zeros(shape, **options) for name in self.moments}
+            self.state[bucket.master] = {
+                name: torch.zeros(bucket.master.shape, dtype=moments_dtype or master.dtype,
+                                  device=master.device) for name in self.moments}
         # On a GPU the formula of the update is in ops/kernels.py, adamw. If you change step(),
         # change the kernel, or set this to False.
         self.use_triton = backend.use_triton(master)
@@ -114,11 +110,7 @@ class AdamW:
             self.data_parallel.on_updated(bucket)  # under ZeRO-1 and 2 it starts the all-gather
 
     def step_triton(self, lr, divisor, not_finite):
-        """Do what the lines in step() do in one pass over memory.
-
-        The kernel reads each number once and writes the model's weights too: it moves 30 bytes per
-        weight, or 22 with --moments-dtype bf16.
-        """
+        """Do what the lines in step() do in one pass over memory: 30 bytes per weight."""
         from ops import kernels
         beta1, beta2 = self.betas
         t = self.step_count.double()
@@ -152,18 +144,15 @@ class StepStats(NamedTuple):
 
 
 class Optimizer:
-    """Judges a step, clips, and updates this rank's slice of each bucket's masters and weights.
-
-    In an fp32 or fp64 model the masters are the weights themselves.
-    """
+    """Judges a step, clips, and updates this rank's slice of each bucket's masters and weights."""
 
     def __init__(self, cfg, data_parallel):
         self.cfg = cfg
         self.data_parallel = data_parallel
         buckets = data_parallel.buckets
         device = buckets[0].flat.device
-        # This rank's slices, one per bucket, (n/n_slices,) each: without ZeRO, whole buckets. With
-        # --split-masters those of AdamW are each a SplitMaster, else all are tensors.
+        # This rank's slices, one per bucket, (n/n_slices,) each: tensors, and with --split-masters
+        # a SplitMaster for each bucket of AdamW.
         self.masters = [bucket.master for bucket in buckets]
         self.count_factors = torch.tensor([bucket.count_factor for bucket in buckets],
                                           dtype=torch.float64, device=device)

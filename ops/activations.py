@@ -76,7 +76,7 @@ class _SwiGLU(torch.autograd.Function):
 
 
 def silu_mul(gate, up=None, n_valid=None):
-    """Return silu(gate) * up, (R, f), without autograd: gate and up (R, f), or side by side in gate (R, 2f).
+    """Return silu(gate) * up, (..., f), without autograd: gate and up as in swiglu, contiguous.
 
     n_valid () int32: on a GPU only the first n_valid rows are written, and the other rows hold nothing.
     """
@@ -86,10 +86,11 @@ def silu_mul(gate, up=None, n_valid=None):
     from ops import kernels
     packed = up is None
     limited = n_valid is not None
-    rows, width = gate.shape
+    *outer, width = gate.shape
     if packed:
         width = width // 2
-    h = torch.empty(rows, width, dtype=gate.dtype, device=gate.device)
+    h = gate.new_empty(*outer, width)
+    rows = h.numel() // width
     # In the place of a missing tensor the kernel gets `gate`, and does not read it.
     kernels.swiglu[(rows,)](
         gate, gate if packed else up, h, n_valid if limited else gate, width,
@@ -108,7 +109,8 @@ def silu_mul_backward(grad_h, gate, up=None, n_valid=None, recompute=False):
     from ops import kernels
     packed = up is None
     limited = n_valid is not None
-    rows, width = grad_h.shape
+    width = grad_h.size(-1)
+    rows = grad_h.numel() // width
     grad_gate = torch.empty_like(gate)
     grad_up = None if packed else torch.empty_like(up)
     # In the place of a missing tensor the kernel gets another one, and neither reads nor writes it.

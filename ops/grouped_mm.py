@@ -1,8 +1,8 @@
 """The experts' matrix products: each row times the matrix of its own expert.
 
-Rows stand by expert, and ends (e,) says where each expert's rows end (torch's grouped_mm calls it offs).
-With a capacity every expert has the same number of rows: then x is (e, rows, I), ends is None, and bmm
-multiplies.
+Rows stand by expert, x (R, I), and ends (e,) says where each expert's rows end. Rows after the last expert's
+are undefined in a result. With a capacity every expert has the same number of rows: then x is (e, rows, I),
+ends is None, and bmm multiplies.
 
 Three ways give the same product: torch's grouped_mm in bf16 on Hopper and Blackwell, where it is one kernel,
 the Triton kernels of ops/product_kernels.py on every other GPU and dtype, and a loop over the experts, the
@@ -23,7 +23,6 @@ TILES = {
     ("sm80", 2): ((128, 128, 32, 4, 4), (128, 128, 32, 4, 4)),
     ("sm80", 4): ((64, 64, 32, 4, 3), (64, 64, 32, 4, 3)),
     ("sm90", 2): ((128, 256, 64, 8, 4), (128, 128, 32, 4, 4)),
-    ("sm90", 4): ((64, 64, 32, 4, 3), (64, 64, 32, 4, 3)),
     ("hip", 2): ((128, 128, 32, 8, 2), (128, 128, 32, 8, 2)),
 }
 PROGRAMS_PER_SM = 2  # at least what runs at once, so that no program waits for the slowest one
@@ -31,10 +30,7 @@ PROGRAMS_PER_SM = 2  # at least what runs at once, so that no program waits for 
 
 @functools.cache
 def has_grouped_mm(device):
-    """Whether torch's grouped_mm is one kernel on this GPU, which holds on NVIDIA's Hopper and Blackwell.
-
-    Elsewhere torch reads the row counts on the host.
-    """
+    """Whether torch's grouped_mm is one kernel on this GPU. Elsewhere it reads the row counts on the host."""
     # AMD's MI250X and MI300X report capability 9, too.
     if device.type != "cuda" or torch.version.hip is not None or not hasattr(F, "grouped_mm"):
         return False
@@ -54,17 +50,10 @@ def use_grouped_mm(x, w):
 
 
 def grouped_mm(x, w, ends):
-    """Multiply each row of x (R, I) by the matrix of its expert in w (e, O, I): (R, O).
-
-    ends (e,): where each expert's rows end. Rows after the last expert's are undefined.
-    With a capacity ends is None: x (e, rows, I) -> (e, rows, O).
-    """
+    """Multiply each row of x (R, I) by the matrix of its expert in w (e, O, I): (R, O)."""
     if ends is None:
         return torch.bmm(x, w.transpose(1, 2))
-    if x.size(0) == 0:
-        # No token chose this rank's experts: zero rows, and a gradient of zero.
-        return F.linear(x, w[0])
-    if use_grouped_mm(x, w):
+    if use_grouped_mm(x, w) and x.numel():
         return GroupedMM.apply(x, w, ends.to(torch.int32))
     return grouped_mm_loop(x, w, ends)
 
@@ -87,8 +76,7 @@ def grouped_mm_loop(x, w, ends):
 def experts_mm(x, w, ends):
     """Multiply each expert's rows by its matrix: x (R, I), w (e, I, O), ends (e,) int32 -> (R, O)
 
-    w is contiguous, or the transpose of a contiguous one. With a capacity ends is None:
-    x (e, rows, I) -> (e, rows, O).
+    w is contiguous, or the transpose of a contiguous one.
     """
     if ends is None:
         return torch.bmm(x, w)
@@ -115,8 +103,7 @@ def experts_wgrad(grad, x, ends):
     """
     if ends is None:
         return torch.bmm(grad.transpose(1, 2), x)
-    O = grad.size(1)
-    I = x.size(1)
+    O, I = grad.size(1), x.size(1)
     if use_torch(x, (O, I)):
         return F.grouped_mm(grad.t(), x, offs=ends)
 
@@ -143,7 +130,7 @@ def pointer_tiles(device, size):
 
 @functools.cache
 def multiprocessors(device):
-    """Return how many multiprocessors a GPU has. A persistent kernel starts programs for each of them."""
+    """Return how many multiprocessors a GPU has."""
     if device.type == "cpu":
         return 2  # Triton's interpreter
     gpu = torch.get_device_module(device).get_device_properties(device)
@@ -178,14 +165,13 @@ class GroupedMM(torch.autograd.Function):
 
 
 # -----------------------------------------------------------------------------
-# The experts' SwiGLU MLP as one function. Its gradients come out in the parameters' own layout, and nothing
-# is copied or added without need.
+# The experts' SwiGLU MLP as one function
 
 class SwiGLUExperts(torch.autograd.Function):
     """The experts' SwiGLU MLP on a GPU: x (R, C) by expert with ends (e,) int32 -> (R, C)
 
-    With a capacity ends is None and x is (e, rows, C). w1, w3 (e, F, C), w2 (e, C, F). Rows after the last
-    expert's are undefined. The lines below the call in moe.MoE.ffn are the reference.
+    w1, w3 (e, F, C), w2 (e, C, F). The lines below the call in moe.MoE.ffn are the reference. Gradients come
+    out in the parameters' own layout, and nothing is copied or added without need.
     """
 
     @staticmethod
@@ -193,8 +179,8 @@ class SwiGLUExperts(torch.autograd.Function):
         ctx.ends = ends
         gate = experts_mm(x, w1.transpose(1, 2), ends)  # (R, F)
         up = experts_mm(x, w3.transpose(1, 2), ends)  # (R, F)
-        n_valid = last_end(ends)
-        h = silu_mul(gate.flatten(0, -2), up.flatten(0, -2), n_valid).view_as(gate)
+        n_valid = None if ends is None else ends[-1]
+        h = silu_mul(gate, up, n_valid)
         ctx.save_for_backward(x, gate, up, w1, w3, w2)
         return experts_mm(h, w2.transpose(1, 2), ends)  # (R, C)
 
@@ -202,15 +188,12 @@ class SwiGLUExperts(torch.autograd.Function):
     def backward(ctx, grad_y):
         x, gate, up, w1, w3, w2 = ctx.saved_tensors
         ends = ctx.ends
-        n_valid = last_end(ends)
+        n_valid = None if ends is None else ends[-1]
         grad_y = grad_y.contiguous()
 
         # silu_mul_backward computes h again and writes it over its gradient.
         h = experts_mm(grad_y, w2, ends)  # until the next line, the gradient of h
-        grad_gate, grad_up = silu_mul_backward(
-            h.flatten(0, -2), gate.flatten(0, -2), up.flatten(0, -2), n_valid, recompute=True)
-        grad_gate = grad_gate.view_as(gate)
-        grad_up = grad_up.view_as(up)
+        grad_gate, grad_up = silu_mul_backward(h, gate, up, n_valid, recompute=True)
         grad_w2 = experts_wgrad(grad_y, h, ends)
 
         grad_x = experts_mm(grad_gate, w1, ends)
@@ -218,8 +201,3 @@ class SwiGLUExperts(torch.autograd.Function):
         grad_w1 = experts_wgrad(grad_gate, x, ends)
         grad_w3 = experts_wgrad(grad_up, x, ends)
         return grad_x, grad_w1, grad_w3, grad_w2, None
-
-
-def last_end(ends):
-    """Return the number of rows that experts have, () int32 on the device; None where ends is None."""
-    return None if ends is None else ends[-1]
