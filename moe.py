@@ -3,30 +3,30 @@
 A row is a token's vector (C,). It travels as K copies, one to each of its experts; a gate is the
 factor by which an expert's result is multiplied.
 
-With two ranks, --ep 2 and E = 8, rank 0 holds the experts 0 to 3 and rank 1 the experts 4 to 7, and
-each rank has sequences of its own: ep adds no ranks. For rank 0, dp is {0, 1}, ep is {0, 1}, and
-edp, the ranks with the same experts, is {0}: ep and edp count the ranks of a stage again, by their
-experts. Each rank holds e = E / ep experts, and expert i lives on ep rank i // e. No two ranks of a
+ep adds no ranks: its ranks are those of dp and tp, each with rows of its own and e = E / ep of the
+experts, expert i on ep rank i // e. edp has the ranks with the same experts. No two ranks of a
 stage hold the same rows, because dp and cp split sequences and tp splits rows; so an expert's
 matrices need no tp.
 
-The drawing has four ranks, ep 4, four experts, K = 1; a letter is the expert that a row visits:
+The drawing has two ranks, ep 2, and four experts: a and b on rank 0, c and d on rank 1. K is 1, and
+a letter is the expert that a row visits:
 
-    rank 0   [a a b d]      sort by     [a a|b|.|d]     all_to_all     [aa a . a]   expert a's rows
-    rank 1   [c a d d]      expert      [a|.|c|d d]     block j goes   [b . bb .]   expert b's
-    rank 2   [b b c c]     --------->   [.|b b|c c|.]   to rank j      [. c cc c]   expert c's
-    rank 3   [a c d d]                  [a|.|c|d d]     ----------->   [d dd . dd]  expert d's
-and the same way back, after which each row stands where it came from.
+                          sort by        all_to_all:       sort by
+            rows          expert         block j to j      local expert
+    rank 0  c a d b d     [a b|c d d]    [a b|a a a b]     [a a a a|b b]
+    rank 1  a a b a       [a a a b|]     [c d d|]          [c|d d]
+
+Here | stands between receivers, then between senders, then between local experts. Rank 0 sends
+[2, 3] rows and receives [2, 4], and its experts' rows end at [4, 6]. The results go the same way
+back, after which each stands where its row came from.
 
     MoE               the layer: route, plan, dispatch, the experts' matrices, combine; its losses
     Router            one logit per expert
     token dispatcher  plan: who goes where; dispatch: rows to their experts; combine: the way back
         Local         one rank holds all experts: a sort and a gather
-        AllToAll      dropless over ep ranks: uneven all_to_all; each message holds exactly the rows
-                      that go to its rank
-        Capacity      each expert takes equal numbers of rows, others are dropped: even all_to_all
-fast/symm_mem.py has the dispatchers that write rows directly into other GPUs' memory. The shapes
-are in the letters of model.py's legend.
+        AllToAll      dropless over ep ranks: a message holds exactly the rows that go to its rank
+        Capacity      each expert takes equal numbers of rows, others are dropped: even messages
+The shapes are in the letters of model.py's legend.
 """
 import math
 from typing import NamedTuple
@@ -91,7 +91,6 @@ class MoE(nn.Module):
         return self.maybe_recompute(self.experts, x, routing.gates, plan)
 
     def before_experts(self, x):  # (n, C) -> Routing
-        # All shapes are static here, so fast/compile.py compiles this together with attention.
         # The routing is never recomputed, because rounding could lead to other experts.
         gates, expert_ids, router_loss = self.route(x)
         shared = None if self.shared is None else self.maybe_recompute(self.shared, x)
@@ -107,9 +106,7 @@ class MoE(nn.Module):
     def route(self, x):
         """Choose the experts of the rows x (n, C): gates (n, K), expert_ids (n, K), router loss ().
 
-        Scores are in at least fp32, gates in x's dtype. The router loss is this rank's part of
-        aux_coef * balance loss + z_coef * z-loss. The parts of the tp and cp ranks, which share a
-        micro-batch, add up to its loss.
+        The parts of the tp and cp ranks, which share a micro-batch, add up to its router loss.
         """
         K = self.K
         logits = self.router(x)  # (n, E)
@@ -146,10 +143,9 @@ class MoE(nn.Module):
         """Return this rank's part of E * sum over the experts of f_i * P_i, ().
 
         probabilities (n, E); tokens (E,): how often each expert was chosen; rows: of the whole
-        micro-batch. f_i is the fraction of the K * rows choices that fall on expert i, before any
-        row is dropped, and P_i is its mean probability (Switch Transformer, arXiv:2101.03961
-        eq. 4-6; with several choices as in Megatron-LM). It is 1 when the load is balanced, and E/K
-        when all tokens go to the same K experts.
+        micro-batch. f_i is the fraction of the K * rows choices that fall on expert i, and P_i its
+        mean probability (Switch Transformer, arXiv:2101.03961 eq. 4-6; with several choices as in
+        Megatron-LM). It is 1 when the load is balanced, E/K when all go to the same K experts.
         """
         if self.router.bias is not None:  # then what the router would choose without it counts
             tokens = count_tokens(stable_top_k(probabilities, self.K), self.E)
@@ -234,10 +230,9 @@ class Plan(NamedTuple):
 
 
 class Dispatcher:
-    """Brings rows to their experts and back. Each layer has one and makes a plan per micro-batch.
+    """Brings rows to their experts and back. Each layer has one, of a subclass with these methods:
 
-    Its subclasses have these methods:
-        plan(expert_ids, gates)  (n, K) each -> Plan. Only Capacity reads the gates
+        plan(expert_ids, gates)  (n, K) each -> Plan of a micro-batch; Capacity reads the gates
         dispatch(x, plan)        rows x (n, C) -> (R, C), on their experts' ranks, by expert
         combine(y, gates, plan)  results y (R, C) -> (n, C), at home: the sum of gate * result
     Capacity has (e, rows, C) instead of (R, C).
@@ -249,10 +244,9 @@ class Dispatcher:
         self.E = cfg.n_experts
         self.K = cfg.top_k
         self.e = cfg.n_experts // mesh.ep.size
-        # Of the step so far, on the device as Stats are
+        # Of the step so far, on the device as Stats are:
         self.n_dropped = torch.zeros((), dtype=torch.float64)  # copies
-        # The largest R of a micro-batch, which only fast/graph.py reads
-        self.rows_needed = torch.zeros((), dtype=torch.int64)
+        self.rows_needed = torch.zeros((), dtype=torch.int64)  # the largest R, for fast/graph.py
 
 
 class Local(Dispatcher):
@@ -270,25 +264,13 @@ class Local(Dispatcher):
 
 
 class AllToAll(Dispatcher):
-    """Dropless over ep ranks. The host needs the row counts, so it waits for the GPU in each layer.
-
-    dispatch has three steps. The drawing has two ranks, experts a and b on rank 0, c and d on rank
-    1, and K = 1:
-
-                           Permute:      all_to_all:     Permute:
-                           by expert     by sender       by local expert
-        rank 0  c a d b d  [a b|c d d]   [a b|a a a b]   [a a a a|b b]   send [2, 3], receive [2, 4]
-        rank 1  a a b a    [a a a b|]    [c d d|]        [c|d d]         send [4, 0], receive [3, 0]
-    Here | stands between receivers, then between senders, then between local experts. The ends are
-    [4, 6] on rank 0 and [1, 3] on rank 1. combine does the same steps backwards.
-    """
+    """Dropless over ep ranks, as in the drawing. In each layer the host waits for row counts."""
 
     def plan(self, expert_ids, gates):
         ep = self.ep
         perm, inv_perm, counts, _ = sort_by_expert(expert_ids.flatten(), self.E)
         sent_counts = counts.view(ep.size, self.e)  # by receiver and expert
-        # E counts to the experts' owners, over ep. Counts take this method. Rows take the function
-        # all_to_all, which has a gradient.
+        # E counts to the experts' owners, over ep
         received_counts = ep.all_to_all(counts).view(ep.size, self.e)  # by sender and expert
         # Before the sync point, so that the device computes it while the host waits.
         torch.maximum(self.rows_needed, received_counts.sum(), out=self.rows_needed)
@@ -297,9 +279,8 @@ class AllToAll(Dispatcher):
         send, receive = torch.stack([sent_counts.sum(1), received_counts.sum(1)]).tolist()
         R = sum(receive)
 
-        # Received rows stand by sender, and by expert among those of one sender. A local expert has
-        # a number from 0 to e - 1, on each rank. With the counts [[2, 1], [1, 2]], local_expert is
-        # [0 0 1 | 0 1 1], and by_expert is [0 1 3 | 2 4 5].
+        # Received rows stand by sender, and by expert among those of one sender. With the counts
+        # [[2, 1], [1, 2]], local_expert is [0 0 1 | 0 1 1], and by_expert is [0 1 3 | 2 4 5].
         numbers = torch.arange(self.e, device=expert_ids.device).repeat(ep.size)  # (ep*e,)
         row_counts = received_counts.flatten()  # (ep*e,)
         local_expert = numbers.repeat_interleave(row_counts, output_size=R)  # (R,)
@@ -312,7 +293,6 @@ class AllToAll(Dispatcher):
         x = Permute.apply(x, plan.perm, plan.inv_perm, self.K)  # (N, C), by expert
         # Block j of the N rows goes to rank j, over ep.
         x = all_to_all(x, self.ep, plan.send, plan.receive)  # (R, C), by sender
-        # Each of the R rows stands there once, so this is a plain permutation.
         return Permute.apply(x, plan.by_expert, plan.by_sender)  # (R, C), by expert
 
     def combine(self, y, gates, plan):  # (R, C) -> (n, C)
@@ -323,25 +303,20 @@ class AllToAll(Dispatcher):
 
 
 class Capacity(Dispatcher):
-    """Each expert takes at most `capacity` copies from this rank. Shapes are static, and messages
-    are even.
+    """Each expert takes at most `capacity` copies from this rank, so that messages are even.
 
     Each rank chooses among its own rows. So which rows are dropped depends on tp, cp and the
     micro-batch, as in Megatron-LM.
     """
 
     def plan(self, expert_ids, gates):
-        """--drop-policy probs keeps the largest gates, position keeps the first rows.
-
-        Among equal gates, the earlier row is kept.
-        """
         expert = expert_ids.flatten()  # (N,)
-        order = torch.arange(expert.numel(), device=expert.device)
-        if self.cfg.drop_policy == "probs":
+        order = torch.arange(expert.numel(), device=expert.device)  # the first rows are kept
+        if self.cfg.drop_policy == "probs":  # the largest gates; of equal ones, the earlier row
             order = gates.detach().flatten().argsort(descending=True, stable=True)
         capacity = expert_capacity(self.cfg, expert_ids.size(0))
         slots = self.E * capacity
-        served = expert[order]  # (N,) the copies' experts, in the order in which they are served
+        served = expert[order]  # (N,) experts of the copies, in the order in which these are served
         place, _ = queue_by_expert(served, self.E)
         slot = torch.where(place < capacity, served * capacity + place, slots)
         self.n_dropped += (place >= capacity).sum()
@@ -361,7 +336,7 @@ class Capacity(Dispatcher):
 
 
 def expert_capacity(cfg, n):
-    """Return how many rows each expert takes from a rank that has n token rows."""
+    """Return how many rows each expert takes from a rank that has n rows."""
     rows = n * cfg.top_k / cfg.n_experts * cfg.capacity_factor
     return min(math.ceil(rows * (1 - 1e-9)), n)  # in floats, 50 * 1.1 is a little more than 55
 
@@ -382,10 +357,9 @@ def reset_stats(model):
 
 @torch.no_grad()
 def update_router_bias(model, rate, not_finite):
-    """Balance without a loss: raise the bias of experts below the mean load, lower others by rate.
+    """Raise the bias of experts below the global batch's mean load, lower others by rate.
 
-    The load is that of the global batch. not_finite: () 1.0 where the update was refused; then no
-    bias changes. Collective over the stage.
+    not_finite: () 1.0 where the update was refused; then no bias changes.
     """
     for layer in moe_layers(model).values():
         if layer.router.bias is None:
@@ -401,8 +375,7 @@ def expert_stats(model, micro_batches):
     """Return the statistics of the step just done, on every rank: {layer: {name: number}}.
 
     load: the experts' fractions of the copies, a list; dropped: a fraction of them; aux, z,
-    entropy: means over the global batch's micro_batches. Collective: each stage fills its layers'
-    rows.
+    entropy: means over the global batch's micro_batches.
     """
     device = next(model.parameters()).device
     shape = model.cfg.n_layer, model.cfg.n_experts + 4

@@ -130,7 +130,8 @@ class Step:
         seed_dropout = dropout_seeder(cfg, mesh, number, len(batches), set_seed)
         # There is no zero_grad: after reset(), the first gradient of each parameter overwrites.
         self.data_parallel.reset()
-        moe.reset_stats(self.model)  # Without experts this does nothing.
+        if self.cfg.n_experts:
+            moe.reset_stats(self.model)
         scale = self.opt.loss_scale  # It is None except in fp16.
         loss = forward_backward(self.model, self.data_parallel, batches, n_trained, scale,
                                 seed_dropout)
@@ -158,7 +159,8 @@ class Step:
         as they were. Otherwise it is 0.0.
         """
         not_finite = self.opt.step(learning_rate(self.cfg, number), stats.grad_norm)
-        moe.update_router_bias(self.model, self.cfg.router_bias_rate, not_finite)
+        if self.cfg.n_experts:
+            moe.update_router_bias(self.model, self.cfg.router_bias_rate, not_finite)
         return not_finite
 
 
