@@ -51,8 +51,8 @@ TEXTS = {"bench": (".py", ".sh", ".js", ".html", ".pbs", ".slurm"),
 
 # What is larger today: a number here only falls, and what is within its limit leaves the list.
 OVER = {
-    "reading path": (4928, 13), "ops, fast": (3757, 26), "runtime, interface": (9978, 55),
-    "corpus, cost, programs": (10998, 42), "house": (29661, 136), "bench": (5018, 24),
+    "reading path": (4723, 13), "ops, fast": (3705, 26), "runtime, interface": (9978, 55),
+    "corpus, cost, programs": (10998, 42), "house": (29081, 135), "bench": (5018, 24),
     "tests": (34904, 112), "pages": (4130, 23)}
 LONG_FILES = {
     "tests/test_chat.py": 671, "tests/test_checkpoint.py": 707, "tests/test_cli.py": 670,
