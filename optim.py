@@ -88,14 +88,14 @@ class AdamW:
             self.step_triton(lr, divisor, not_finite)
             return
 
-        for bucket in reversed(self.buckets):  # Roughly the first layers, which forward needs first.
+        for bucket in reversed(self.buckets):  # roughly the first layers: forward needs them first
             p = bucket.master
             is_split = isinstance(p, SplitMaster)
             master = whole(p) if is_split else p
             moments = [self.state[p][name] for name in self.moments]
             exp_avg, exp_avg_sq = [moment.to(p.dtype) for moment in moments]  # bf16's are copied
             decay = self.decay if bucket.decayed else 0.0
-            # The kernel that nanoGPT's AdamW(fused=True) calls. It does nothing where found_inf is 1.
+            # The kernel of nanoGPT's AdamW(fused=True). It does nothing where found_inf is 1.
             torch._fused_adamw_(
                 [master], [bucket.grad_total.to(p.dtype) / divisor], [exp_avg], [exp_avg_sq], [],
                 [self.step_count], lr=lr, beta1=self.betas[0], beta2=self.betas[1],
