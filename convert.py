@@ -566,7 +566,7 @@ def refuse_unread(flags):
         raise ValueError(f"{what} does not read {', '.join(unread)}; leave it out")
 
 
-@wrong_input(prints=False)
+@wrong_input()
 def main(argv=None):
     """Import or export. SystemExit(2) after one line on stderr: wrong input."""
     flags = command_line(Flags, sys.argv[1:] if argv is None else argv, "convert.py", __doc__)

@@ -35,7 +35,6 @@ from interface.command_line import (
     as_program,
     command_line,
     parse,
-    print_quietly,
     printable,
     wrong_input,
 )
@@ -49,7 +48,7 @@ from interface.files import (
 )
 from interface.presets import PRESETS
 from interface.schema import load_json, open_file, read_file
-from interface.terminal import columns, folded, unbroken
+from interface.terminal import columns
 
 AT_END = ("loss", "val_loss", "grad_norm", "lr", "tok_s", "ms", "mem_gb")  # a text file for each, in OUT
 NO_PLOTEXT = "plotext is not installed: no plots (pip install 'plotext<6')"
@@ -123,7 +122,7 @@ def draw(title, series, size=(90, 24), log=False):
         plt.yscale("log")
     plt.title(title)
     plt.xlabel("step")
-    return f"{plt.uncolorize(plt.build())}\n{folded('  ' + '   '.join(map(unbroken, legend)))}\n"
+    return f"{plt.uncolorize(plt.build())}\n  {'   '.join(legend)}\n"
 
 
 def load_bars(layers, width=40):
@@ -210,7 +209,7 @@ def parse_or_list(argv):
     lines = [f"no runs in {printable(str(folder))}"]
     if table:
         lines = [row_of_list("run", "state", "steps", "loss", "val_loss", "size"), *table]
-    print_quietly("\n".join(lines + left_out) + "\n")
+    print("\n".join(lines + left_out))
     raise SystemExit(config.Outcome.DONE)
 
 
@@ -446,7 +445,7 @@ def show_once(flags):
     size = flags.width, flags.height
     text = "".join(draw(title, series, size, flags.log) for title, series in found.items())
     if flags.follow and sys.stdout.isatty():
-        sys.__stdout__.write(CLEAR_SCREEN)  # sys.stdout would escape it
+        sys.stdout.write(CLEAR_SCREEN)
     print(text or nothing_to_draw(flags), end="", flush=True)
     if flags.png:
         picture(found, Path(flags.png), flags.log)

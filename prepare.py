@@ -547,7 +547,7 @@ def is_up_to_date(folder, wanted):
 def main(argv=None):
     """Make the data and return 0. SystemExit(2) after one line on stderr: wrong input."""
     argv = sys.argv[1:] if argv is None else argv
-    with wrong_input(prints=False):
+    with wrong_input():
         flags = parse(argv)
         if flags.verify:
             n_files = shards.verify(flags.folder, cache=False)

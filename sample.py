@@ -41,10 +41,10 @@ from corpus import text, tokenizer
 from corpus.chat import MARKERS, Template
 from corpus.masked import MASK
 from interface.command_line import as_program, check_utf8, command_line, given_flags, wrong_input
-from interface.console import Console, converse
+from interface.console import Console
 from interface.schema import Range, check_schema, load_json
 from interface.serve import Server
-from interface.streams import guarded
+from interface.terminal import drop_what_fails, show
 
 Prompts = tyro.conf.UseAppendAction[tuple[str, ...]]
 RunDir = tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="RUN_DIR")]]
@@ -170,8 +170,7 @@ def main(argv=None):
         flags = command_line(Flags, argv, "sample.py", __doc__)
         flags.check()
     if flags.chat:
-        with guarded():
-            chat_main(flags, argv)
+        chat_main(flags, argv)
         return
     with wrong_input(quiet=another_rank_speaks()):
         refuse_several_ranks()
@@ -236,10 +235,10 @@ def print_samples(model, vocabulary, prompts, flags):
         if len(samples) > 1:
             print(f"--- sample {number} of {len(samples)}, --seed {seed}")
         ids = new_ids(model, vocabulary, prompt, dataclasses.replace(flags, seed=seed))
-        print(vocabulary.decode(prompt), end="", flush=True)
+        show(vocabulary.decode(prompt))
         for piece in vocabulary.whole_characters(ids, prompt):
-            print(piece, end="", flush=True)
-        print(flush=True)
+            show(piece)
+        show("\n")
 
 
 def new_ids(model, vocabulary, prompt, flags):
@@ -313,7 +312,7 @@ def print_fillings(model, vocabulary, ids, mask):
     filled = list(ids)
     for i, token in zip(gaps, tokens[:, 0].tolist(), strict=True):
         filled[i] = token
-    print(vocabulary.decode(filled))
+    show(f"{vocabulary.decode(filled)}\n")
     for i in range(len(gaps)):
         likeliest = []
         for value, token in zip(values[i].tolist(), tokens[i].tolist(), strict=True):
@@ -478,13 +477,10 @@ def chat_main(flags, argv):
         chat = Chat(load_model(cfg, vocab_size, weights, world), vocabulary, flags, console.agree)
     if world.rank == 0:
         print(said, end="", file=sys.stderr, flush=True)
-    converse(chat, console)
-    with launch.exit_together(world):
-        # It is no error if the reader of stdout leaves.
-        if console.lost is not None and not isinstance(console.lost, BrokenPipeError):
-            raise console.lost
+    console.converse(chat)
     del chat  # and with it the mesh
     launch.shutdown(world)
+    drop_what_fails(sys.stdout)
 
 
 def chat_config(cfg, flags):

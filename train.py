@@ -271,7 +271,6 @@ class Run:
         run_id = resume.run_id(world.tree)
         self.saver = Saver(self.out, world.axis, cfg.keep, cfg.timeout, run_id)
         oversight.watchdog.set_folder(self.out, run_id)
-        session.Stream.report(self.out)
         with launch.exit_together(world):
             if self.is_main:
                 oversight.stop.watch_file(self.out)

@@ -259,7 +259,7 @@ def measure(world, axis, sizes, iters, say):
 
 def cells(us, algbw, busbw, check):
     """Return what a row says of one version. A narrow terminal gets no algbw: it follows from the time."""
-    if terminal.width() < WIDE:
+    if terminal.columns() < WIDE:
         return f" |{us:>11} {busbw:>7} {check:>5}"
     return f" | {us:>11} {algbw:>7} {busbw:>7} {check:>5}"
 

@@ -48,8 +48,6 @@ TORCH_SECONDS = time.perf_counter() - BEGAN  # most of it: runtime.launch import
 from config import Outcome
 from corpus import shards
 from corpus.blend import parse_blend
-from interface.command_line import print_quietly
-from interface.terminal import folded
 from ops.accelerator import ask, device_name
 
 SLOW_DISK = 50  # MB/s; a slower disk takes minutes for a checkpoint of a billion parameters
@@ -388,7 +386,7 @@ def as_lines(world, nodes, whole=False):
             if whole or i == 0 or status != "OK":
                 where = f"{node['host']}: " if i else ""
                 line = f"{status:5s} {name:10s} {where}{text}"
-                lines.append(folded(f"{line}; fix: {fix}" if fix else line))
+                lines.append(f"{line}; fix: {fix}" if fix else line)
     return "\n".join(lines)
 
 
@@ -421,7 +419,7 @@ def main(argv=None):
     shutdown(world)
     failed = any(check[1] == "FAIL" for node in nodes for check in node["checks"])
     if world.rank == 0:
-        print_quietly((as_json(world, nodes, failed) if flags.json else as_lines(world, nodes)) + "\n")
+        print(as_json(world, nodes, failed) if flags.json else as_lines(world, nodes))
         if flags.report:
             write_report(world, nodes, flags.out)
     return exit_code(world, failed, flags)

@@ -22,7 +22,6 @@ from runtime.launch import exit_together, launch, shutdown
 from training import Training
 
 from interface.command_line import parse
-from interface.terminal import folded
 
 FILES = {str(ROOT / name) for name in (
     "train.py", "pipeline.py", "model.py", "attention.py", "layers.py", "ddp.py", "parallel.py",
@@ -188,8 +187,7 @@ def main(argv=None):
         shown = watch_step(cfg, world)
     if world.rank == 0:
         for line in shown:
-            depth = len(line) - len(line.lstrip())
-            print(folded(line, indent=(depth + 4) * " "))
+            print(line)
     shutdown(world)
 
 

@@ -21,7 +21,7 @@ from tyro.conf import Positional
 
 from config import Config, Outcome
 from cost.gpus import GPUS, kind_of
-from interface.command_line import command_line, one_line, print_quietly, wrong_input
+from interface.command_line import command_line, one_line, wrong_input
 from interface.paths import meant_run
 
 MODEL = ("preset", "n_layer", "n_embd", "seq_len", "ffn_hidden", "n_experts", "top_k", "vocab_size_used",
@@ -239,7 +239,7 @@ def main(argv=None):
             why = f"has no {e}" if isinstance(e, KeyError) else one_line(e)
             print(f"nanoshard: {one_line(f'{path}: {why}')}; left out", file=sys.stderr)
     if flags.published and not flags.json:
-        print_quietly("\n".join(published_table(found)) + "\n")
+        print("\n".join(published_table(found)))
     if not found and (flags.runs or not flags.published):
         raise SystemExit(Outcome.WRONG_INPUT)
     for row in found:
@@ -247,11 +247,11 @@ def main(argv=None):
         del row["config"]
     for runs in groups(found).values():
         if flags.json:
-            print_quietly("".join(json.dumps(r) + "\n" for r in runs))
+            print("\n".join(map(json.dumps, runs)))
         else:
             size = f", {runs[0]['parameters'] / 1e9:.3g} B parameters" if "parameters" in runs[0] else ""
             drawing = plot(runs, runs[0]["preset"])
-            print_quietly(f"{runs[0]['preset']}{size}\n{table(runs)}\n" + (f"{drawing}\n" if drawing else ""))
+            print(f"{runs[0]['preset']}{size}\n{table(runs)}\n" + (f"{drawing}\n" if drawing else ""), end="")
 
 
 if __name__ == "__main__":

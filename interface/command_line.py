@@ -40,8 +40,7 @@ from config import (
 from interface import nearest, paths, words
 from interface.presets import PRESETS
 from interface.schema import Range, check_schema, load_json
-from interface.streams import guarded, send_nowhere
-from interface.terminal import complain
+from interface.terminal import complain, drop_what_fails, open_streams
 
 ALIKE = 0.75  # the least ratio of difflib at which a word is perhaps a flag of ours that is misspelt
 NEARLY_EQUAL = 0.9  # and a flag of others
@@ -84,11 +83,11 @@ def parse(argv, cls=Config, prog="train.py", about="Train a GPT; --list [DIR]: s
 def command_line(cls, argv, prog, about, default=None):
     """Return the flags argv (list of str) as a cls, a dataclass whose fields are the flags.
 
-    --help and --help-all print and exit with 0, also if the reader leaves early (| head).
+    --help and --help-all print and exit with 0.
     ValueError: one line that says what is wrong, with the flag that an unknown one resembles.
     """
     if {"-h", "--help", "--help-all"} & set(argv):
-        print_quietly(format_help(cls, prog, about, default, "--help-all" in argv))
+        sys.stdout.write(format_help(cls, prog, about, default, "--help-all" in argv))
         raise SystemExit(Outcome.DONE)
     refuse_words_of_others(argv, cls, prog.split()[0])
     import tyro
@@ -441,15 +440,6 @@ def wrap(text, **indents):
     return "\n\n".join(paragraphs)
 
 
-def print_quietly(text):
-    """Print text; it is no error if the reader has closed the pipe (| head)."""
-    try:
-        sys.stdout.write(text)
-        sys.stdout.flush()
-    except BrokenPipeError:
-        send_nowhere(sys.stdout)
-
-
 def check_utf8(flag, text):
     """Raise ValueError if the text of a flag had bytes that are not UTF-8. Python gives each a surrogate."""
     try:
@@ -462,6 +452,7 @@ def check_utf8(flag, text):
 
 # 128 + SIGINT. Nothing was saved after this Ctrl-C, in a run the second, so no job script may requeue on it.
 INTERRUPTED = 130
+NO_READER = 141  # 128 + SIGPIPE
 
 
 def given_flags(flags, names):
@@ -471,29 +462,30 @@ def given_flags(flags, names):
 
 
 @contextlib.contextmanager
-def wrong_input(quiet=False, prints=True):
+def wrong_input(quiet=False):
     """Turn a ValueError or OSError of a program's body, its wrong input, into one line and exit code 2.
 
     It is also a decorator of main(). The line goes to stderr; quiet: another rank says it. If the reader of
-    stdout leaves (| head), the exit code is 0. Ctrl-C is one line, too, and exit code 130. prints: of
-    streams.guarded().
+    stdout leaves (| head), the exit code is that of SIGPIPE. Ctrl-C is one line, too, and exit code 130.
     """
-    with guarded(prints):
-        try:
-            if sys.flags.optimize > 1:
-                raise ValueError("python -OO drops the texts that --help prints; leave it out, or use -O")
-            yield
-            sys.stdout.flush()
-        except BrokenPipeError:
-            raise SystemExit(Outcome.DONE) from None
-        except (ValueError, OSError) as e:
-            if not quiet:
-                complain(f"nanoshard: {one_line(e)}")
-            raise SystemExit(Outcome.WRONG_INPUT) from None
-        except KeyboardInterrupt:
-            if not quiet:
-                complain("nanoshard: interrupted by Ctrl-C")
-            raise SystemExit(INTERRUPTED) from None
+    open_streams()
+    try:
+        if sys.flags.optimize > 1:
+            raise ValueError("python -OO drops the texts that --help prints; leave it out, or use -O")
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise SystemExit(NO_READER) from None
+    except (ValueError, OSError) as e:
+        if not quiet:
+            complain(f"nanoshard: {one_line(e)}")
+        raise SystemExit(Outcome.WRONG_INPUT) from None
+    except KeyboardInterrupt:
+        if not quiet:
+            complain("nanoshard: interrupted by Ctrl-C")
+        raise SystemExit(INTERRUPTED) from None
+    finally:
+        drop_what_fails(sys.stdout)
 
 
 def as_program(main):

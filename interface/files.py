@@ -20,7 +20,6 @@ from pathlib import Path
 
 from interface.command_line import one_line
 from interface.schema import read_file
-from interface.streams import ROOM
 from interface.terminal import complain, say
 
 PART = re.compile(r"\..+\.[0-9a-f]{8}\.part")  # the names of new_part()
@@ -105,6 +104,10 @@ def sync(path):
 
 
 NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
+# How a fix begins, by the number of the error that keeps something from being written
+ROOM = {errno.ENOSPC: "free space there, or ", errno.EDQUOT: "free space there, or ",
+        errno.EFBIG: "raise the limit of a file's size (ulimit -f), or ",
+        errno.ENOENT: "make its folder, or "}
 
 
 @contextlib.contextmanager

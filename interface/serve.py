@@ -18,7 +18,6 @@ from typing import Literal
 
 from interface.command_line import one_line
 from interface.schema import Range, check_schema
-from interface.streams import visible
 from interface.terminal import say
 
 MOST_BYTES = 1 << 16  # of a message; http.server reads no more of a header, and 100 of them
@@ -29,55 +28,44 @@ ASKED = {"mode": Literal["chat", "text"], "messages": [str], "system": str, "tem
 OURS = r"(localhost|[\d.]+|\[[\da-f:.]+\]|{})(:\d+)?"  # an address is nobody else's name
 
 
-class Refused(Exception):
-    """A status, and a line that tells the client why."""
-
-
 class Handler(http.server.BaseHTTPRequestHandler):
     """One request of a client, in a thread of its own."""
     timeout = MOST_SECONDS  # of each read and write
 
     def handle(self):
-        """Answer."""
         with contextlib.suppress(OSError):  # the client has left
-            try:
-                super().handle()
-            except Refused as e:
-                self.send_error(*e.args)
-
-    def finish(self):
-        """Read what the client still sends: otherwise it could lose the answer."""
-        super().finish()
-        with contextlib.suppress(OSError):
-            self.connection.shutdown(socket.SHUT_WR)
-            while self.connection.recv(MOST_BYTES):
-                pass
+            super().handle()
 
     def do_GET(self):
-        self.check_address()
-        self.begin(200, "text/html")
-        self.wfile.write(self.server.page.replace(b"NONCE", secrets.token_hex().encode()))
+        if self.is_ours():
+            self.write(200, self.server.page.replace("NONCE", secrets.token_hex()), "text/html")
 
     def do_POST(self):
-        self.check_address()
         length = self.headers.get("Content-Length", "0")
+        if not self.is_ours():
+            return
         if not re.fullmatch("[0-9]{1,9}", length) or int(length) > MOST_BYTES:
-            raise Refused(413, TOO_LARGE)
+            self.write(413, f"{TOO_LARGE}\n")
+            return
         message = self.rfile.read(int(length))
         if not self.server.turn.acquire(blocking=False):
-            raise Refused(503, BUSY)
+            self.write(503, f"{BUSY}\n")
+            return
         try:
             self.answer(message)
         finally:
             self.server.turn.release()
 
-    def check_address(self):
-        """Raise Refused if the page that asks is somebody else's: its name or its origin is not ours."""
+    def is_ours(self):
+        """Whether the page that asks is ours; somebody else's has another name or origin, and is refused."""
         host = self.headers.get("Host", "").lower()
         if not re.fullmatch(OURS.format(re.escape(self.server.host)), host):
-            raise Refused(403, "refused: this name is not mine; use 127.0.0.1, localhost or that of --host")
-        if self.headers.get("Origin") not in (None, f"http://{host}", f"https://{host}"):
-            raise Refused(403, "refused: a page from elsewhere asks")
+            self.write(403, "refused: this name is not mine; use 127.0.0.1, localhost or that of --host\n")
+        elif self.headers.get("Origin") not in (None, f"http://{host}", f"https://{host}"):
+            self.write(403, "refused: a page from elsewhere asks\n")
+        else:
+            return True
+        return False
 
     def answer(self, message):
         """Write what the model answers, piece by piece."""
@@ -86,25 +74,22 @@ class Handler(http.server.BaseHTTPRequestHandler):
             check_schema(asked, self.server.asks, "the message")
             pieces = self.server.talk(asked)
         except (ValueError, RecursionError) as e:
-            raise Refused(400, one_line(e).removeprefix("the message: ")) from None
-        self.begin(200)
+            self.write(400, one_line(e).removeprefix("the message: ") + "\n")
+            return
+        self.write(200, "")
         for piece in pieces:
             if self.server.stopped:
                 break
-            self.wfile.write(visible(piece).encode())
+            self.wfile.write(piece.encode())
 
-    def begin(self, status, kind="text/plain"):
-        """Send the headers."""
+    def write(self, status, text, kind="text/plain"):
+        """Send the headers and a text."""
         self.send_response_only(status)
         self.send_header("Content-Type", f"{kind}; charset=utf-8")
         self.send_header("X-Content-Type-Options", "nosniff")  # a browser that guesses waits for more text
         self.send_header("X-Frame-Options", "DENY")
         self.end_headers()
-
-    def send_error(self, code, message=None, explain=None):
-        """Send a line of plain text. http.server calls this, too."""
-        self.begin(code)
-        self.wfile.write(f"{TOO_LARGE if code in (414, 431) else message}\n".encode())
+        self.wfile.write(text.encode())
 
     def log_message(self, *args):
         """Print nothing: it would be a client's words."""
@@ -133,7 +118,7 @@ class Server(http.server.ThreadingHTTPServer):
         """
         text = Path(__file__).with_name(page).read_text()
         self.asks = asks
-        self.page = text.replace("SETTINGS", html.escape(json.dumps(settings))).encode()
+        self.page = text.replace("SETTINGS", html.escape(json.dumps(settings)))
         self.talk = talk
         name = f"[{self.host}]" if ":" in self.host else self.host
         say(f"open http://{name}:{self.server_address[1]}/ in a browser; Ctrl-C ends")

@@ -1,116 +1,108 @@
-"""How wide the terminal is, and what is printed for people: numbers and times in few characters.
+"""What people read: lines that appear at once, numbers and times in few characters, streams that may fail.
 
-    width     the columns of the terminal that shows what is printed; columns: to which prose is folded
-    folded    text as lines of that width
-    say       print a line on stdout, folded on a terminal;  complain: the same on stderr
-    short     1,234,567 as 1.2M;  clock: seconds as 1:23;  counted: says how much of a list is done
+    say, complain   print a line on stdout, on stderr
+    show            print a piece of a text of others; visible: what a terminal gets of it
+    open_streams    streams that take every character, and lead nowhere where they were closed
+    Stream          sys.stdout or sys.stderr of a run, which goes on when they fail
+    short           1,234,567 as 1.2M;  clock: seconds as 1:23;  counted: says how much of a list is done
 """
+import contextlib
 import os
 import re
 import shutil
-import stat
 import sys
-import textwrap
 import time
-from pathlib import Path
 
-NO_TERMINAL = 10**6  # columns of a file or a pipe that no terminal shows: its lines are not folded
-LEAST, MOST = 40, 120  # columns of folded prose
 PROGRESS = 5.0  # seconds between two lines of counted()
-LAUNCHERS = "mpiexec", "mpirun", "hydra", "orte", "prte"  # their names begin so
-MOST_ANCESTORS = 6
-INDENT = 6 * " "  # of the lines that follow the first
-# A command stays in one piece, because it is copied. It ends before a semicolon or ", then".
-BEGINS = "mpiexec|srun|torchrun|python|pip install|source|wandb sync|mv|command with"
-COMMAND = re.compile(rf"\b(?:{BEGINS}) (?:(?!, then)[^;])+")
-HELD = "\0"  # stands for a space at which no line ends
-
-
-def width():
-    """Return the columns of the terminal that shows what is printed, or NO_TERMINAL if none does.
-
-    They are those of the variable COLUMNS or of stdout's terminal. Behind mpiexec, stdout is a pipe to it,
-    and the terminal is the one to which mpiexec writes. A file, or a pipe to another program, has no columns.
-    """
-    found = shutil.get_terminal_size((0, 0)).columns or _columns_behind_launcher(sys.__stdout__, 1)
-    return max(found or NO_TERMINAL, LEAST)
+# What a terminal obeys, and what turns the direction of a line; not tabs and the ends of lines
+OBEYED = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
 def columns():
-    """Return the columns to which prose is folded; NO_TERMINAL: it is not."""
-    found = width()
-    return found if found == NO_TERMINAL else min(found, MOST)
-
-
-def folded(text, most=None, indent=INDENT):
-    """Return text as lines of the terminal's width, or of `most` columns. indent: of all but the first.
-
-    A longer word, such as a path, and a command get a line of their own.
-    """
-    text = COMMAND.sub(lambda command: unbroken(command[0]), text)
-    lines = textwrap.fill(text, most or columns(), subsequent_indent=indent, break_long_words=False,
-                          break_on_hyphens=False)
-    return lines.replace(HELD, " ")
-
-
-def unbroken(text):
-    """Return text for folded(), which ends no line inside of it."""
-    return text.replace(" ", HELD)
+    """Return the columns of the terminal, 120 at most; a file or a pipe has 120."""
+    return min(shutil.get_terminal_size((120, 24)).columns, 120)
 
 
 def say(line):
-    """Print a line on stdout at once. On a terminal it is folded; a pipe or a file gets one line."""
-    print(folded(line), flush=True)
+    print(line, flush=True)
 
 
 def complain(line):
-    """Print a line on stderr. On a terminal it is folded; a pipe or a file gets one line."""
-    most = _columns_of_stderr()
-    if most:
-        line = folded(line, max(LEAST, min(most, MOST)))
     print(line, file=sys.stderr, flush=True)
 
 
-def _columns_of_stderr():
-    """Return the columns of the terminal that shows stderr, or 0."""
-    try:
-        return os.get_terminal_size(sys.stderr.fileno()).columns
-    except (OSError, ValueError, AttributeError):  # it is no terminal, or a notebook's
-        return _columns_behind_launcher(sys.stderr, 2)
+def visible(text):
+    """Return text with what a terminal would obey escaped."""
+    return OBEYED.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
-def _columns_behind_launcher(stream, number):
-    """Return the columns of the terminal to which the launcher of this process writes, or 0.
+def show(text):
+    """Print a piece of a text of others, for example a model's. A file or a pipe gets it as it is."""
+    if sys.stdout.isatty():
+        text = visible(text)
+    print(text, end="", flush=True)
 
-    stream: ours, of which the launcher reads; number: the launcher's descriptor.
+
+def open_streams():
+    """Let the streams lead nowhere that were closed (>&-), and take characters that their encoding lacks.
+
+    Otherwise another file gets the number of a closed stream, and what C code prints there.
     """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        stream = getattr(sys, name)
+        if stream is None:
+            stream = open(os.devnull, mode)  # it gets the lowest free number
+            setattr(sys, name, stream)
+            setattr(sys, f"__{name}__", stream)
+        if name != "stdin" and hasattr(stream, "reconfigure"):  # a notebook's has not
+            with contextlib.suppress(OSError):  # somebody let it lead elsewhere
+                stream.reconfigure(errors="replace")
+
+
+def drop_what_fails(stream):
+    """Print what waits in a stream. If that fails, the stream leads nowhere from now on."""
     try:
-        if not stat.S_ISFIFO(os.fstat(stream.fileno()).st_mode):
-            return 0
-        shown = _stream_of_launcher(number)
-        if shown is None:
-            return 0
-        terminal = os.open(shown, os.O_RDONLY | os.O_NOCTTY)
+        stream.flush()
+    except OSError:
+        with contextlib.suppress(OSError, ValueError), open(os.devnull, "w") as nowhere:
+            os.dup2(nowhere.fileno(), stream.fileno())
+
+
+class Stream:
+    """Takes the place of sys.stdout or sys.stderr.
+
+    If its reader leaves (| head) or its disk is full, what is printed is lost. One line says so.
+    """
+
+    def __init__(self, name):
+        self.name = name
+        self.stream = getattr(sys, name)
+        setattr(sys, name, self)
+
+    def __getattr__(self, attribute):
+        return getattr(self.stream, attribute)
+
+    def write(self, text):
         try:
-            return os.get_terminal_size(terminal).columns
-        finally:
-            os.close(terminal)
-    except (OSError, ValueError, AttributeError):  # there is none, or stdout is a notebook's
-        return 0
+            self.stream.write(text)
+        except OSError as e:
+            self._fails(e)
 
+    def flush(self):
+        try:
+            self.stream.flush()
+        except OSError as e:
+            self._fails(e)
 
-def _stream_of_launcher(number):
-    """Return the path of a descriptor of the launcher of this process, or None. OSError: no /proc."""
-    found = None
-    pid = os.getppid()
-    for _ in range(MOST_ANCESTORS):
-        name, _, rest = Path(f"/proc/{pid}/stat").read_text().partition("(")[2].rpartition(")")
-        if not name.startswith(LAUNCHERS):
-            break
-        found = Path(f"/proc/{pid}/fd/{number}")
-        pid = int(rest.split()[1])  # its parent
-    # A pipe or a file is not opened: it is not the terminal.
-    return found if found is not None and found.is_char_device() else None
+    def _fails(self, error):
+        drop_what_fails(self.stream)
+        if self.name == "stdout":
+            complain(f"nanoshard: stdout: {error}; what is printed there is lost, the run goes on")
+
+    def put_back(self):
+        """Give the stream its place back."""
+        if getattr(sys, self.name) is self:
+            setattr(sys, self.name, self.stream)
 
 
 def short(number):
@@ -142,5 +134,4 @@ def counted(items):
         if now - said > PROGRESS:
             said = now
             left = (now - began) * (len(items) / number - 1)
-            print(f"{number:,} of {len(items):,}, left={clock(left)}", file=sys.stderr, flush=True)
-
+            complain(f"{number:,} of {len(items):,}, left={clock(left)}")

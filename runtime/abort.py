@@ -6,9 +6,9 @@ import time
 import traceback
 
 from config import Outcome
-from interface import streams
 from interface.command_line import one_line
 from interface.schema import ChangedFile
+from interface.terminal import visible
 
 PEER_LOST = ("closed by peer", "reset by peer", "remote process exited", "was likely closed", "roken pipe")
 
@@ -39,7 +39,7 @@ def end_all_on_exception(rank, comm):
                 print(f"nanoshard: rank {rank}: {one_line(text)}", file=sys.__stderr__)
             else:
                 text = "".join(traceback.format_exception(kind, value, trace))
-                sys.__stderr__.write(streams.visible(text))
+                sys.__stderr__.write(visible(text))
             sys.__stderr__.flush()
         time.sleep(0.2)  # mpiexec must pass the text on before it learns of the abort
         if comm is not None:

@@ -40,7 +40,7 @@ from interface.files import (
 )
 from interface.presets import PRESETS
 from interface.schema import load_json, read_file
-from interface.terminal import clock, folded, say, short, width
+from interface.terminal import clock, say, short, show
 from ops.accelerator import device_name, peak_memory, peak_resident
 from optim import StepStats
 from pipeline import generate
@@ -379,7 +379,7 @@ def print_sample(model, tokenizer, prompt, seed):
     if model.mesh.world.rank != 0:
         return ""
     text = tokenizer.decode(ids)
-    print(f"--- {text}\n---", flush=True)
+    show(f"--- {text}\n---\n")
     return text
 
 
@@ -504,7 +504,7 @@ def format_row(row, steps=None, left=None, on_gpus=False):
 
     steps: the last step. left: the seconds until then, or None. on_gpus: whether the ranks train on GPUs.
     """
-    lines = [_fitted(_words_of_step(row, steps, left, on_gpus))]
+    lines = [" ".join(_words_of_step(row, steps, left, on_gpus))]
     if "aux_loss" in row:
         lines.append(f"  aux={row['aux_loss']:.3f} load_max={row['expert_load_max']:.2f} "
                      f"dropped={row['dropped']:.1%}")
@@ -513,23 +513,10 @@ def format_row(row, steps=None, left=None, on_gpus=False):
         timers.append(f"bubble={row['bubble']:.1%}")
     if timers:
         lines.append(f"  ms: {' '.join(timers)}")
-    return "\n".join(map(folded, lines))
+    return "\n".join(lines)
 
 
 USUAL_SHARES = {"graph": 1.0, "redone": 0.0}  # of steps on a GPU: all replay a graph, none is done again
-
-
-# What a narrow terminal leaves out of a step's line, in this order. metrics.jsonl has all of it.
-SPARED = "tokens=", "dt=", "tok/s/gpu=", "lr=", "gnorm="
-
-
-def _fitted(words):
-    """Return the words of a step in one line of the terminal, if that is possible without those of SPARED."""
-    for start in SPARED:
-        if len(" ".join(words)) <= width():
-            break
-        words = [word for word in words if not word.startswith(start)]
-    return " ".join(words)
 
 
 def _words_of_step(row, steps, left, on_gpus):

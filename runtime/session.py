@@ -4,7 +4,6 @@
     surround          the context around every run
     signals           which of SIGTERM, SIGUSR1, SIGINT, SIGHUP has come
     dump_on_sigusr2   SIGUSR2 writes every thread's stack
-    Stream            sys.stdout or sys.stderr, which may fail
     parse_flags       this rank's flags, or what is wrong with them
 
 This file does not import torch, which takes seconds. So a signal that comes during that import is handled,
@@ -21,8 +20,9 @@ import threading
 import time
 
 from config import Config, Outcome
-from interface import files, nearest, streams
+from interface import files, nearest
 from interface.command_line import INTERRUPTED, one_line, wrong_input
+from interface.terminal import Stream, open_streams
 from runtime import launcher
 
 # Python runs a signal handler only when its main thread is back from C code, and MPI_Init may never come
@@ -149,46 +149,9 @@ def dump_on_sigusr2(file):
             faulthandler.register(signal.SIGUSR2, file, all_threads=True)
 
 
-class Stream(streams.Stream):
-    """sys.stdout or sys.stderr of a run.
-
-    If its reader leaves (| head) or its disk is full, the run loses what it prints and goes on. After the
-    first error the output goes nowhere, and OUT/output_lost.txt says so.
-    """
-    lost = []  # lines of both streams that wait until OUT is known
-    folder = None  # OUT
-
-    def fails(self, error):
-        self.lost.append(f"{self.name}: {error}")
-        self.report(self.folder)
-
-    @classmethod
-    def report(cls, folder):
-        """Say what was lost, in OUT as soon as it is known, and on stderr, which somebody may still read."""
-        cls.folder = folder
-        if folder is None:
-            return
-        while cls.lost:
-            line = f"rank {signals.rank}: {cls.lost.pop(0)}; what is printed there is lost, the run goes on\n"
-            with contextlib.suppress(OSError), open(folder / "output_lost.txt", "a") as f:
-                f.write(time.strftime("%F %T ") + line)
-            sys.stderr.write("nanoshard: " + line)
-
-    @classmethod
-    def forget(cls):
-        """Forget OUT and what was lost: the run has ended. What ended before it had an OUT says so here."""
-        for line in cls.lost:
-            if "Broken pipe" not in line:
-                sys.stderr.write(f"nanoshard: {line}; what was printed there is lost\n")
-        cls.folder = None
-        cls.lost = []
-
-
 def start_program():
     """Prepare this process, before torch is imported."""
-    for name in streams.open_closed():
-        if name != "stdin":
-            Stream.lost.append(f"{name} is closed")
+    open_streams()
     signals.catch()
     signals.is_program = True
     read, write = os.pipe()
@@ -222,9 +185,9 @@ def surround():
     try:
         yield
     finally:
-        Stream.forget()
         for stream in both:
-            stream.close()
+            stream.flush()
+            stream.put_back()
         files.unlock()
         signals.release()
         dump_on_sigusr2(sys.__stderr__ if signals.is_program else None)
@@ -259,11 +222,8 @@ def parse_flags(parse, argv):
 
 def parse_first(parse):
     """Return parse_flags() of this program's arguments, before anything else of the run."""
-    lost, Stream.lost = Stream.lost, []  # The run says later, in OUT, which streams were closed at its start.
     with surround():
-        parsed = parse_flags(parse, None)
-    Stream.lost = lost
-    return parsed
+        return parse_flags(parse, None)
 
 
 def _timeout(argv):

@@ -25,7 +25,6 @@ import prepare
 import train
 from cost.memory import state_bytes
 from fast.choose import Choice
-from interface import terminal
 from interface.command_line import parse
 from ops.split_master import whole
 from parallel import make_mesh
@@ -50,7 +49,7 @@ def session(world, argv, plan=None):
         launch.launch     returns the worker's World
         launch.shutdown   does nothing, because the pool leaves the process group
         launcher.started_by says so of the worker's World
-        stdout, stderr    are returned as out and err; lines of out that were folded are whole again
+        stdout, stderr    are returned as out and err
         SystemExit        is caught, and its code is returned as code
         train.Run         records in steps what each step starts with (see record_steps), and sends
                           itself the signals of the plan
@@ -71,7 +70,7 @@ def session(world, argv, plan=None):
             code = 0
         except SystemExit as leaving:
             code = leaving.code
-    return {"code": code, "steps": steps, "out": unfolded(text_of(out)), "err": text_of(err)}
+    return {"code": code, "steps": steps, "out": text_of(out), "err": text_of(err)}
 
 
 def text_file():
@@ -81,11 +80,6 @@ def text_file():
 
 def text_of(file):
     return file.buffer.getvalue().decode()
-
-
-def unfolded(text):
-    """Return text as interface.terminal.folded() got it."""
-    return text.replace("\n" + terminal.INDENT, " ")
 
 
 def is_last(world):

@@ -1,7 +1,6 @@
 """At the borders of the programs: full disks, bombs, another data set, folders of other users."""
 import contextlib
 import gzip
-import io
 import json
 import os
 import re
@@ -27,12 +26,10 @@ import checkpoint
 import convert
 import plan
 import plot
-import sample
 from corpus import chat, shards, tokenizer
 from corpus import text as readers
 from interface import command_line, paths
 from interface.command_line import printable
-from interface.console import Console
 from runtime import other_data
 from runtime.launch import World
 
@@ -173,26 +170,6 @@ def test_a_full_disk_at_a_picture(tmp_path, capsys, monkeypatch):
     assert f"nanoshard: {tmp_path}/a.png cannot be written: " in err
     assert "File too large; raise the limit of a file's size (ulimit -f), or give another --png" in err
     assert (tmp_path / "a.png").read_bytes() == before and not list(tmp_path.glob(".*.part"))
-
-
-def test_a_question_without_end_is_never_held_whole(tmp_path, capsys, monkeypatch):
-    """At most MOST_TYPED characters of a line of a pipe are read; a longer one ends the conversation."""
-    class Endless(io.StringIO):
-        def readline(self, most=-1):
-            assert 0 < most <= 101, "the whole line is asked for"
-            return "a" * most
-
-    monkeypatch.setattr("interface.console.MOST_TYPED", 100)
-    monkeypatch.setattr(signal, "signal", lambda *_: None)
-    monkeypatch.setattr(sys, "stdin", Endless())
-    monkeypatch.setattr("runtime.launch.launch", lambda *_, **__: World())
-    monkeypatch.setattr("runtime.launch.shutdown", lambda _: None)
-    err = refused_line(capsys, sample.main, write_foreign(tmp_path / "theirs"), "--chat")
-    assert "a line of stdin has more than 100 characters" in err and "one question on each line" in err
-    monkeypatch.setattr(sys, "stdin", io.StringIO("a" * 99 + "\n" + "b" * 100))
-    console = Console(World())
-    assert [console.read(), console.read(), console.read(), console.lost] == ["a" * 99 + "\n", "b" * 100,
-                                                                              None, None]
 
 
 def documents(path):

@@ -13,7 +13,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from runs import unfolded
 
 import prepare
 from config import Config
@@ -49,7 +48,7 @@ def run(capsys, *argv):
         code = prepare.main([str(a) for a in argv])
     except SystemExit as e:
         code = e.code
-    return code, *map(unfolded, capsys.readouterr())
+    return code, *capsys.readouterr()
 
 
 @pytest.fixture

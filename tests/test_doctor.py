@@ -65,7 +65,7 @@ def test_a_closed_pipe_ends_a_program_quietly(main, tmp_path):
     p = context.Process(target=into_a_closed_pipe, args=(main, tmp_path / "said"))
     p.start()
     p.join(60)
-    assert p.exitcode == 0 and (tmp_path / "said").read_text() == ""
+    assert (p.exitcode, (tmp_path / "said").read_text()) == (0, "")
 
 
 def fake(folder, text):

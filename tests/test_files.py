@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 import torch
 from pool import ROOT, run_ranks
-from runs import TINY, assert_refused, chars, go, rows, session, unfolded
+from runs import TINY, assert_refused, chars, go, rows, session
 from safetensors.torch import load_file
 
 import checkpoint
@@ -572,7 +572,7 @@ def test_a_checkpoint_that_is_pruned_while_it_is_read(tmp_path, capsys):
     with mock.patch.object(checkpoint, "check", prune_first):
         assert checkpoint.main(["show", str(out)]) == 0
     said = capsys.readouterr()
-    assert "step_000003: step 2" in unfolded(said.out) and said.err == ""
+    assert "step_000003: step 2" in said.out and said.err == ""
 
     shutil.rmtree(kept)
     (out / "step_000003").rename(out / "step_000002")

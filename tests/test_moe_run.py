@@ -18,7 +18,6 @@ import pytest
 import test_layouts
 import torch
 from pool import run_ranks
-from runs import unfolded
 from test_layouts import SIGMOID, assemble
 from test_moe import ALONE, TINY, block, owned, whole_layer
 
@@ -316,5 +315,5 @@ def test_init_from(tmp_path):
     run_ranks(1, train_main, f"tiny {short} --out {tmp_path}/dense")
     argv = f"tiny-moe {short} --ep 2 --init-from {start} --out {tmp_path}/moe"
     stdout, _ = run_ranks(2, train_main, argv)
-    assert unfolded(stdout).count(f"upcycled {start}: each of 8 experts") == 1
+    assert stdout.count(f"upcycled {start}: each of 8 experts") == 1
     assert "expert load" not in stdout and (tmp_path / "moe/expert_load.txt").exists()  # --no-plot

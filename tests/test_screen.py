@@ -1,5 +1,4 @@
 """What a person sees around a run: lines that fit the terminal, what to type next, and after a kill."""
-import ast
 import contextlib
 import dataclasses
 import fcntl
@@ -29,7 +28,7 @@ import plot
 import prepare
 from config import Config
 from cost.plan_tables import print_table
-from interface import checkpoint_report, nearest, packages, paths, terminal
+from interface import nearest, packages, paths, terminal
 from interface.command_line import parse
 from interface.presets import PRESETS
 from runtime import ending, launch, log, tracker
@@ -37,10 +36,6 @@ from runtime import session as session_
 from runtime.launch import World
 from runtime.progress import Progress
 from skip import Ranges
-
-ROW = {"step": 380, "loss": 4.7286, "val_loss": 4.8178, "lr": 2.14e-4, "grad_norm": 1.031, "ms": 105.5,
-       "tok_s": 19411.0, "tok_s_gpu": 9705.5, "tokens": 778240}
-
 
 # -----------------------------------------------------------------------------
 # Lines and terminals
@@ -89,46 +84,11 @@ def test_a_first_step_that_takes_long_is_announced_and_a_quick_one_is_not(silent
     assert capsys.readouterr().out == said
 
 
-@pytest.mark.parametrize("has", [(), ("val_loss",)])
-def test_a_step_is_one_line_of_80_columns_and_whole_in_a_log_without_terminal(has, monkeypatch):
-    row = {key: value for key, value in ROW.items() if key != "val_loss" or key in has}
-    monkeypatch.setenv("COLUMNS", "80")
-    narrow = log.format_row(row, 400, left=2.0)
-    assert "\n" not in narrow and len(narrow) <= 80
-    for word in ("step=380/400 loss=4.7286", "tok/s=19411", "left=0:02"):
-        assert word in narrow
-    monkeypatch.setattr(log, "width", lambda: terminal.NO_TERMINAL)
-    whole = log.format_row(row, 400, left=2.0)
-    assert all(word in whole for word in ("tokens=778.2k", "dt=105.5ms", "lr=2.14e-04", "gnorm=1.031"))
-
-
-@pytest.mark.parametrize("width, columns", [
-    (80, 80), (10**4, terminal.MOST), (terminal.NO_TERMINAL, terminal.NO_TERMINAL)])
-def test_prose_is_folded_to_the_terminal_up_to_a_bound(width, columns, monkeypatch):
-    monkeypatch.setattr(terminal, "width", lambda: width)
-    assert terminal.columns() == columns
-
-
 def test_a_long_list_says_how_much_of_it_is_done(capsys, monkeypatch):
     seconds = iter(range(0, 100, 3))
     monkeypatch.setattr(terminal, "time", SimpleNamespace(monotonic=lambda: next(seconds)))
     assert list(terminal.counted([1, 2, 3, 4])) == [1, 2, 3, 4]
     assert capsys.readouterr().err == "2 of 4, left=0:06\n4 of 4, left=0:00\n"
-
-
-@pytest.mark.parametrize("parent, expected", [("mpiexec", 77), ("other", terminal.NO_TERMINAL)])
-def test_behind_mpiexec_the_terminal_is_that_of_mpiexec(parent, expected, tmp_path):
-    """A pipe to another program, such as tee, has no columns, although the process has a terminal."""
-    (tmp_path / parent).symlink_to("/bin/sh")
-    code = "from interface import terminal; print(terminal.width())"
-    ours, theirs = pty.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 77, 0, 0))
-    env = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
-    with os.fdopen(ours, "rb", 0) as screen:
-        subprocess.run([tmp_path / parent, "-c", f"{sys.executable} -c '{code}' | cat"], cwd=ROOT, env=env,
-                       stdout=theirs, check=True, timeout=60)
-        os.close(theirs)
-        assert screen.read(100).split() == [str(expected).encode()]
 
 
 def test_the_table_of_runs_fits_a_narrow_terminal(tmp_path, monkeypatch, capsys):
@@ -143,28 +103,6 @@ def test_the_table_of_runs_fits_a_narrow_terminal(tmp_path, monkeypatch, capsys)
     said = capsys.readouterr().out
     assert max(map(len, said.splitlines())) <= 80
     assert "tiny on 1 rank " in said and "--no-plot" in said and "--rampup-batch-size 8 8 64" in said
-
-
-def test_a_checkpoint_is_shown_in_80_columns(monkeypatch, capsys):
-    monkeypatch.setenv("COLUMNS", "80")
-    tensor = {"dtype": "float32", "shape": [4096, 128], "pieces": [0]}
-    names = ("wte.weight", "exp_avg_sq/blocks.11.attn.wk.weight")
-    index = {"step": 3, "files": {"a": {"bytes": 10**6}}, "meta": {"window": [[1.0, 2.0]] * 64},
-             "tensors": dict.fromkeys(names, tensor)}
-    checkpoint_report.describe("out/run/step_000003", index, checkpoint_report.print_folded)
-    lines = capsys.readouterr().out.splitlines()
-    assert max(map(len, lines)) <= 80
-    assert [line.split() for line in lines[-2:]] == [[name, "float32", "(4096,", "128)", "1", "piece"]
-                                                     for name in sorted(names)]
-
-
-@pytest.mark.parametrize("command", [
-    "bench/one_step.py tiny --data synthetic --n-layer 1", "bench/smoke.py --iters 2 --wandb off"])
-def test_a_program_of_bench_prints_80_columns_in_a_terminal_of_80(command, tmp_path):
-    program, *flags = command.split()
-    screen = Screen([sys.executable, str(ROOT / program), *flags], tmp_path)
-    lines = screen.read_until()
-    assert screen.close() == 0 and len(lines) > 20 and not too_wide(lines)
 
 
 def test_rows_of_collectives_fit_80_columns(monkeypatch):
@@ -210,60 +148,11 @@ class Screen:
         return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
 
 
-def too_wide(lines):
-    """Return the lines of more than 80 columns that are no command, which is copied as it is."""
-    return [line for line in lines if len(line) > 80 and not terminal.COMMAND.search(line)]
-
-
-@pytest.mark.parametrize("argv, words", [
-    (["prepare.py", "text.txt", "--name", "shakespeare", "--vocab-size=300"], "(train + val), "),
-    (["train.py", "tiny", "--layers", "2"], "n-layer"),
-    (["train.py", "--tp", "2"], "mpiexec -n 2 python train.py --tp 2")])
-def test_no_line_is_wider_than_a_terminal_of_80_columns(argv, words, tmp_path):
-    (tmp_path / "text.txt").write_text("".join(f"Line {i} of a text.\n\n" for i in range(20_000)))
-    screen = Screen([sys.executable, str(ROOT / argv[0]), *argv[1:]], tmp_path)
-    lines = screen.read_until()
-    screen.close()
-    assert words in "\n".join(lines) and not too_wide(lines), lines
-
-
 def test_the_columns_of_a_table_move_together_on_a_narrow_terminal(monkeypatch, capsys):
     for columns, gap in ((80, 1), (90, 2)):
         monkeypatch.setenv("COLUMNS", str(columns))
         print_table("title", [[19 * "a"] * 4])
         assert capsys.readouterr().out.splitlines()[-1] == 4 * (gap * " " + 19 * "a")
-
-
-def test_a_command_in_a_line_is_not_folded(monkeypatch):
-    monkeypatch.setenv("COLUMNS", "40")
-    command = "mpiexec -n 2 python train.py --tp 2 --resume auto --out out/a"
-    text = f"two ranks are needed; start them: {command}; or one"
-    assert terminal.folded(text) == f"two ranks are needed; start them:\n      {command};\n      or one"
-
-
-MAY_PRINT = {  # where a line is printed as it is
-    ("runtime/log.py", "row"): "made for the width",
-    ("runtime/log.py", "print_sample"): "the model's own text",
-    ("runtime/log.py", "report_traffic"): "a table",
-}
-
-
-def prints_to_stdout(path):
-    """Yield the functions of a module that call print() without file=."""
-    for function in ast.walk(ast.parse(path.read_text())):
-        if isinstance(function, ast.FunctionDef):
-            for call in ast.walk(function):
-                if (isinstance(call, ast.Call) and getattr(call.func, "id", "") == "print"
-                        and not any(word.arg == "file" for word in call.keywords)):
-                    yield function.name
-
-
-def test_a_sentence_of_a_run_is_folded():
-    """A line that is seldom printed, such as that of a slow rank, is too wide when nobody looks."""
-    paths = [ROOT / "train.py", ROOT / "prepare.py", ROOT / "interface/files.py",
-             *(ROOT / "runtime").glob("*.py"), *(ROOT / "fast").glob("*.py")]
-    found = {(str(path.relative_to(ROOT)), name) for path in paths for name in prints_to_stdout(path)}
-    assert found == set(MAY_PRINT), "use interface.terminal.say, or complain for stderr"
 
 
 def test_a_second_ctrl_c_behind_mpiexec_leaves_the_command_on_the_screen(tmp_path):
@@ -277,7 +166,6 @@ def test_a_second_ctrl_c_behind_mpiexec_leaves_the_command_on_the_screen(tmp_pat
         lines = lines[begin[0]:]
     else:
         assert lines[0].startswith("[node 1/1 ")
-    assert not too_wide(lines), lines
     os.write(screen.terminal, b"\x03")
     screen.read_until("leaves at once")
     os.write(screen.terminal, b"\x03")
@@ -285,13 +173,6 @@ def test_a_second_ctrl_c_behind_mpiexec_leaves_the_command_on_the_screen(tmp_pat
     screen.close()
     assert "nanoshard: to go on later, type: mpiexec -n 2 python train.py tiny" in text
     assert f"--out={tmp_path / 'run'} --resume auto" in text
-
-
-def test_an_entry_of_a_legend_is_not_folded(monkeypatch):
-    monkeypatch.setenv("COLUMNS", "40")
-    series = [(f"out/run-{name} val_loss", name, [(1, 2.0), (2, 1.0)]) for name in "abc"]
-    legend = plot.draw("loss", series, (40, 8)).rstrip().splitlines()[-3:]
-    assert [line.split() for line in legend] == [[name, f"out/run-{name}", "val_loss"] for name in "abc"]
 
 
 # -----------------------------------------------------------------------------

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 from pool import ROOT
-from runs import unfolded
 from test_launch import BIN, FLAGS, clean_env
 
 SCRIPTS = sorted((ROOT / "scripts").iterdir())
@@ -547,7 +546,7 @@ def test_generic_pbs_stopped_and_submitted_again(site):
     assert re.search(r"hydra: . of 2 ranks here", said)
     assert record(site, 2)["Account_Name"] == "PROJ"
     write_flags(step + 2)
-    said = unfolded(run_job(site, 2, hosts=["localhost"], code=0))
+    said = run_job(site, 2, hosts=["localhost"], code=0)
     assert f"resumed {out}/step_{step:06d}" in said and f"removed {out}/stop" in said, said
     assert f"done after step {step + 2}" in said and len(list((folder / "jobs").iterdir())) == 2
     assert Path(out, f"step_{step + 2:06d}").is_dir()

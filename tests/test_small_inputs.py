@@ -25,7 +25,7 @@ import sample
 from config import Config
 from corpus import blend, build, chat, config_json, gguf_file, order, shards, text, tokenizer, tokenizer_json
 from corpus.safetensors_files import same_matrix
-from interface import checkpoint_report, command_line, files, host_lines, schema, streams, terminal
+from interface import checkpoint_report, command_line, files, host_lines, schema
 
 # -----------------------------------------------------------------------------
 # Data sets
@@ -557,10 +557,6 @@ def test_a_fix_names_the_disk_only_where_it_is_full(number, fix):
     with pytest.raises(OSError) as e, files.must_write("here"):
         raise error
     assert str(e.value) == f"here cannot be written: {error}{fix}"
-    with pytest.raises(OSError) as e:
-        streams.Printed.fails(SimpleNamespace(name="stdout"), error)
-    fix = fix.replace("give another --out", "send it elsewhere")
-    assert str(e.value) == f"stdout cannot be written: {error}{fix}"
 
 
 def test_a_directory_is_locked_and_made_also_below_new_ones(tmp_path):
@@ -569,11 +565,6 @@ def test_a_directory_is_locked_and_made_also_below_new_ones(tmp_path):
     assert out.is_dir() and (out / ".lock").is_file() and (out.parent / ".run.lock").is_file()
     files.unlock()
     assert not out.exists()
-
-
-def test_a_long_path_stays_in_one_piece():
-    path = "/" + 120 * "a"
-    assert terminal.folded(f"a checkpoint {path} and more") == f"a checkpoint\n      {path}\n      and more"
 
 
 def test_the_largest_number_of_a_double_is_finite():

@@ -16,9 +16,7 @@ import pytest
 from pool import ROOT
 
 from config import Config
-from interface import streams
 from interface.command_line import parse
-from interface.console import Console
 from interface.layout import check_batch, check_ramp
 from interface.schema import ChangedFile
 from runtime import abort, address, agree, debugger, guardian, launch, launcher, mpi, session, tracker
@@ -336,31 +334,6 @@ def test_a_chosen_rank_with_a_terminal_reads_it_itself(attached):
 # -----------------------------------------------------------------------------
 # Streams
 
-def test_a_terminal_obeys_nothing():
-    assert streams.visible("a\x1b[2J\u202eb\tc\nd\x9b") == "a\\x1b[2J\\u202eb\tc\nd\\x9b"
-    assert streams.visible("für 日本\u200d\n") == "für 日本\u200d\n"
-
-
-def test_a_stream_is_put_back_where_it_still_is(monkeypatch):
-    first, other = io.StringIO(), io.StringIO()
-    monkeypatch.setattr(sys, "stdout", first)
-    guard = streams.Printed("stdout")
-    guard.put_back()
-    assert sys.stdout is first
-    guard = streams.Printed("stdout")
-    sys.stdout = other
-    guard.put_back()
-    assert sys.stdout is other
-
-
-def test_what_a_run_lost_before_it_had_a_directory_is_said(monkeypatch, capsys):
-    monkeypatch.setattr(session.Stream, "lost", ["stdout: [Errno 28] No space left on device",
-                                                "stdout: [Errno 32] Broken pipe"])
-    session.Stream.forget()
-    said = "nanoshard: stdout: [Errno 28] No space left on device; what was printed there is lost\n"
-    assert capsys.readouterr().err == said and session.Stream.lost == []
-
-
 @pytest.mark.parametrize("is_program", [True, False])
 def test_a_program_keeps_its_stacks_and_a_notebook_has_its_own_back(is_program, monkeypatch):
     files = []
@@ -411,43 +384,6 @@ def test_wandb_is_told_to_ask_no_terminal_before_it_begins(monkeypatch):
 
 # -----------------------------------------------------------------------------
 # sample.py --chat
-
-@pytest.fixture
-def console(monkeypatch):
-    """Return a function that makes the Console of a rank, which reads these lines."""
-    def make(rank=0, lines=()):
-        left = iter(lines)
-
-        def readline(most):
-            line = next(left, "")
-            if isinstance(line, Exception):
-                raise line
-            return line[:most]
-
-        monkeypatch.setattr(sys, "stdin", SimpleNamespace(isatty=lambda: False, readline=readline))
-        return Console(SimpleNamespace(rank=rank))
-
-    before = signal.getsignal(signal.SIGINT)
-    yield make
-    signal.signal(signal.SIGINT, before)
-
-
-def test_an_interrupt_reaches_the_first_rank_alone(console):
-    first = console(rank=0)
-    assert signal.getsignal(signal.SIGINT) == first.interrupted
-    console(rank=1)
-    assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
-
-
-def test_what_cannot_be_read_is_said_in_one_line(console, monkeypatch):
-    monkeypatch.setattr("interface.console.MOST_TYPED", 5)
-    asks = console(lines=["abcd\n", "abcde", "abcdef"])
-    assert [asks.read_line(), asks.read_line(), asks.read_line()] == ["abcd\n", "abcde", None]
-    assert str(asks.lost).startswith("a line of stdin has more than 5 characters")
-    asks = console(lines=[OSError(5, "Input/output error")])
-    assert asks.read_line() is None
-    assert str(asks.lost).startswith("stdin cannot be read (Input/output error); give a terminal")
-
 
 @pytest.mark.skipif(sys.platform != "linux", reason="another system asks for an address in another way")
 def test_the_address_of_an_interface_and_of_a_route():

@@ -15,7 +15,7 @@ import pytest
 import torch
 from pool import run_ranks
 from runs import TINY as RUN
-from runs import session, unfolded
+from runs import session
 from shared import LateRank, SharedBuffer
 from test_moe import TINY, block, block_over_ep, gpu_branches, owned, tokens, whole_layer
 
@@ -433,5 +433,5 @@ def test_all_ranks_know_whether_gpus_reach_each_other(gpus, access, broken, answ
     allocation that fails. Rank 0 says why."""
     answers, (said, *others) = zip(*run_ranks(4, reach_on_gpus, gpus, access, broken), strict=True)
     assert answers == (answer,) * 4 and others == [""] * 3
-    said = unfolded(said)
+    said = said
     assert words in said and said.count("\n") == bool(words)
