@@ -165,7 +165,6 @@ class Optimizer:
         if cfg.dtype == "fp16":
             self.loss_scale = torch.full((), INITIAL_LOSS_SCALE, device=device)
         self.growth_tracker = torch.zeros((), dtype=torch.int32, device=device)
-        self.before_update = []  # functions that are called before an update
         self.stop = None  # The run's runtime.agree.Stop: this rank's votes to stop, and their sums.
         self.snapshot_done = None  # event: the checkpoint has its copy of weights and moments
 
@@ -206,7 +205,7 @@ class Optimizer:
         sums = torch.stack([loss, grad_squares, num_zeros, param_squares, *votes])
         self.data_parallel.mesh.world.all_reduce(sums)  # SUM of 4 numbers and 6 votes, over world
         if self.stop is not None:
-            self.stop.count(sums[4:])
+            self.stop.sums = sums[4:]
         grad_norm = sums[1].sqrt()
         if self.loss_scale is not None:
             grad_norm = grad_norm / self.loss_scale
@@ -230,8 +229,6 @@ class Optimizer:
         If the norm is not finite, neither weights nor moments nor Adam's step count change, only
         fp16's loss scale. The host does not wait for the device.
         """
-        for function in self.before_update:
-            function()
         if self.snapshot_done is not None:
             self.snapshot_done.wait()  # The device waits, not the host.
             self.snapshot_done = None

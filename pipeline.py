@@ -24,34 +24,26 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from config import draws_random_numbers
-from ddp import untimed
 from interface.layout import stage_layers
 from parallel import gather_rows
 
 # -----------------------------------------------------------------------------
 # One step
 
-def nothing(i, chunk):
-    """The default of before_forward."""
-
-
-def forward_backward(model, data_parallel, batches, n_trained, loss_scale=None,
-                     before_forward=nothing):
+def forward_backward(model, data_parallel, batches, n_trained, loss_scale=None, seeds=(),
+                     set_seed=torch.manual_seed):
     """Do all micro-batches of a step -> this rank's part of the mean loss, () in at least fp32.
 
     batches: [(x, y)] or, with --doc-mask, [(x, y, places)], (B, t) int64 each. n_trained: the
-    trained tokens of the whole global batch. loss_scale: fp16's, (). before_forward(i, chunk) seeds
-    dropout. The loss is the same on all tp ranks, and zero on all stages except the last.
+    trained tokens of the whole global batch. loss_scale: fp16's, (). seeds: of dropout_seeds(), or
+    () to set none. The loss is the same on all tp ranks, and zero on all stages except the last.
     """
-    run = one_stage if model.mesh.pp.size == 1 else several_stages
-    return run(model, data_parallel, batches, n_trained, loss_scale, before_forward)
-
-
-def one_stage(model, data_parallel, batches, n_trained, loss_scale, before_forward):
+    if model.mesh.pp.size > 1:
+        return several_stages(model, data_parallel, batches, n_trained, loss_scale, seeds, set_seed)
     total = zero_loss(model)
     for i, (x, y, *places) in enumerate(batches):
-        before_forward(i, 0)
+        if seeds:
+            set_seed(seeds[0][i])
         with data_parallel.timers("forward"):
             loss, router_loss = model(x, y, *places)  # a sum over tokens; of the router a mean
         mean_part = loss / n_trained  # the one division
@@ -65,13 +57,14 @@ def one_stage(model, data_parallel, batches, n_trained, loss_scale, before_forwa
     return total
 
 
-def several_stages(model, data_parallel, batches, n_trained, loss_scale, before_forward):
+def several_stages(model, data_parallel, batches, n_trained, loss_scale, seeds, set_seed):
     loss_part = zero_loss(model)
     waiting = {}  # (micro-batch, chunk): (input, output, router loss), until its backward
     backwards_done = [0] * len(model.chunks)
 
     def forward(i, chunk, hidden):  # -> what the next stage gets
-        before_forward(i, chunk)
+        if seeds:
+            set_seed(seeds[chunk][i])
         if hidden is not None:
             hidden.requires_grad_()  # its gradient goes to the previous stage
         with data_parallel.timers("forward"):
@@ -79,7 +72,7 @@ def several_stages(model, data_parallel, batches, n_trained, loss_scale, before_
         if is_last_stage(model, chunk):
             out = out / n_trained  # the one division
             loss_part.add_(out.detach())
-        # The one exception: see one_stage.
+        # The one exception: see forward_backward.
         router_loss = router_loss / (len(batches) * model.mesh.dp.size)
         waiting[i, chunk] = hidden, out, router_loss
         return out.detach()
@@ -136,23 +129,17 @@ def rank_layers(cfg, axis):
     return stage_layers(cfg, axis.size * cfg.pp_chunks)[axis.rank::axis.size]
 
 
-def dropout_seeds(cfg, mesh, step, n_micro_batches, chunk=0):
-    """The seeds of this rank's micro-batches: functions of their place, so no state is saved."""
-    if not draws_random_numbers(cfg):
-        return []
+def dropout_seeds(cfg, mesh, step, n_micro_batches):
+    """[[the seed of each micro-batch] of each chunk] on this rank: functions of their place, so no
+    state is saved."""
     first = mesh.dp.rank * n_micro_batches
-    stage = chunk * mesh.pp.size + mesh.pp.rank
     part = mesh.cp.rank * mesh.tp.size + mesh.tp.rank  # which of a micro-batch's tokens
-    return [zlib.crc32(f"{cfg.seed}/{step}/{i}/{stage}/{part}".encode())
-            for i in range(first, first + n_micro_batches)]
-
-
-def dropout_seeder(cfg, mesh, step, n_micro_batches, set_seed):
-    if not draws_random_numbers(cfg):
-        return nothing
-    seeds = [dropout_seeds(cfg, mesh, step, n_micro_batches, chunk)
-             for chunk in range(cfg.pp_chunks)]
-    return lambda i, chunk: set_seed(seeds[chunk][i])
+    seeds = []
+    for chunk in range(cfg.pp_chunks):
+        stage = chunk * mesh.pp.size + mesh.pp.rank
+        seeds.append([zlib.crc32(f"{cfg.seed}/{step}/{i}/{stage}/{part}".encode())
+                      for i in range(first, first + n_micro_batches)])
+    return seeds
 
 
 # -----------------------------------------------------------------------------
@@ -237,7 +224,7 @@ class Ring:
     for batches in order, at time t for times up to t, so no circle of waits can arise.
     """
 
-    def __init__(self, model, n_tokens, timers=untimed):
+    def __init__(self, model, n_tokens, timers=contextlib.nullcontext):
         self.axis = model.mesh.pp
         self.n_chunks = len(model.chunks)
         self.timers = timers

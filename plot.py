@@ -5,7 +5,7 @@ with the legend below it. --follow draws again while the runs train; --png FILE 
 --html FILE a page with the runs side by side. A point is a logged row: train with --log-every 1 to see every
 step.
 """
-# train.py calls at_end() for the plots that a run leaves, and parse_or_list() for --list, the table of runs.
+# runtime/ calls at_end() for the plots that a run leaves, and print_runs() for train.py --list.
 import contextlib
 import itertools
 import json
@@ -34,7 +34,6 @@ from interface import paths, report
 from interface.command_line import (
     as_program,
     command_line,
-    parse,
     printable,
     wrong_input,
 )
@@ -193,16 +192,8 @@ def row_of_list(name, *cells):
     return ROW.format(name, *cells, width=width)
 
 
-def parse_or_list(argv):
-    """Return the Config that train.py's argv asks for.
-
-    --list [DIR] prints the table of the runs in DIR instead, and ends the process with 0.
-    """
-    if "--list" not in argv:
-        return parse(argv)
-    folder = Path(argv[1] if len(argv) > 1 else "out")
-    if argv[0] != "--list" or len(argv) > 2:
-        raise ValueError(f"{' '.join(argv)}: beside --list give one folder of runs, such as out, only")
+def print_runs(folder):
+    """Print the table of the runs in a folder, a Path. ValueError: there is no such folder."""
     if not folder.is_dir():
         raise ValueError(f"--list {folder}: there is no such folder; give one folder of runs, such as out")
     table, left_out = table_of_runs(folder)
@@ -210,7 +201,6 @@ def parse_or_list(argv):
     if table:
         lines = [row_of_list("run", "state", "steps", "loss", "val_loss", "size"), *table]
     print("\n".join(lines + left_out))
-    raise SystemExit(config.Outcome.DONE)
 
 
 def table_of_runs(folder):

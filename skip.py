@@ -123,15 +123,12 @@ class Guard:
         self.refused_range = None  # (first, last) of those steps
 
     def veto(self, stats):
-        """Return True, on all ranks, if the update must not be made.
+        """Return True, on all ranks, if --skip-spikes says that the update must not be made.
 
-        stats: (loss, grad_norm, ...), () fp64 each, the same on all ranks. Without --skip-spikes nothing is
-        read. With it, this costs one synchronisation and one small collective over the world.
+        stats: (loss, grad_norm, ...), () fp64 each, the same on all ranks. This costs one synchronisation and
+        one small collective over the world.
         """
         self.reason = None
-        if not self.sigma:
-            return False
-
         loss, norm = torch.stack(tuple(stats)).tolist()[:2]  # sync point
         is_finite = math.isfinite(loss) and math.isfinite(norm)
         found = None

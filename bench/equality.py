@@ -85,7 +85,7 @@ def train_steps(world, cfg, vocab_size, source, batch, steps, *, chunks=1, cp=1)
     for step in range(1, steps + 1):
         first = (step - 1) * batch
         batches = train.micro_batches(cfg, mesh, source, first, batch, world.device)
-        opt.before_update[:] = [lambda step=step: keep(f"step {step} grad ", {"": opt.grads})]
+        train_step.before_update = lambda step: keep(f"step {step} grad ", {"": opt.grads})
         tokens = train.trained_tokens(source, first, batch, world.device)
         stats, _ = train_step(batches, step, n_trained=tokens)
         seen["stats"].append(torch.stack(stats).tolist())

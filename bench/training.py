@@ -6,6 +6,7 @@ from runtime.launch import deterministic
 import torch
 
 import train
+from corpus.batches import open_data
 from corpus.documents import document_places
 from corpus.synthetic import Synthetic
 from fast.choose import choose
@@ -53,7 +54,7 @@ class Training:
                               shard=cfg.shard)
         self.batch = cfg.global_batch or cfg.micro_batch * self.mesh.dp.size  # sequences per step
         check_layout(cfg, self.mesh, self.batch)
-        self.source, _, self.vocab, _ = train.open_data(cfg, world.local_rank)
+        self.source, _, self.vocab, _ = open_data(cfg, world.local_rank)
         self.began = time.perf_counter()
         self.build(without)
 

@@ -1,6 +1,7 @@
 """What a run trains on, and which samples each of its ranks reads.
 
     open_data        the data of --data, for training and validation
+    batch_size       the sequences of a step, while --rampup-batch-size lets them grow
     trained_tokens   how many tokens of a batch are trained, by which its loss is divided
     micro_batches    this rank's share of a batch: its samples, and its segments of them
 """
@@ -41,6 +42,21 @@ def open_data(cfg, local_rank):
 
     train, val = mask_sources(cfg, train, val)
     return train, val, vocab_size, identity
+
+
+def batch_size(samples, full, ramp=()):
+    """Return the sequences of the step that starts after `samples` were consumed.
+
+    full: the batch after the ramp. ramp: () for none, or the (START, INCREMENT, SAMPLES) of
+    --rampup-batch-size, as in Megatron-LM: the batch begins with START sequences and grows by INCREMENT while
+    the first SAMPLES are consumed, in stages of the same number of samples. It is a function of the samples
+    consumed alone: a resumed run, another layout and plan.py get the same batch.
+    """
+    if not ramp:
+        return full
+    start, increment, over = ramp
+    stages = (full - start) // increment
+    return min(full, start + increment * (samples * stages // over))
 
 
 def trained_tokens(source, first, count, device):

@@ -8,7 +8,7 @@ resume. A sample of the second epoch has another number, and so it has other mas
 import numpy as np
 
 from config import n_masked
-from corpus.order import draw_keys, splitmix64
+from corpus.synthetic import draw_keys, splitmix64
 
 MASK = "[MASK]"  # in a text for sample.py or transformers; no training text is ever encoded to its id
 

@@ -27,8 +27,7 @@ import numpy as np
 
 from corpus.blend import first_folder, parse_blend, sample_schedule, samples_per_period
 from corpus.documents import document_places, masks_documents
-from corpus.order import draw_keys, permute
-from corpus.synthetic import inputs_and_targets
+from corpus.synthetic import draw_keys, inputs_and_targets, permute
 from interface import paths
 from interface.schema import ChangedFile, Range, check_schema, load_json, open_file
 

@@ -104,7 +104,7 @@ class GraphedStep:
         self.paths = Counter()  # steps since the last row of the log, by path
 
     def path_shares(self):
-        """See train.Step."""
+        """Return {key of metrics.jsonl: a share of the steps since the last call}."""
         counts = self.paths
         self.paths = Counter()
         total = max(1, counts.total())
@@ -134,11 +134,11 @@ class GraphedStep:
         with self.data_parallel.timers("norm"):
             stats = plain.opt.stats(loss, full)
         if self.sizer is None:
-            return plain.update_unless_vetoed(stats, number, guard)
+            return stats, plain.update(stats, number, guard)
 
         if self.host_looks_first(guard):
             is_void = not math.isfinite(stats.loss.item())  # sync point
-            result = None if is_void else plain.update_unless_vetoed(stats, number, guard)
+            result = None if is_void else (stats, plain.update(stats, number, guard))
         else:
             norm_or_nan = stats.grad_norm + 0 * stats.loss  # NaN in a void step
             result = stats, plain.update(stats._replace(grad_norm=norm_or_nan), number)
@@ -150,20 +150,17 @@ class GraphedStep:
         return result
 
     def host_looks_first(self, guard):
-        """Whether the update waits until the host has read the loss.
-
-        It does if a guard may veto the update, or if a void update would change the loss scale. It also does
-        if functions are called before the update, such as that of --dump-grads, which writes a file once.
+        """Whether the update waits until the host has read the loss: if a guard may veto it, if a void one
+        would change the loss scale, or if a function such as that of --dump-grads is called before it.
         """
         guard_may_veto = guard is not None and guard.sigma > 0
-        opt = self.plain.opt
-        return guard_may_veto or opt.loss_scale is not None or len(opt.before_update) > 0
+        scales = self.plain.opt.loss_scale is not None
+        return guard_may_veto or scales or self.plain.before_update is not None
 
     def gradients(self, batches, number, n_trained=None):
         """Return this rank's part of the mean loss, (), replayed where there is a graph.
 
-        batches: those of step `number`; n_trained: see train.Step. A new number of micro-batches, or a new
-        shape, captures again.
+        A new number or shape of micro-batches captures again. The arguments: see train.Step.
         """
         # A graph reads n_trained where it is a tensor, and holds it as a constant where it is a number.
         made_for = [x.shape for x, *_ in batches], torch.is_tensor(n_trained)
@@ -181,7 +178,9 @@ class GraphedStep:
         self.calls += 1
         if self.calls <= WARMUP_STEPS:
             return self.body(batches, number, n_trained)
-        seeds = dropout_seeds(self.plain.cfg, self.plain.model.mesh, number, len(batches))
+        seeds = []
+        if self.plain.draws_random_numbers:  # a graph is of one stage
+            [seeds] = dropout_seeds(self.plain.cfg, self.plain.model.mesh, number, len(batches))
         if self.graph is None:
             self.capture(batches, len(seeds), n_trained)
         self.fill_inputs(batches, seeds, n_trained)

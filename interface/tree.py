@@ -26,6 +26,7 @@ import socket
 import struct
 import zlib
 from collections import Counter
+from typing import NamedTuple
 
 FAN_OUT = 4
 MOST_LOCAL = 64  # ranks with one leader; a larger node has several
@@ -61,11 +62,21 @@ def children_of(rank, size, width):
     return found
 
 
+class Wrong(NamedTuple):
+    """What a rank says in the place of its next word if its input is wrong."""
+    rank: int
+    text: str
+
+
+class WrongInput(Exception):
+    """Raised on every rank if the input of some rank is wrong. args: the Wrong of the lowest such rank."""
+
+
 class Tree:
     """This rank's place in the tree, and what the ranks say over it. Each method is collective.
 
     calls: this rank's runtime.launch.CollectiveLog, which the watchdog reads.
-    RuntimeError: another rank is gone, or is in another method.
+    RuntimeError: another rank is gone, or is in another method. WrongInput: another rank is in fail().
     """
 
     def __init__(self, rank=0, size=1, calls=None):
@@ -111,11 +122,13 @@ class Tree:
         values = self._up("gather", {self.rank: value}, _joined)
         return [values[rank] for rank in range(self.size)] if self.rank == 0 else None
 
+    def fail(self, text):
+        """Raise WrongInput on all ranks, whatever the others say next: the input of this rank is wrong."""
+        self._together("wrong input", Wrong(self.rank, text), min)
+
     def broadcast_object(self, value):
         """Return the value of rank 0, on every rank. value: picklable."""
-        if self.size > 1:
-            self._record("broadcast")
-        return self._down("broadcast", value)
+        return self._together("broadcast", value if self.rank == 0 else None, lambda ours, theirs: ours)
 
     def barrier(self):
         """Wait until all ranks have arrived here."""
@@ -129,14 +142,19 @@ class Tree:
             self.calls.record(self, kind)
 
     def _together(self, kind, value, combine):
-        return self._down(kind, self._up(kind, value, combine))
+        result = self._down(kind, self._up(kind, value, combine))
+        if isinstance(result, Wrong):
+            raise WrongInput(result)
+        return result
 
     def _up(self, kind, value, combine):
         """Return, on rank 0, combine() of the values of all ranks; on another rank, of those below it."""
         if self.size > 1:
             self._record(kind)
         for rank, connection in self.children.items():
-            value = combine(value, self._receive(connection, kind, rank))
+            theirs = self._receive(connection, kind, rank)
+            wrong = [word for word in (value, theirs) if isinstance(word, Wrong)]
+            value = min(wrong) if wrong else combine(value, theirs)
         for rank, connection in self.parent.items():
             self._send(connection, _packed(kind, value), rank)
         return value
@@ -167,7 +185,7 @@ class Tree:
         except OSError as e:
             raise RuntimeError(f"the connection to rank {rank} was closed by peer ({e})") from None
         theirs, value = pickle.loads(zlib.decompress(message) if is_compressed else message)
-        if theirs != kind:
+        if theirs != kind and not isinstance(value, Wrong) and kind != "wrong input":
             raise RuntimeError(f"mismatch over the world: rank {self.rank} is in {kind}, "
                                f"rank {rank} in {theirs}")
         return value

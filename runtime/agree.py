@@ -1,10 +1,13 @@
-"""What the ranks decide together: that they have the same flags, code and data, and when to stop early.
+"""What the ranks decide together: that they have the same flags, code, data and weights, and when to stop.
 
-    same_start      all ranks have the same flags and the same code
-    compare         a value that differs between ranks is wrong input
-    read_together   if one rank cannot read something, no rank goes on
-    read_by_first   rank 0 reads for all; verify_data_first: the files of --data
-    Stop            a signal on any rank, the file OUT/stop, or --max-minutes
+    started              what surrounds a run: its ranks, with equal flags, and its watchdog
+    same_start           all ranks have the same flags and the same code
+    make_mesh, open_data the ranks' places and what they read, which the flags must fit
+    compare              a value that differs between ranks is wrong input
+    read_together        if one rank cannot read something, no rank goes on
+    read_by_first        rank 0 reads for all; verify_data_first: the files of --data
+    Stop                 a signal on any rank, the file OUT/stop, or --max-minutes
+    replica_differences  compares the parameters that several ranks share (--check-every)
 """
 import contextlib
 import dataclasses
@@ -13,16 +16,28 @@ import math
 import os
 import sys
 import time
+import traceback
+from functools import partial
 from pathlib import Path
 
 import torch
 
+import parallel
+from config import Outcome
+from corpus import batches
 from corpus.shards import parse_blend, verify
+from corpus.tokenizer import prompt_tokenizer
+from cost.fits import check_memory
 from fast.host_buffers import start_copy
 from interface.command_line import one_line
+from interface.layout import check_layout
+from interface.nearest import with_fix
+from interface.schema import ChangedFile
 from interface.terminal import clock, say
+from ops import fp8
+from ops.checksum import checksum
 from optim import VOTES
-from runtime import launch, session, watch
+from runtime import debugger, launch, session, watch
 
 ROOT = Path(__file__).resolve().parent.parent
 STOP_FILE = "stop"
@@ -31,6 +46,42 @@ REASONS = (*(number.name for number in session.STOPPING), f"the file {STOP_FILE}
 assert len(REASONS) == VOTES
 LARGE = 5  # GB, which take about as many seconds to read
 LOOK_EVERY = 1.0  # seconds between two looks at OUT/stop
+PROMPT = ("cpu",)  # devices whose sums the host reads at once
+
+
+@contextlib.contextmanager
+def started(argv=None):
+    """Surround a run of these flags: give (Config, World, Watch) when all ranks have started with equal ones.
+
+    argv: by default this program's. At the end the ranks part, also where the run leaves by SystemExit.
+    """
+    with session.surround():
+        if argv is None:
+            argv = sys.argv[1:]
+            cfg, wrong, timeout = session.signals.parsed or session.parse_flags(argv)
+        else:
+            cfg, wrong, timeout = session.parse_flags(argv)
+        launch.deterministic(cfg is not None and cfg.deterministic)
+        with watch.Watch(session.signals.rank, timeout) as watchdog:
+            # Only the watchdog ends a run that hangs. A timeout of gloo or NCCL would keep counting
+            # while the run is suspended.
+            world = launch.launch(launch.NO_TIMEOUT, quiet=wrong is not None, joining=watchdog.joining,
+                                  waits=True)
+            watchdog.world = world
+            code = Outcome.DONE
+            try:
+                same_start(world, cfg, wrong)
+                debugger.attach_stdin(world, cfg.pdb)
+                yield cfg, world, watchdog
+            except SystemExit as leaving:  # exit_together() has printed why
+                traceback.clear_frames(leaving.__traceback__)  # they may hold process groups
+                code = leaving.code
+            except ChangedFile as error:
+                traceback.clear_frames(error.__traceback__)
+                code = launch.refuse_alone(world, error)
+            launch.shutdown(world)
+    if code:
+        raise SystemExit(int(code))
 
 
 def same_start(world, cfg, wrong):
@@ -52,6 +103,31 @@ def same_start(world, cfg, wrong):
         compare(world, flags, "start all ranks with the same flags")
         code = {"torch": torch.__version__, **loaded_files()}
         compare(world, code, "give all ranks the same code")
+
+
+def make_mesh(cfg, world):
+    """Return the run's mesh. ValueError: the flags do not fit these ranks. It names the nearest that do."""
+    with with_fix(cfg, world.size, again=partial(launch.same_command, world)):
+        mesh = parallel.make_mesh(world, cfg.tp, cfg.pp, cfg.ep, n_experts=cfg.n_experts, cp=cfg.cp,
+                                  shard=cfg.shard)
+        check_layout(cfg, mesh, cfg.global_batch or cfg.micro_batch * mesh.dp.size)
+    return mesh
+
+
+def open_data(cfg, world, mesh):
+    """Return what a run reads: (train, val, vocab_size, identity, tokenizer).
+
+    train, val: sources of samples. identity: words that other data would change; checkpoints keep them.
+    tokenizer: for samples of text, or None if the run prints none. ValueError, OSError: the data cannot be
+    read, or is not the same on all ranks, or the model is too large for their memory. Collective.
+    """
+    verify_data_first(world.tree, cfg.data)
+    train, val, vocab_size, identity = batches.open_data(cfg, world.local_rank)
+    tokenizer = prompt_tokenizer(cfg)
+    check_memory(cfg, mesh, vocab_size, world)
+    fp8.check_device(cfg, world.device)
+    compare(world, {"--data with the tokens": identity}, "give all ranks the same data")
+    return train, val, vocab_size, identity, tokenizer
 
 
 def loaded_files():
@@ -176,8 +252,8 @@ class Stop:
         self.longest_step = 0.0  # seconds, so far
         self.longest_save = 0.0
         self.constants = None  # 0.0 and 1.0, () fp64 each, on the device
-        self.sums = None  # (copy of the votes' sums on the host, event) of this step
-        self.sums_before = None  # of the step before
+        self.sums = None  # the votes' sums of this step, (6,); None if no statistics were summed
+        self.copied = None  # (copy of those of the step before on the host, event)
 
     def watch_file(self, out):
         """From now on `touch OUT/stop` stops the run, where no signal reaches the ranks. Only one rank
@@ -192,9 +268,6 @@ class Stop:
                                  "remove it, or give another --out") from e
             say(f"removed {self.file}, which was there before this start")
 
-    def step_took(self, seconds):
-        self.longest_step = max(self.longest_step, seconds)
-
     def save_took(self, seconds):
         self.longest_save = max(self.longest_save, seconds)
 
@@ -203,59 +276,126 @@ class Stop:
         if self.constants is None:
             zero = torch.zeros((), dtype=torch.float64, device=device)
             self.constants = zero, zero + 1
-        return [self.constants[is_reason] for is_reason in self._reasons()]
+        return [self.constants[is_reason] for is_reason in self.reasons()]
 
-    def count(self, sums):
-        """Take the sums of all ranks' votes of this step, (6,)."""
-        self.sums = start_copy(sums)
+    def reasons(self):
+        """Return, for each of REASONS, whether this rank knows it.
 
-    def poll(self, world):
-        """Return why to stop: a signal's name, "the file stop", "max-minutes", or None to go on; the same on
-        all ranks.
-
-        The time for three more steps and two saves is kept in reserve. If no statistics were summed in this
-        step, because it was skipped, this is collective over the world.
+        It looks for OUT/stop once per second at most, because a shared disk may be slow. Of --max-minutes,
+        the time of three more steps and two saves is kept in reserve.
         """
-        sums = self.sums
-        before = self.sums_before
-        self.sums = None
-        self.sums_before = sums
-        if world.size == 1:
-            found = self._reasons()
-        elif sums is None:
-            bits = sum(1 << i for i, is_reason in enumerate(self._reasons()) if is_reason)
-            asked = world.tree.either(bits)  # six bits from each rank to all, over the world
-            found = [asked >> i & 1 for i in range(VOTES)]
-        else:
-            _, event = sums
-            found = self._read(sums if event is None else before)
-        return next((reason for reason, asked in zip(REASONS, found, strict=True) if asked), None)
-
-    def _read(self, copied):
-        """Return the sums of a step as a list. Without a copy, of the first step on a GPU, they are 0."""
-        if copied is None:
-            return [0.0] * VOTES
-        sums, event = copied
-        if event is not None:
-            event.synchronize()  # the host waits for the step before at most
-        return sums.tolist()
-
-    def _reasons(self):
-        """Return, for each of REASONS, whether this rank knows it."""
-        by_signal = [session.signals.number == number for number in session.STOPPING]
-        return [*by_signal, self._file_is_there(), self._is_late()]
-
-    def _file_is_there(self):
-        """Whether OUT/stop appeared. This rank looks once per second at most: a shared disk may be slow."""
         now = time.monotonic()
         if self.file is not None and now - self.looked >= LOOK_EVERY:
             self.looked = now
             self.is_asked = self.is_asked or os.path.lexists(self.file)  # False if the disk does not answer
-        return self.is_asked
-
-    def _is_late(self):
-        if not self.limit:
-            return False
-        elapsed = time.monotonic() - self.started
         reserve = 3 * self.longest_step + 2 * self.longest_save
-        return elapsed + reserve > self.limit
+        is_late = self.limit > 0 and now - self.started + reserve > self.limit
+        by_signal = [session.signals.number == number for number in session.STOPPING]
+        return [*by_signal, self.is_asked, is_late]
+
+    def poll(self, world, begun):
+        """Return why to stop: a signal's name, "the file stop", "max-minutes", or None to go on; the same on
+        all ranks.
+
+        begun: when this step began. If no statistics were summed in it, because it was skipped, this is
+        collective over the world.
+        """
+        self.longest_step = max(self.longest_step, time.monotonic() - begun)
+        sums = self.sums
+        before = self.copied
+        self.sums = None
+        self.copied = None
+        found = [False] * VOTES
+        if world.size == 1:
+            found = self.reasons()
+        elif sums is None:
+            bits = sum(1 << i for i, is_reason in enumerate(self.reasons()) if is_reason)
+            asked = world.tree.either(bits)  # six bits from each rank to all, over the world
+            found = [asked >> i & 1 for i in range(VOTES)]
+        elif sums.device.type in PROMPT:
+            found = sums.tolist()
+        else:
+            self.copied = start_copy(sums)
+            if before is not None:
+                copy, event = before
+                event.synchronize()  # the host waits for the step before at most
+                found = copy.tolist()
+        return next((reason for reason, asked in zip(REASONS, found, strict=True) if asked), None)
+
+
+# -----------------------------------------------------------------------------
+# Replicas. Memory and links flip bits, and a wrong sum makes replicas drift apart without an error. So every
+# --check-every steps, each rank hashes its parameters, and the ranks that must hold equal parameters compare
+# the hashes.
+
+def replica_differences(model, mesh):
+    """Return one line per parameter that differs between ranks that must hold equal bits.
+
+    The list is the same on every rank, and empty if all is well. Collective over the world.
+    """
+    lines = []
+    for axis_name, tensors in sorted(hashes_by_axis(model).items()):
+        axis = getattr(mesh, axis_name)
+        if axis.size > 1:
+            mine = torch.stack([*tensors.values()])  # (n, 2)
+            hashes = axis.all_gather(mine).view(axis.size, -1, 2).tolist()  # 2 n int64 from each rank to all
+            if axis.rank == 0:
+                lines += mismatches(tensors, hashes, axis.ranks)
+
+    found = []
+    for part in mesh.world.tree.gather_objects(lines):  # a few lines, or none, from each rank, over the world
+        found += part
+    return found
+
+
+def hashes_by_axis(model):
+    """Return {axis name: {tensor name: its hash}}: the axis is the one whose ranks hold the same tensor."""
+    parts = {f"blocks.{i}": block for i, block in model.blocks.items()}
+    parts.update((name, module) for name, module in model.named_children() if name != "blocks")
+    held = {}
+    for part, module in parts.items():
+        model.provide_weights(module)  # weights may be on their way; ZeRO-3 gathers them
+        for name, p in module.named_parameters(part):
+            held.setdefault(p.reduction_axis, {})[name] = checksum(p)
+    for name, t in model.named_buffers():  # the routers' biases: equal on a whole stage
+        held.setdefault("stage", {})[name] = checksum(t)
+    return held
+
+
+def mismatches(names, hashes, ranks):
+    """Return a line for each tensor that differs between ranks.
+
+    hashes: for each rank, the list of its hashes in the order of names.
+    """
+    lines = []
+    for i, name in enumerate(names):
+        line = describe_mismatch(name, [theirs[i] for theirs in hashes], ranks)
+        if line is not None:
+            lines.append(line)
+    return lines
+
+
+def describe_mismatch(name, hashes, ranks):
+    """Return which ranks hold a tensor `name` that differs from the others', or None. hashes: one per rank.
+
+    The largest group of equal ranks is taken to be right.
+    """
+    ranks_with = {}  # hash: ranks
+    for row, rank in zip(hashes, ranks, strict=True):
+        ranks_with.setdefault(tuple(row), []).append(rank)
+    if len(ranks_with) == 1:
+        return None
+    right = max(ranks_with.values(), key=len)
+    wrong = [rank for rank in ranks if rank not in right]
+    return f"{name} on {watch.format_ranks(wrong)} differs from {watch.format_ranks(right)}"
+
+
+def differences_message(lines, step, checkpoints):
+    """Return the last words of a run whose replicas differ. checkpoints: paths, newest first."""
+    newest = "no checkpoint was saved"
+    if checkpoints:
+        newest = f"the newest checkpoint is {checkpoints[0]}"
+    text = [f"nanoshard: replicas differ after step {step}; {newest}", *lines[:8]]
+    if len(lines) > 8:
+        text.append(f"... and {len(lines) - 8} more")
+    return "\n".join(text)

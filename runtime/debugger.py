@@ -1,7 +1,6 @@
 """--pdb RANK: breakpoint() stops that rank in pdb, anywhere in the code, and does nothing on the other ranks.
 
-    attach_stdin    the chosen rank reads what is typed at the launcher
-    break_on_rank   the chosen rank stops; the other ranks wait in their next collective
+    attach_stdin    the chosen rank reads what is typed at the launcher; the others ignore breakpoint()
 
 Launchers give the terminal to rank 0 (mpiexec, srun) and read it themselves, so the chosen rank cannot open
 /dev/tty. Rank 0 passes on what is typed, through a socket that is protected by a secret of these two ranks.
@@ -9,7 +8,6 @@ The debugger's answers come back through the launcher, as all output does. torch
 already. Nothing times out in such a run.
 """
 import os
-import pdb
 import secrets
 import socket
 import sys
@@ -27,6 +25,9 @@ def attach_stdin(world, rank):
         return
     if world.rank != rank:
         sys.breakpointhook = _ignore_breakpoint
+    else:
+        say(f"nanoshard: rank {rank} of {world.size} stops in pdb, the others wait; n: next line, s: into "
+            "a call, c: go on (to a breakpoint() in the code, if any), q: end the run")
     if world.size == 1:
         return
 
@@ -67,11 +68,3 @@ def _forward_stdin(host, port, secret):
         # Not sys.stdin: its lock would be held when the interpreter ends.
         while data := os.read(0, 1 << 16):
             there.sendall(data)
-
-
-def break_on_rank(world, rank):
-    """Stop the chosen rank in pdb, in the caller's frame. The other ranks go on."""
-    if world.rank == rank:
-        say(f"nanoshard: rank {rank} of {world.size} stops in pdb, the others wait; n: next line, s: into "
-            "a call, c: go on (to a breakpoint() in the code, if any), q: end the run")
-        pdb.Pdb().set_trace(sys._getframe(1))

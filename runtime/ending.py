@@ -12,32 +12,26 @@ from config import Outcome
 from interface import report
 from interface.files import best_effort
 from interface.terminal import complain, say
-from runtime.log import is_program
-from runtime.watch import differences_message
+from runtime.agree import differences_message
+from runtime.session import is_program
 from skip import give_up_message
 
 
-def is_finished(ending):
+def is_finished(run):
     """Whether no run goes on from here. A run that is requeued draws its plot when it is done."""
-    has_ended = ending.outcome in (Outcome.DONE, Outcome.FAILED)
-    return has_ended and ending.stop_reason is None
+    return run.outcome in (Outcome.DONE, Outcome.FAILED) and run.stop_reason is None
 
 
-def report_ending(cfg, ending, guard, state, log_file, saved):
-    """Write the report, and print how the run ended and what can be typed next, on rank 0.
-
-    ending: a runtime.parts.Ending. guard: a skip.Guard. log_file: a log.Log, which is closed. saved: step of
-    the last checkpoint, or 0.
-    """
-    out = log_file.out
-    if cfg.report:
-        leave_report(out, how_it_ended(ending.outcome, ending.stop_reason, state))
-    print_failure(cfg, out, ending, guard, state)
-    farewell(ending.outcome, ending.stop_reason, state, out, saved)
-    if ending.outcome is Outcome.STOPPED:
-        log_file.print_how_to_go_on()
-    if ending.outcome is Outcome.DONE:
-        print_next_commands(out, log_file.begun["config"], saved)
+def report_ending(run):
+    """Write the report, and print how a train.Run ended and what can be typed next, on rank 0."""
+    out = run.out
+    saved = run.saver.saved  # step of the last checkpoint, or 0
+    if run.cfg.report:
+        leave_report(out, how_it_ended(run.outcome, run.stop_reason, run.state))
+    print_failure(run)
+    farewell(run.outcome, run.stop_reason, run.state, out, saved)
+    if run.outcome is Outcome.DONE:
+        print_next_commands(out, run.log_file.begun["config"], saved)
 
 
 def how_it_ended(outcome, stop_reason, state):
@@ -53,16 +47,17 @@ def leave_report(out, how):
         report.write_report(out / "report.html", [report.read_run(out, how)])
 
 
-def print_failure(cfg, out, ending, guard, state):
+def print_failure(run):
     """Say on stderr why the run gave up, or how its replicas differ."""
-    saved = checkpoint.steps(out)
+    cfg = run.cfg
+    saved = checkpoint.steps(run.out)
     message = ""
-    if ending.outcome is Outcome.GAVE_UP:
-        why = guard.reason or ending.skip_reason
+    if run.outcome is Outcome.GAVE_UP:
+        why = run.guard.reason or run.log_file.last_row.get("skip_reason")
         starts_from = "" if cfg.lora else cfg.init_from  # with --lora both may be given
-        message = give_up_message(saved, *guard.refused_range, why, cfg.steps, starts_from)
-    if ending.outcome is Outcome.REPLICAS_DIFFER:
-        message = differences_message(ending.differences, state.step, saved)
+        message = give_up_message(saved, *run.guard.refused_range, why, cfg.steps, starts_from)
+    if run.outcome is Outcome.REPLICAS_DIFFER:
+        message = differences_message(run.differences, run.state.step, saved)
     for line in message.splitlines():
         complain(line)
 

@@ -35,7 +35,7 @@ from config import Outcome, ceil_div
 from interface import nearest
 from interface.command_line import one_line
 from interface.terminal import complain, say
-from interface.tree import Tree, grow
+from interface.tree import Tree, WrongInput, grow
 from ops.accelerator import device_name
 from parallel import Axis
 from runtime import address, limits, mpi, visible
@@ -489,7 +489,9 @@ def exit_together(world):
     """Run the body on every rank, and end all ranks with exit code 2 if it failed on any of them.
 
     A failure is a ValueError or an OSError. The lowest rank that failed prints its message in one line. Any
-    other exception passes through. Collective over the world.
+    other exception passes through. The others learn of it at the end of the body, or in it, where they next
+    say something over the tree: before a collective of the device the body must do that. Collective over the
+    world.
     """
     return agree_on_input(world.tree)
 
@@ -497,16 +499,16 @@ def exit_together(world):
 @contextlib.contextmanager
 def agree_on_input(tree):
     """Do what exit_together() says, over the host's tree."""
-    own_text = None
+    wrong = None
     try:
-        yield
-    except (ValueError, OSError) as e:
-        own_text = one_line(e)
-
-    own = None if own_text is None else (tree.rank, own_text)
-    failed = tree.first(own)  # a short text from the lowest rank that has one to all, over the world
-    if failed is not None:
-        rank, text = failed
-        if tree.rank == rank:
-            complain(f"nanoshard: {text}")
+        try:
+            yield
+            tree.barrier()  # no rank goes on before all are here
+        except (ValueError, OSError) as e:
+            tree.fail(one_line(e))
+    except WrongInput as e:
+        [wrong] = e.args
+    if wrong is not None:
+        if tree.rank == wrong.rank:
+            complain(f"nanoshard: {wrong.text}")
         raise SystemExit(Outcome.WRONG_INPUT)

@@ -1,7 +1,8 @@
 """What a run prints and leaves: metrics.jsonl, config.json, report.html. plot.py draws its plots.
 
-    Log            rank 0: a row of metrics.jsonl and a printed line per logged step
-    metrics_row    makes the row; phase_times and expert_metrics add to it
+    Metrics        every rank: what a run measures from one row of metrics.jsonl to the next
+    Log            rank 0: the row and a printed line per logged step
+    begin, end     what rank 0 does besides at both ends of a run
 
 metrics.jsonl is the record from which a resumed run goes on. Everything else may fail without ending the run.
 """
@@ -14,13 +15,12 @@ import platform
 import subprocess
 import sys
 import time
-from collections import Counter
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
-from config import FLAGS, Config, has_effect, largest_divisor
+import plot
+from config import FLAGS, Config, Outcome, has_effect
 from corpus.shards import first_folder
 from cost.parameters import flops_per_token
 from cost.step_time import peak_flops
@@ -41,44 +41,96 @@ from interface.files import (
 from interface.presets import PRESETS
 from interface.schema import load_json, read_file
 from interface.terminal import clock, say, short, show
+from moe import expert_stats
 from ops.accelerator import device_name, peak_memory, peak_resident
-from optim import StepStats
+from optim import learning_rate
 from pipeline import generate
-from runtime import session
+from runtime import ending, profiles, session, timing, watch
 from runtime.launch import print_node
-from runtime.timing import slow_on_cpu
+from runtime.layer_norms import LayerNorms
 from runtime.tracker import Tracker
 from skip import WINDOW, not_finite_reason
 
 # -----------------------------------------------------------------------------
 # The numbers of a step
 
-class StepResult(NamedTuple):
-    """What a step was given and what came out of it."""
-    batch: int  # sequences of the global batch
-    lr: float
-    stats: StepStats | None  # None if --train-range-to-skip names the step
-    refusal: str | None  # why the step was not taken, if the host knows
+class Metrics:
+    """What a rank measures from one row of metrics.jsonl to the next."""
+
+    def __init__(self, cfg, mesh, device):
+        self.clock = timing.Clock(device)
+        self.timers = timing.Timers(device) if cfg.timers else contextlib.nullcontext
+        self.stragglers = watch.Stragglers(mesh, device)
+        self.layer_norms = None
+        self.graphed = None  # a step that knows how its steps were done
+
+    def start(self, run):
+        """Count what is sent from here on: the first step of a train.Run comes next."""
+        if run.cfg.log_layers:
+            self.layer_norms = LayerNorms(run.cfg, run.data_parallel, run.opt)
+        if run.choice.graph:
+            self.graphed = run.step
+        for axis in run.mesh.axes().values():
+            axis.sent.clear()
+
+    def row(self, run, batch, stats):
+        """Return the row of the step that a train.Run has done on `batch` sequences.
+
+        stats: its optim.StepStats, or None if --train-range-to-skip names the step. The times are means since
+        the row before. Collective: some values are maxima over the ranks.
+        """
+        cfg = run.cfg
+        state = run.state
+        sent = {name: sum(axis.sent.values()) for name, axis in run.mesh.axes().items()}
+        steps = self.clock.steps
+        row = metrics_row(cfg, run.world, state, self.clock, batch, stats, run.guard.reason)
+        row.update(self.stragglers.report())
+        if cfg.timers:
+            row.update(phase_times(self.timers, steps, run.mesh))
+        if self.graphed is not None:
+            row.update(self.graphed.path_shares())
+        if run.opt.loss_scale is not None:
+            row["loss_scale"] = run.opt.loss_scale.item()
+        if self.layer_norms is not None:
+            row.update(self.layer_norms.report())
+        if stats is None:
+            return row
+        if cfg.n_experts:
+            # The statistics of every layer, on every rank.
+            experts = expert_stats(run.model, batch // cfg.micro_batch)
+            row.update(expert_metrics(experts))
+            if run.log_file is not None:
+                run.log_file.experts(state.step, experts)
+        if state.step == run.first_step and run.log_file is not None:
+            predicted = traffic(cfg, run.mesh, state.vocab_size, batch, run.choice)
+            counted = report_traffic(predicted, sent, run.mesh, run.world.nodes)
+            if counted:
+                run.log_file.note(state.step, traffic=counted)
+            if cfg.compile:
+                row["compile_s"] = report_compilation(row["ms"] / 1e3)
+            row.update(session.start_seconds())
+        return row
 
 
-def metrics_row(cfg, world, state, step, clock, vocab_size):
-    """Return (a row of metrics.jsonl, the number of steps since the row before).
+def metrics_row(cfg, world, state, clock, batch, stats, refusal):
+    """Return a row of metrics.jsonl. Collective over the world.
 
-    step: a StepResult. clock: a timing.Clock, whose counts start again at zero. Collective over the world.
+    clock: a timing.Clock, whose counts start again at zero. stats: see Metrics.row. refusal: why the step was
+    not taken, if the host knows.
     """
     steps, samples = clock.steps, clock.samples
     ms = clock.per_step()
     row = {"step": state.step, "tokens": state.samples * cfg.seq_len, "samples": state.samples,
-           "global_batch": step.batch, "lr": step.lr, "skipped": state.skipped, "nan_steps": state.nan_steps}
-    row.update(step_statistics(step))
+           "global_batch": batch, "lr": learning_rate(cfg, state.step), "skipped": state.skipped,
+           "nan_steps": state.nan_steps, **step_statistics(stats, refusal)}
     if steps:
         mean_batch = samples / steps  # the batch may have grown since the row before
-        row.update(rates(cfg, world, mean_batch, ms, vocab_size))
+        row.update(rates(cfg, world, mean_batch, ms, state.vocab_size))
 
     nbytes = most_memory(world.device)
     if nbytes is not None:
         [row["mem_gb"]] = world.tree.maximum([nbytes / 2**30])  # one number from each rank to all
-    return row, steps
+    return row
 
 
 def most_memory(device):
@@ -95,15 +147,15 @@ def most_memory(device):
     return reserved + bytes_allocated()
 
 
-def step_statistics(step):
-    """Return {skip_reason, loss, ...} of a StepResult; only the reason if the step was not taken."""
-    if step.stats is None:
+def step_statistics(stats, refusal):
+    """Return {skip_reason, loss, ...} of a step; only the reason if the step was not taken."""
+    if stats is None:
         return {"skip_reason": "range"}
-    if step.refusal is not None:
-        return {"skip_reason": step.refusal}
+    if refusal is not None:
+        return {"skip_reason": refusal}
 
-    numbers = torch.stack(tuple(step.stats)).tolist()  # sync point
-    values = dict(zip(step.stats._fields, numbers, strict=True))
+    numbers = torch.stack(tuple(stats)).tolist()  # sync point
+    values = dict(zip(stats._fields, numbers, strict=True))
     if not (math.isfinite(values["loss"]) and math.isfinite(values["grad_norm"])):
         return {"skip_reason": not_finite_reason(values["loss"], values["grad_norm"])}
     values["num_zeros"] = int(values["num_zeros"])
@@ -122,14 +174,12 @@ def rates(cfg, world, batch, ms, vocab_size):
 
 
 def phase_times(timers, steps, mesh):
-    """Return {t_PHASE: ms per step of the slowest rank}, or {} without --timers.
+    """Return {t_PHASE: ms per step of the slowest rank}, for --timers.
 
     With several stages, the result also has the bubble: the fraction by which all micro-batches take longer
     than the forward and backward of the slowest stage. It is the bubble of cost/step_time.py, plus messages.
     Collective over the world.
     """
-    if not timers.on:
-        return {}
     own = timers.per_step(steps)
     busy = own["forward"] + own["backward"]
     own_ms = [*own.values(), busy, busy + own["pipeline"]]
@@ -192,33 +242,54 @@ def report_compilation(first_step):
 # -----------------------------------------------------------------------------
 # Start of a run
 
-def make_log(cfg, parts, world, out, state, source):
-    """Return the Log of rank 0, after notes about the machine.
+def begin(run, found):
+    """Say on rank 0 what kind of run begins, a train.Run, and return its Log.
 
-    OUT also gets what sample.py needs: the tokenizer and, with mlm, the [MASK] token. parts: a
-    runtime.parts.Parts. source: the training data. OSError: OUT cannot be written.
+    found: path of the checkpoint from which it goes on, or None. OSError: OUT cannot be written.
     """
-    mesh = parts.mesh
-    config = {**dataclasses.asdict(cfg), "vocab_size_used": state.vocab_size}
+    cfg = run.cfg
+    run.stop.watch_file(run.out)
+    say_other_attention(found, run.choice.attention_by())
+    log_file = make_log(run)
+    log_file.prepare_for_kill(run.watchdog)
+    started(cfg, run.model, found, run.batch, run.train_data, run.skip)
+    say_what_has_no_effect(cfg, run.mesh)
+    log_file.profiler = profiles.start_profile(cfg.profile)
+    if cfg.trace:
+        run.step = profiles.traced(run)
+    return log_file
+
+
+def end(run):
+    """Write on rank 0 what a run leaves besides checkpoints, and say how it ended."""
+    profiles.end_profile(run.log_file.profiler, run.out)
+    run.log_file.close()
+    plot.at_end(run.out, run.log_file.last_experts, run.cfg.plot and ending.is_finished(run))
+    ending.report_ending(run)
+    if run.outcome is Outcome.STOPPED:
+        run.log_file.print_how_to_go_on()
+
+
+def make_log(run):
+    """Return the Log of rank 0, after notes about the machine. OUT also gets what sample.py needs: the
+    tokenizer and, with mlm, the [MASK] token."""
+    cfg = run.cfg
+    mesh = run.mesh
+    world = run.world
+    config = {**dataclasses.asdict(cfg), "vocab_size_used": run.state.vocab_size}
     if cfg.objective == "mlm":
-        config["mask_token"] = source.mask_token
+        config["mask_token"] = run.train_data.mask_token
     config.update(git=git_revision(), argv=sys.argv, world=world.size, nodes=world.n_nodes,
                   launcher=world.launcher, dp=mesh.dp.size, torch=torch.__version__, machine=machine(world),
-                  attention=parts.choice.attention_by())
+                  attention=run.choice.attention_by())
 
     if world.n_nodes == 1:
         print_node(world)
-    _, causal = flops_per_token(cfg, state.vocab_size)
-    for line in slow_on_cpu(cfg, mesh, causal, world.device):
-        warn(line)
-    for line in groups_over_nodes(cfg, mesh, world.nodes, state.vocab_size):
-        say(line)
-
-    with must_write(out):
+    with must_write(run.out):
         tokenizer = {}
         if cfg.data != "synthetic":
             tokenizer = read_tokenizer(Path(first_folder(cfg.data)))
-        return Log(out, config, state.step, cfg.wandb, state.changed, tokenizer,
+        return Log(run.out, config, run.state.step, cfg.wandb, run.state.changed, tokenizer,
                    on_gpus=world.device.type != "cpu")
 
 
@@ -258,62 +329,6 @@ def git_revision():
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
-
-
-NETWORK = 25e9  # B/s: a GPU's share of a fabric, 200 Gb/s; only a scale, not measured
-
-
-def groups_over_nodes(cfg, mesh, nodes, vocab_size):
-    """Return lines that say whether the groups of tp, cp, ep and --shard stay inside a node.
-
-    If they do not, the line gives the bytes that this costs, by the formulas of ring algorithms, and says
-    what to change. nodes: the node of each rank.
-    """
-    batch = cfg.global_batch or cfg.micro_batch * mesh.dp.size
-    sent = traffic(cfg, mesh, vocab_size, batch)
-    lines = []
-    shard = cfg.shard if mesh.stage.shard_sharing else 1
-    for name, size, stride in (("tp", cfg.tp, 1), ("cp", cfg.cp, cfg.tp), ("ep", cfg.ep, 1),
-                               ("shard", shard, cfg.tp)):
-        groups = nodes_of_groups(nodes, size, stride)
-        apart = [group for group in groups if len(set(group)) > 1]
-        if not apart:
-            if size > 1 and len(set(nodes)) > 1:
-                lines.append(f"{name} {size}: each group stays inside a node")
-            continue
-
-        # In a ring, the neighbour gets all bytes.
-        crossing = sum(nbytes for axis, nbytes in sent.items() if name in (axis, axis.partition(".")[2]))
-        if name == "ep":
-            elsewhere = max(sum(node != group[0] for node in group) for group in apart)
-            crossing *= elsewhere / (size - 1)  # the share of the peers on other nodes
-        here = min(Counter(nodes).values())  # the number of ranks on the smallest node
-        lines.append(f"note: {len(apart)} of {len(groups)} groups of {name} {size} span nodes, of "
-                     f"{here} {'rank' if here == 1 else 'ranks'}: {crossing / 1e6:.4g} MB per rank and step "
-                     f"cross the network, {crossing / NETWORK * 1e3:.3g} ms at {NETWORK / 1e9:.0f} GB/s; "
-                     f"{how_to_stay_inside(name, size, stride, here)}")
-    return lines
-
-
-def nodes_of_groups(nodes, size, stride):
-    """Return the nodes of each group: make_mesh groups every stride-th of size * stride consecutive ranks."""
-    span = size * stride
-    groups = []
-    for start in range(0, len(nodes), span):
-        for first in range(start, start + stride):
-            groups.append(nodes[first:start + span:stride])
-    return groups
-
-
-def how_to_stay_inside(name, size, stride, here):
-    """Return what to change so that the groups of an axis stay inside a node of `here` ranks."""
-    span = size * stride
-    if here % span == 0:
-        return "place the ranks node by node (srun --distribution=block, mpiexec --map-by slot)"
-    cure = f"try --{name} {largest_divisor(size, size, max(1, here // stride))}"
-    if here > span:
-        cure += f", or a multiple of {span} ranks on each node"
-    return cure
 
 
 def started(cfg, model, resumed, batch, source, skip):
@@ -383,11 +398,6 @@ def print_sample(model, tokenizer, prompt, seed):
     return text
 
 
-def is_program():
-    """Whether train.py was started as a program, and not in a notebook."""
-    return Path(sys.argv[0]).name == "train.py"
-
-
 # -----------------------------------------------------------------------------
 # The files
 
@@ -410,6 +420,9 @@ class Log:
         self.metrics = Rows(self.out / "metrics.jsonl", resumed or -1, create=True)
         self.expert_rows = Rows(self.out / "experts.jsonl", resumed or -1)
         self.last_experts = None
+        self.last_row = {}
+        self.first_done = None  # (when, which) the first step of this start was done
+        self.profiler = None  # of --profile
         self.notes = Rows(self.out / "notes.jsonl", resumed or -1)
         self.tracker = None if wandb == "off" else Tracker(wandb, self.out, config)
 
@@ -448,17 +461,29 @@ class Log:
             history.add(row)
         history.close()
 
-    def row(self, left=None, **values):
-        """Write and print one logged step. A key whose value is None does not apply and is left out.
-
-        left: the seconds until the last step, which are printed and not written.
-        """
+    def row(self, **values):
+        """Write and print one logged step. A key whose value is None does not apply and is left out."""
         values = {key: value for key, value in values.items() if value is not None}
         self._write_again()
         self.metrics.add(values)
-        print(format_row(values, self.begun["config"].get("steps"), left, self.on_gpus), flush=True)
+        self.last_row = values
+        steps = self.begun["config"].get("steps")
+        left = None if steps is None else self.seconds_left(values["step"], steps)
+        print(format_row(values, steps, left, self.on_gpus), flush=True)
         if self.tracker is not None:
             self.tracker.add(values)
+
+    def seconds_left(self, step, steps):
+        """Return the seconds until the last step, by the mean of all since the first, or None.
+
+        The first step of a start also compiles and warms up, so it does not count.
+        """
+        now = time.monotonic()
+        if self.first_done is None:
+            self.first_done = now, step
+            return None
+        when, first = self.first_done
+        return (now - when) / (step - first) * (steps - step)
 
     def experts(self, step, layers):
         """Write experts.jsonl: per layer the load of each expert, dropped, aux, z and router entropy."""
@@ -475,14 +500,14 @@ class Log:
 
     def prepare_for_kill(self, watchdog):
         """Tell the watchdog, a watch.Watch, what to type after a kill of this run."""
-        if is_program():
+        if session.is_program():
             again = self._command(resume="auto")
             watchdog.if_killed(self.out, again, self._command())
             session.signals.again = again
 
     def _command(self, **changes):
         """Return the command line of this run, with other values of some flags."""
-        if not is_program():
+        if not session.is_program():
             return "the same flags with --resume auto"
         return report.command_of(self.begun["config"], changes)
 

@@ -1,5 +1,4 @@
 """Where a run's time goes: --profile and --trace, which write files into OUT."""
-import contextlib
 import errno
 
 from fast.graph import DeferredGather
@@ -28,16 +27,37 @@ def end_profile(profiler, out):
         write_whole(out / "profile.txt", profiler.output_text(unicode=False, color=False))
 
 
-def tracer(on, out, n_steps):
-    """For --trace: return torch's profiler over steps 3 to 5, as a context. Without --trace it yields None.
+def traced(run):
+    """For --trace: return the step of a train.Run inside torch's profiler, which writes OUT/trace.json.
 
-    Call end_traced_step() after every step. The profiler writes OUT/trace.json. n_steps: how many the run
-    takes. With less than three there is nothing to trace, which a line says.
+    It records three steps, after one of rest and one of warm-up. With less than three there is nothing to
+    trace, which a line says.
+
+    A handle of gloo that outlives the profiler ends some processes in a fault when it is freed (seen
+    with torch 2.13). So whatever a step still sends is waited for: ZeRO's new weights. A gather that
+    the next step starts must not start here, where the other ranks do not take part.
     """
-    if on and n_steps < 3:
+    step = run.step
+    n_steps = run.cfg.steps - run.state.step
+    profiler = tracer(run.out, n_steps)
+    if profiler is None:
+        return step
+
+    def traced_step(*args):
+        result = step(*args)
+        wait_for_all_weights(run.model, run.data_parallel)
+        profiler.step()
+        return result
+
+    profiler.start()
+    return traced_step
+
+
+def tracer(out, n_steps):
+    """Return torch's profiler over steps 3 to 5 of n_steps, or None. Its step() is called after each step."""
+    if n_steps < 3:
         say(f"--trace records the third step and two more, and this run takes {n_steps}: there is no trace")
-    if not on or n_steps < 3:
-        return contextlib.nullcontext()
+        return None
     from torch.profiler import profile, schedule
 
     def write(profiler):
@@ -47,23 +67,15 @@ def tracer(on, out, n_steps):
             say(f"trace: {out}/trace.json; open it in https://ui.perfetto.dev")
 
     # Without repeat=1, the profiler would trace three steps again and again.
-    steps = schedule(wait=1, warmup=1, active=3, repeat=1)
+    steps = schedule(wait=1, warmup=1, active=min(3, n_steps - 2), repeat=1)
     return profile(schedule=steps, on_trace_ready=write)
 
 
-def end_traced_step(profiler, parts):
-    """Tell the profiler of tracer() that a step is over, where there is one.
-
-    A handle of gloo that outlives the profiler ends some processes in a fault when it is freed (seen
-    with torch 2.13). So whatever this step still sends is waited for: ZeRO's new weights. A gather that
-    the next step starts must not start here, where the other ranks do not take part. parts: a
-    runtime.parts.Parts.
-    """
-    if profiler is not None:
-        for bucket in parts.data_parallel.buckets_of[parts.model]:
-            if not isinstance(bucket.gather_handle, DeferredGather):
-                bucket.wait_for_weights()
-        profiler.step()
+def wait_for_all_weights(model, data_parallel):
+    """Wait for the gathers of weights that are under way."""
+    for bucket in data_parallel.buckets_of[model]:
+        if not isinstance(bucket.gather_handle, DeferredGather):
+            bucket.wait_for_weights()
 
 
 def export_trace(profiler, path):

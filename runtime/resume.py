@@ -42,6 +42,7 @@ from runtime.changed_flags import (
 from runtime.launch import exit_together
 from runtime.launcher import job_start
 from runtime.read_checkpoint import check_together, load_tensors, newest_under, sent_index
+from runtime.saver import Saver
 from skip import Ranges
 
 VOCABULARY = "wte.weight", "head.weight", "mlm.bias"  # their rows are symbols and padding
@@ -82,10 +83,6 @@ class State:
     def best_name(self):
         """Return the name of the checkpoint with the lowest validation loss."""
         return f"step_{self.best.get('step', 0):06d}"
-
-    def save_best(self, cfg):
-        """Whether this step's validation loss is a reason to save it."""
-        return cfg.keep_best and cfg.save_every > 0 and self.best.get("step") == self.step
 
 
 def save(cfg, mesh, data_parallel, opt, saver, state):
@@ -269,7 +266,7 @@ def has_other_flags(cfg, out):
 
 def settle(cfg, world, out, state, found):
     """Rename what an earlier run left in --out and this one must not count, after all checks. This is a whole
-    run, or checkpoints of later steps. Collective over the world.
+    run, or checkpoints of later steps. Return the run's Saver. Collective over the world.
     SystemExit(0): no step is left to do.
     """
     if found is not None and state.step >= cfg.steps:
@@ -282,6 +279,7 @@ def settle(cfg, world, out, state, found):
             set_aside(cfg, out, state, found)
     if world.tree.any(world.rank == 0 and not (out / state.best_name()).is_dir()):
         state.best = {}  # no checkpoint to keep: the run goes on in another directory, or it was removed
+    return Saver(out, world.axis, cfg.keep, cfg.timeout, run_id(world.tree))
 
 
 def set_aside(cfg, out, state, found):

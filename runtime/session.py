@@ -18,10 +18,12 @@ import signal
 import sys
 import threading
 import time
+from pathlib import Path
 
+import plot
 from config import Config, Outcome
 from interface import files, nearest
-from interface.command_line import INTERRUPTED, one_line, wrong_input
+from interface.command_line import INTERRUPTED, one_line, parse, wrong_input
 from interface.terminal import Stream, open_streams
 from runtime import launcher
 
@@ -45,6 +47,7 @@ class Signals:
         self.guardian = None  # a hang.Guardian, while there is one
         self.again = ""  # the command that goes on with this run; "" where nobody types one
         self.is_program = False
+        self.parsed = None  # parse_flags() of a program's arguments
         self._reset()
 
     def _reset(self):
@@ -149,8 +152,13 @@ def dump_on_sigusr2(file):
             faulthandler.register(signal.SIGUSR2, file, all_threads=True)
 
 
+def is_program():
+    """Whether train.py was started as a program, and not in a notebook."""
+    return Path(sys.argv[0]).name == "train.py"
+
+
 def start_program():
-    """Prepare this process, before torch is imported."""
+    """Prepare this process, and parse its arguments, before torch is imported."""
     open_streams()
     signals.catch()
     signals.is_program = True
@@ -159,6 +167,8 @@ def start_program():
     signal.set_wakeup_fd(write, warn_on_full_buffer=False)
     threading.Thread(target=signals.listen, args=(read,), name="signals", daemon=True).start()
     dump_on_sigusr2(sys.__stderr__)
+    with surround():
+        signals.parsed = parse_flags(sys.argv[1:])
 
 
 def start_seconds():
@@ -196,18 +206,19 @@ def surround():
 # -----------------------------------------------------------------------------
 # The flags
 
-def parse_flags(parse, argv):
+def parse_flags(argv):
     """Return (flags, None, timeout), or (None, what is wrong, timeout) on a rank with wrong flags.
 
     timeout: seconds. With several ranks, the other ranks must hear what is wrong. A single process with wrong
-    flags ends at once. So does --help, which only rank 0 prints.
+    flags ends at once. So do --help and --list, which only rank 0 prints.
     """
-    argv = sys.argv[1:] if argv is None else argv
     with wrong_input(), contextlib.ExitStack() as stack:
         signals.rank = launcher.env_rank()
         if signals.rank != 0:
             stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
         try:
+            if "--list" in argv:
+                list_runs(argv)
             cfg = parse(argv)
             if launcher.started_by()[0] == "single":
                 nearest.check_alone(cfg, argv)
@@ -220,10 +231,12 @@ def parse_flags(parse, argv):
     return cfg, None, launcher.NO_TIMEOUT if in_debugger else cfg.timeout
 
 
-def parse_first(parse):
-    """Return parse_flags() of this program's arguments, before anything else of the run."""
-    with surround():
-        return parse_flags(parse, None)
+def list_runs(argv):
+    """--list [DIR]: print the table of the runs in DIR, and end the process with 0."""
+    if argv[0] != "--list" or len(argv) > 2:
+        raise ValueError(f"{' '.join(argv)}: beside --list give one folder of runs, such as out, only")
+    plot.print_runs(Path(argv[1] if len(argv) > 1 else "out"))
+    raise SystemExit(Outcome.DONE)
 
 
 def _timeout(argv):

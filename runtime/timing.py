@@ -1,13 +1,8 @@
-"""Milliseconds on the device: between any two points (Stopwatch), of a step (Clock), of its phases (Timers).
-
-    slow_on_cpu   says before a run starts what makes it slow without a GPU
-"""
+"""Milliseconds on the device: between two points (Stopwatch), of a step (Clock), of its phases (Timers)."""
 import contextlib
 import time
 
 import torch
-
-from model import DTYPES
 
 
 class Stopwatch:
@@ -38,7 +33,7 @@ class Stopwatch:
 
 
 class Clock:
-    """Mean milliseconds of a training step, without pauses (evaluation, saving)."""
+    """Mean milliseconds of a training step, without pauses (evaluation, saving). The loop counts steps."""
 
     def __init__(self, device):
         self.watch = Stopwatch(device)
@@ -46,8 +41,8 @@ class Clock:
         self.resume()
 
     def _start_counts(self):
-        self.steps = 0
-        self.samples = 0
+        self.steps = 0  # that were computed
+        self.samples = 0  # sequences in them
         self.total = 0.0  # milliseconds
 
     def resume(self):
@@ -57,11 +52,6 @@ class Clock:
         end = self.watch.mark()
         self.total += self.watch.ms(self.started, end)
         self.started = end
-
-    def count(self, samples):
-        """Count a step that was computed on this number of sequences."""
-        self.steps += 1
-        self.samples += samples
 
     def per_step(self):
         """Return the mean milliseconds per step since the last call. All counts start again at zero."""
@@ -79,16 +69,12 @@ class Timers:
     """
     PHASES = ("data", "forward", "backward", "pipeline", "grad_sync", "norm", "optimizer", "param_gather")
 
-    def __init__(self, device, on):
+    def __init__(self, device):
         self.watch = Stopwatch(device)
-        self.on = on
         self.spans = []  # (phase, begin, end)
 
     @contextlib.contextmanager
     def __call__(self, phase):
-        if not self.on:
-            yield
-            return
         begin = self.watch.mark()
         yield
         self.spans.append((phase, begin, self.watch.mark()))
@@ -100,50 +86,3 @@ class Timers:
             total[phase] += self.watch.ms(begin, end) / max(1, steps)
         self.spans = []
         return total
-
-
-# -----------------------------------------------------------------------------
-# What makes a run slow on a CPU
-
-FP32_RATE = 2e10  # roughly, FLOP/s of one CPU thread in training
-LONG = 60  # seconds: a run announces a step that takes longer
-
-
-def times_slower(dtype, size=256, tries=3):
-    """Return how many times longer than in fp32 a product of matrices takes on this CPU. Both are run.
-
-    A CPU with instructions for bf16 is faster in it than in fp32, others are several times slower.
-    """
-    def seconds(dtype):
-        x = torch.ones((size, size), dtype=dtype)
-        x @ x  # the first product also prepares the kernel
-        found = []
-        for _ in range(tries):
-            begun = time.perf_counter()
-            x @ x
-            found.append(time.perf_counter() - begun)
-        return min(found)
-
-    return seconds(dtype) / seconds(torch.float32)
-
-
-def slow_on_cpu(cfg, mesh, flops, device):
-    """Return lines that say what makes this run slow on a CPU, and what helps. flops: the FLOP per token."""
-    if device.type != "cpu":
-        return []
-    lines = []
-    factor = 1
-    if cfg.dtype != "fp32":
-        factor = times_slower(DTYPES[cfg.dtype])
-    if cfg.dtype in ("bf16", "fp16") and factor > 1.2:
-        lines.append(f"{cfg.dtype} is about {factor:.1f} times slower than fp32 on this CPU, by one product: "
-                     "--dtype fp32")
-
-    sequences = cfg.global_batch or cfg.micro_batch * mesh.dp.size
-    rate = FP32_RATE * torch.get_num_threads() * mesh.world.size / factor  # FLOP/s of the whole run
-    seconds = sequences * cfg.seq_len * flops / rate
-    if seconds > LONG:
-        hours = seconds * cfg.steps / 3600
-        lines.append(f"a step takes about {seconds:.0f} seconds on this CPU, and {cfg.steps:,} of them "
-                     f"{hours:,.1f} hours, less with a smaller batch or --seq-len")
-    return lines

@@ -1,8 +1,7 @@
-"""Notice what no exception reports: a run that hangs, replicas that differ, a rank that is slow.
+"""Notice what no exception reports: a run that hangs, a rank that is slow.
 
-    Watch                 a thread per rank: ends a hung run with code 43 and says which rank it waits for
-    replica_differences   compares the parameters that several ranks share (--check-every)
-    Stragglers            compares the time that each rank needs for its own work
+    Watch        a thread per rank: ends a hung run with code 43 and says which rank it waits for
+    Stragglers   compares the time that each rank needs for its own work
 """
 import contextlib
 import faulthandler
@@ -18,9 +17,9 @@ from typing import NamedTuple
 import torch
 
 from config import Outcome
-from ops.checksum import checksum
+from interface.files import warn
+from interface.terminal import say
 from runtime import hang, session
-from runtime.log import warn
 from runtime.timing import Stopwatch
 
 # -----------------------------------------------------------------------------
@@ -84,18 +83,16 @@ class Watch(contextlib.AbstractContextManager):
         times as long.
         """
         factor = SLOW_PHASE_FACTOR if what else 1
-        self._enter(Phase(step, what, factor * self.timeout))
+        self.last = time.monotonic()  # set first: the thread must not see an old time with a shorter limit
+        self.phase = Phase(step, what, factor * self.timeout)
 
     def joining(self, where, size):
         """Say that the main thread waits in `where` until all ranks have started; "": they have."""
         if where:
-            self._enter(Phase(0, where, self.timeout, waits_in=(where, size)))
+            self.last = time.monotonic()
+            self.phase = Phase(0, where, self.timeout, waits_in=(where, size))
         else:
             self.heartbeat(0, "start")
-
-    def _enter(self, phase):
-        self.last = time.monotonic()  # set first: the thread must not see an old time with a shorter limit
-        self.phase = phase
 
     def set_mesh(self, mesh):
         """Tell which ranks share an axis with this rank.
@@ -242,25 +239,6 @@ def describe_collective(last):
     return [axis, f"{kind} of {tuple(shape)} {str(dtype).removeprefix('torch.')}"]
 
 
-class _Unwatched:
-    """A Watch that does nothing."""
-
-    def heartbeat(self, step, what=""):
-        pass
-
-    def set_mesh(self, mesh):
-        pass
-
-    def set_folder(self, out, run_id):
-        pass
-
-    def if_killed(self, out, again, anew):
-        pass
-
-
-unwatched = _Unwatched()
-
-
 # -----------------------------------------------------------------------------
 # The verdict on the reports of a hung run
 
@@ -386,84 +364,6 @@ def format_ranks(numbers):
 
 
 # -----------------------------------------------------------------------------
-# Replicas. Memory and links flip bits, and a wrong sum makes replicas drift apart without an error. So every
-# --check-every steps, each rank hashes its parameters, and the ranks that must hold equal parameters compare
-# the hashes.
-
-def replica_differences(model, mesh):
-    """Return one line per parameter that differs between ranks that must hold equal bits.
-
-    The list is the same on every rank, and empty if all is well. Collective over the world.
-    """
-    lines = []
-    for axis_name, tensors in sorted(hashes_by_axis(model).items()):
-        axis = getattr(mesh, axis_name)
-        if axis.size > 1:
-            mine = torch.stack([*tensors.values()])  # (n, 2)
-            hashes = axis.all_gather(mine).view(axis.size, -1, 2).tolist()  # 2 n int64 from each rank to all
-            if axis.rank == 0:
-                lines += mismatches(tensors, hashes, axis.ranks)
-
-    found = []
-    for part in mesh.world.tree.gather_objects(lines):  # a few lines, or none, from each rank, over the world
-        found += part
-    return found
-
-
-def hashes_by_axis(model):
-    """Return {axis name: {tensor name: its hash}}: the axis is the one whose ranks hold the same tensor."""
-    parts = {f"blocks.{i}": block for i, block in model.blocks.items()}
-    parts.update((name, module) for name, module in model.named_children() if name != "blocks")
-    held = {}
-    for part, module in parts.items():
-        model.provide_weights(module)  # weights may be on their way; ZeRO-3 gathers them
-        for name, p in module.named_parameters(part):
-            held.setdefault(p.reduction_axis, {})[name] = checksum(p)
-    for name, t in model.named_buffers():  # the routers' biases: equal on a whole stage
-        held.setdefault("stage", {})[name] = checksum(t)
-    return held
-
-
-def mismatches(names, hashes, ranks):
-    """Return a line for each tensor that differs between ranks.
-
-    hashes: for each rank, the list of its hashes in the order of names.
-    """
-    lines = []
-    for i, name in enumerate(names):
-        line = describe_mismatch(name, [theirs[i] for theirs in hashes], ranks)
-        if line is not None:
-            lines.append(line)
-    return lines
-
-
-def describe_mismatch(name, hashes, ranks):
-    """Return which ranks hold a tensor `name` that differs from the others', or None. hashes: one per rank.
-
-    The largest group of equal ranks is taken to be right.
-    """
-    ranks_with = {}  # hash: ranks
-    for row, rank in zip(hashes, ranks, strict=True):
-        ranks_with.setdefault(tuple(row), []).append(rank)
-    if len(ranks_with) == 1:
-        return None
-    right = max(ranks_with.values(), key=len)
-    wrong = [rank for rank in ranks if rank not in right]
-    return f"{name} on {format_ranks(wrong)} differs from {format_ranks(right)}"
-
-
-def differences_message(lines, step, checkpoints):
-    """Return the last words of a run whose replicas differ. checkpoints: paths, newest first."""
-    newest = "no checkpoint was saved"
-    if checkpoints:
-        newest = f"the newest checkpoint is {checkpoints[0]}"
-    text = [f"nanoshard: replicas differ after step {step}; {newest}", *lines[:8]]
-    if len(lines) > 8:
-        text.append(f"... and {len(lines) - 8} more")
-    return "\n".join(text)
-
-
-# -----------------------------------------------------------------------------
 # Slow ranks. All ranks finish a step together, because they wait for each other. So the comparison uses each
 # rank's own time, from the start of the step to its first collective. It is made only within a pipeline
 # stage, because stages do different work. Under a CUDA graph, the first collective that Python starts comes
@@ -483,36 +383,37 @@ class Stragglers:
         self.stage = mesh.stage.size
         self.watch = Stopwatch(device)
         self.cuda = device.type == "cuda"
+        self.start = None
         self.spans = []  # (begin, end) of this rank's own work in each step
         self.slow_streak = {}  # rank: intervals in a row
 
     def begin(self):
         """Measure from now, the start of a step, until this rank's first collective."""
-        start = self.watch.mark()
+        self.start = self.watch.mark()
+        self.world.calls.on_next_collective = self.stop
 
-        def stop():
-            if self.cuda and torch.cuda.is_current_stream_capturing():
-                return  # a captured event has no time
-            self.spans.append((start, self.watch.mark()))
-
-        self.world.calls.on_next_collective = stop
+    def stop(self):
+        if self.cuda and torch.cuda.is_current_stream_capturing():
+            return  # a captured event has no time
+        self.spans.append((self.start, self.watch.mark()))
 
     def report(self):
-        """Return ({step_ms_min, step_ms_max, slowest_rank}, lines about slow ranks) since the last call.
+        """Return {step_ms_min, step_ms_max, slowest_rank} since the last call, and print who is slow.
 
-        The rank that writes the row, rank 0, gets them; the others get nothing. Collective over the world.
+        The rank that writes the row, rank 0, does so; the others get {}. Collective over the world.
         """
         spans = self.spans
         self.spans = []
         if self.world.size == 1 or not spans:
-            return {}, []
+            return {}
         own = sum(self.watch.ms(begin, end) for begin, end in spans) / len(spans)
         ms = self.world.tree.collect(own)  # one number from each rank to rank 0, over the world
         if ms is None:
-            return {}, []
+            return {}
+        for line in self.flag_slow(ms):
+            say(line)
         slowest = max(ms)
-        keys = {"step_ms_min": min(ms), "step_ms_max": slowest, "slowest_rank": ms.index(slowest)}
-        return keys, self.flag_slow(ms)
+        return {"step_ms_min": min(ms), "step_ms_max": slowest, "slowest_rank": ms.index(slowest)}
 
     def flag_slow(self, ms):
         """Return a line for each rank that is slow for the SLOW_STREAK-th time in a row.

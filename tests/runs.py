@@ -97,11 +97,11 @@ def record_steps(steps, plan):
     Then it sends its process the signal that the plan has for the step.
     """
     class RecordingRun(train.Run):
-        def next_batches(self, number, batch):
+        def next_batch(self, number):
             first = self.state.samples
-            batches = super().next_batches(number, batch)
-            optimizer = self.parts.opt
-            state = [*self.parts.model.buffers()]  # the routers' biases
+            batches, *rest = super().next_batch(number)
+            optimizer = self.opt
+            state = [*self.model.buffers()]  # the routers' biases
             for slices in ([whole(m).detach() for m in optimizer.masters], *optimizer.moments().values()):
                 state += [piece for piece in slices if piece is not None]
             data = [tensor for pair in batches for tensor in pair]
@@ -110,7 +110,7 @@ def record_steps(steps, plan):
             planned = plan.get(number)
             if isinstance(planned, int) and is_last(self.world):
                 os.kill(os.getpid(), planned)
-            return batches
+            return batches, *rest
     return RecordingRun
 
 

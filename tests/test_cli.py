@@ -19,7 +19,6 @@ from runs import TINY, assert_refused, chars, go, rows, session
 
 import config
 import plan
-import plot
 import sample
 from config import Config
 from corpus.synthetic import Synthetic
@@ -447,7 +446,7 @@ def test_config_is_frozen_and_never_changed(tmp_path, monkeypatch):
     with pytest.raises(dataclasses.FrozenInstanceError):
         parse([]).steps = 3
     seen = []
-    monkeypatch.setattr(plot, "parse", lambda argv: seen.append(parse(argv)) or seen[-1])
+    monkeypatch.setattr("runtime.session.parse", lambda argv: seen.append(parse(argv)) or seen[-1])
     argv = [*TINY, f"--out={tmp_path}", "--steps=2", "--train-range-to-skip", "2", "2"]
     assert session(World(), argv)["code"] == 0
     assert seen == [parse(argv)] and seen[0].min_lr is None and seen[0].vocab_size == 100

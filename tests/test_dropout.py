@@ -130,9 +130,9 @@ def seeds(world, seed, steps, n):
     model = SimpleNamespace(mesh=make_mesh(world, tp=2, pp=2, groups=False, cp=2), blocks={})
     step = train.Step(cfg, model, mock.Mock(), mock.Mock())
 
-    def no_forward(model, data_parallel, batches, tokens, scale, before_forward):
+    def no_forward(model, data_parallel, batches, tokens, scale, seeds, set_seed):
         for chunk, i in itertools.product(range(2), range(len(batches))):
-            before_forward(i, chunk)
+            set_seed(seeds[chunk][i])
     with mock.patch.object(train, "forward_backward", no_forward):
         for number in steps:
             step.gradients([None] * n, number, drawn.append)

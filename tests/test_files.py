@@ -374,16 +374,15 @@ def test_a_directory_that_vanishes_under_a_run_is_made_again(how, tmp_path):
     out = tmp_path / "run"
     data = chars(tmp_path)
 
-    def vanish(run, *args):
-        step = real(run, *args)
+    def vanish(run, *args, **options):
         if run.state.step == 3:
             out.rename(tmp_path / "moved")
             if how == "removed":
                 shutil.rmtree(tmp_path / "moved", ignore_errors=True)  # a save may be under way there
-        return step
-    real = train.Run.end_step
+        return real(run, *args, **options)
+    real = train.Run.log
     argv = [*TINY, "--vocab-size=0", f"--data={data}", f"--out={out}", "--steps=6", "--save-every=2"]
-    with mock.patch.object(train.Run, "end_step", vanish):
+    with mock.patch.object(train.Run, "log", vanish):
         got = session(World(), argv)
     assert got["code"] == 0 and "metrics.jsonl was removed or renamed" in got["err"]
     there = {p.name for p in out.iterdir()}
@@ -501,8 +500,8 @@ def test_a_run_whose_data_is_cut_ends_with_one_line(tmp_path):
         def cut(run, number):
             if number == 3:
                 os.truncate(sys.argv[1], 5000)
-            begin(run, number)
-        begin, train.Run.begin_step = train.Run.begin_step, cut
+            return next_batch(run, number)
+        next_batch, train.Run.next_batch = train.Run.next_batch, cut
         train.main(sys.argv[2:])
     """
     command = [sys.executable, "-c", program, data / "train_00000.bin", *argv]

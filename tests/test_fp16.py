@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from pool import run_ranks
-from runs import TINY, go, rows, same, session
+from runs import go, rows, same
 from safetensors.torch import load_file
 from test_layouts import GPT2, LLAMA, MOE, SIGMOID, assemble, equality
 
@@ -20,14 +20,10 @@ import moe
 import train
 from config import Config
 from corpus.synthetic import Synthetic
-from cost.parameters import flops_per_token
-from interface.presets import PRESETS
 from layers import vocab_cross_entropy
 from parallel import make_mesh
-from runtime import timing
 from runtime.launch import World
 from runtime.resume import State, own_pieces
-from runtime.timing import slow_on_cpu
 from skip import Guard
 
 STEPS, SCALE = 3, 65536.0
@@ -57,8 +53,7 @@ def train_in(world, dtype, flags, batch):
     with mock.patch.object(moe, "stable_top_k", fixed_choice):
         for number in range(1, STEPS + 1):
             batches = train.micro_batches(cfg, mesh, source, (number - 1) * batch, batch, world.device)
-            opt.before_update[:] = [
-                lambda n=number: keep(f"gradient {n} ", {"": map(opt.unscale, opt.grads)})]
+            step.before_update = lambda n: keep(f"gradient {n} ", {"": map(opt.unscale, opt.grads)})
             stats, refused = step(batches, number)
             assert not refused, "no step may overflow"
             seen["stats"].append(torch.stack(stats).tolist())
@@ -274,39 +269,3 @@ def test_norms_on_a_cpu_are_summed_in_fp64():
     assert (stats.loss.item(), stats.num_zeros.item()) == (1.5, 0)
     few = opt.stats(torch.tensor(1.5), full=False)
     assert few.grad_norm == stats.grad_norm and few.num_zeros == few.param_norm == 0
-
-
-def session_on_a_slow_cpu(world, argv):
-    """runs.session on a CPU on which a product in 16 bits takes three times as long as in fp32."""
-    with mock.patch.object(timing, "times_slower", lambda dtype: 3.0):
-        return session(world, argv)
-
-
-def test_one_rank_says_that_a_dtype_is_slow_on_a_cpu(tmp_path):
-    for dtype, said in (("bf16", 1), ("fp32", 0)):
-        argv = [*TINY, "--dtype", dtype, "--steps", "1", "--out", str(tmp_path / dtype)]
-        errors = [got["err"] for got in run_ranks(2, session_on_a_slow_cpu, argv)]
-        assert [e.count("3.0 times slower than fp32 on this CPU") for e in errors] == [said, 0], errors
-
-
-def test_a_step_of_minutes_is_announced(monkeypatch):
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    monkeypatch.setattr(timing, "times_slower", lambda dtype: 3.0)
-    mesh = make_mesh(World())
-
-    def lines(preset, **flags):
-        cfg = Config(**{**PRESETS[preset], **flags})
-        return slow_on_cpu(cfg, mesh, flops_per_token(cfg, 65)[1], torch.device("cpu"))
-    assert lines("tiny") == []
-    assert lines("shakespeare-char", dtype="fp32", seq_len=128, micro_batch=16) == []
-    slow, long = lines("shakespeare-char")
-    assert "bf16 is about 3.0 times slower" in slow
-    assert "a step takes about 83 seconds" in long and "5,000 of them" in long
-
-
-def test_the_speed_of_a_dtype_is_that_of_its_best_try(monkeypatch):
-    """Something else that runs at the same time makes a try slower, never faster."""
-    tries = {torch.bfloat16: (9.0, 6.0, 8.0), torch.float32: (2.0, 5.0, 4.0)}
-    points = [point for seconds in tries.values() for took in seconds for point in (100.0, 100.0 + took)]
-    monkeypatch.setattr(timing.time, "perf_counter", iter(points).__next__)
-    assert timing.times_slower(torch.bfloat16, size=2) == 3.0

@@ -130,7 +130,7 @@ def test_a_trace_that_torch_cannot_write_leaves_nothing(tmp_path, capsys, monkey
 
     written = []
     monkeypatch.setattr("torch.profiler.profile", lambda on_trace_ready, **_: written.append(on_trace_ready))
-    profiles.tracer(True, tmp_path, 5)
+    profiles.tracer(tmp_path, 5)
     written[0](Profiler())
     said = capsys.readouterr()
     assert said.out == "" and "trace.json: " in said.err and "going on without it" in said.err, said

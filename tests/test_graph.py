@@ -458,8 +458,8 @@ def test_compiled_is_eager(flags, tmp_path):
 
 @pytest.mark.parametrize("sigma,waits", [(0, False), (0.5, True), (6, True)])
 def test_an_update_waits_for_the_host_if_a_guard_may_veto_it(sigma, waits):
-    opt = SimpleNamespace(loss_scale=None, before_update=[])
-    step = SimpleNamespace(plain=SimpleNamespace(opt=opt))
+    plain = SimpleNamespace(opt=SimpleNamespace(loss_scale=None), before_update=None)
+    step = SimpleNamespace(plain=plain)
     assert GraphedStep.host_looks_first(step, SimpleNamespace(sigma=sigma)) == waits
     assert not GraphedStep.host_looks_first(step, None)
 

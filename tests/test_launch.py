@@ -26,8 +26,7 @@ from pool import ROOT, context, run_ranks
 from runs import SHAPE, TINY, assert_refused, rows
 
 import train
-from corpus import shards
-from interface.command_line import parse
+from corpus import batches, shards
 from runtime import agree, launch, launcher, limits, session, visible
 from runtime.launcher import LAUNCHERS, detect
 
@@ -131,7 +130,7 @@ def test_an_environment_that_can_start_no_rank_is_one_line(name, monkeypatch, ca
     words = say.replace("~", "in the environment"), "unset it, or start the ranks"
     for key, text in env.items():
         monkeypatch.setenv(key, text)
-    for start in (lambda: session.parse_flags(parse, ["--steps=1"]), launch.launch):
+    for start in (lambda: session.parse_flags(["--steps=1"]), launch.launch):
         with pytest.raises(SystemExit) as e:
             start()
         assert_refused({"code": e.value.code, "err": capsys.readouterr().err}, *words)
@@ -207,8 +206,8 @@ def test_ranks_with_different_code_or_data_end_together(tmp_path):
 
 def session_with_other_data(world, argv):
     """runs.session, in which one path leads to other tokens on each rank."""
-    real = train.open_data
-    with mock.patch.object(train, "open_data", lambda *a: (*real(*a)[:3], ["one", "two"][world.rank])):
+    real = batches.open_data
+    with mock.patch.object(batches, "open_data", lambda *a: (*real(*a)[:3], ["one", "two"][world.rank])):
         return runs.session(world, argv)
 
 
@@ -243,7 +242,7 @@ def test_rank_0_verifies_the_data_and_the_other_nodes_find_its_record(tmp_path):
 def test_a_wrong_timeout_among_several_ranks_is_a_message(monkeypatch):
     """Its value is needed before it is known to be wrong."""
     monkeypatch.setattr(launcher, "started_by", lambda: ("hydra", 2))
-    cfg, wrong, timeout = session.parse_flags(parse, ["--timeout", "1" + "0" * 30])
+    cfg, wrong, timeout = session.parse_flags(["--timeout", "1" + "0" * 30])
     assert cfg is None and "--timeout" in wrong and timeout == launch.NO_TIMEOUT
 
 

@@ -505,7 +505,7 @@ def trained_by_us(world, flags, path):
             seen["pieces"].append((prefix + name, equality.to_numpy(piece), full, offset))
     for t in range(1, STEPS + 1):
         batches = train.micro_batches(cfg, mesh, source, 4 * (t - 1), 4, world.device)
-        opt.before_update[:] = [lambda t=t: keep(f"step {t} grad ", {"": opt.grads})]
+        step.before_update = lambda t: keep(f"step {t} grad ", {"": opt.grads})
         stats, _ = step(batches, t)
         seen["losses"].append(stats.loss.item())
     keep("end ", {"": opt.masters})

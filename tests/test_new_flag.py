@@ -21,7 +21,7 @@ from interface.command_line import read_flags, read_run_config
 from interface.presets import GPT2
 from model import GPT
 from parallel import make_mesh
-from pipeline import dropout_seeder, dropout_seeds, rank_layers
+from pipeline import dropout_seeds, rank_layers
 from plan import estimate
 from runtime.changed_flags import changed_flags, check_shape
 from runtime.launch import World
@@ -99,13 +99,11 @@ def test_a_config_json_with_a_flag_that_is_not_known_is_refused(tmp_path):
 def test_what_a_model_draws_beside_dropout_is_seeded_for_each_micro_batch(monkeypatch):
     """A reader's router draws numbers, and names its flag in draws_random_numbers()."""
     cfg = Config(preset="tiny")
-    assert dropout_seeds(cfg, ONE, 1, 2) == []
-    monkeypatch.setattr("pipeline.draws_random_numbers", lambda cfg: True)
-    seeds = [*dropout_seeds(cfg, ONE, 1, 2), *dropout_seeds(cfg, ONE, 2, 2)]
+    assert not train.Step(cfg, None, None, None).draws_random_numbers
+    monkeypatch.setattr(train, "draws_random_numbers", lambda cfg: True)
+    assert train.Step(cfg, None, None, None).draws_random_numbers
+    seeds = [*dropout_seeds(cfg, ONE, 1, 2)[0], *dropout_seeds(cfg, ONE, 2, 2)[0]]
     assert len(set(seeds)) == 4
-    set_to = []
-    dropout_seeder(cfg, ONE, 1, 2, set_to.append)(1, 0)
-    assert set_to == [seeds[1]]
 
 
 # -----------------------------------------------------------------------------

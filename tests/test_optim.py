@@ -187,12 +187,14 @@ def test_adamw_equals_the_paper():
     model, data_parallel, opt = built(cfg)
     w = {n: p.detach().clone() for n, p in model.named_parameters()}
     m, v = ({n: torch.zeros_like(p) for n, p in w.items()} for _ in range(2))
+    source = Synthetic(cfg.vocab_size, cfg.seq_len, cfg.seed)
     for t in range(1, 4):
         grads = {}
-        opt.before_update[:] = [lambda g=grads: g.update(
+        step = train.Step(cfg, model, data_parallel, opt)
+        step.before_update = lambda _, g=grads: g.update(
             {n: x.clone() for b in data_parallel.buckets
-             for n, x in zip(b.names, b.grad_windows, strict=True)})]
-        [(stats, _)] = steps(cfg, model, data_parallel, opt, [t])
+             for n, x in zip(b.names, b.grad_windows, strict=True)})
+        stats, _ = step([source.batch(4 * t, 2), source.batch(4 * t + 2, 2)], t)
         lr = learning_rate(cfg, t)
         norm = torch.stack([g.norm() for g in grads.values()]).norm()
         torch.testing.assert_close(stats.grad_norm, norm, rtol=1e-12, atol=0)
@@ -297,7 +299,7 @@ def run_with_overflow(world, flags, out):
     flags = dict(flags, dtype="fp16", data="synthetic", out=out, steps=5, log_every=1,
                  eval_every=0, save_every=0, plot=False, global_batch=sequences(world.size, flags))
     with mock.patch.object(train, "Step", StepWithOverflow), mock.patch("signal.signal"):
-        train.Run(Config(**flags), world).train()
+        train.train(train.Run(Config(**flags), world, mock.Mock()))
     return seen
 
 
@@ -354,7 +356,6 @@ def test_an_update_waits_for_the_copies_of_a_save():
     """Else the checkpoint has weights of the next step."""
     waited = []
     opt = optim.Optimizer.__new__(optim.Optimizer)
-    opt.before_update = []
     opt.snapshot_done = SimpleNamespace(wait=lambda: waited.append("copies"))
     with pytest.raises(AttributeError, match="cfg"):  # the update begins
         opt.step(0.1, torch.tensor(1.0))

@@ -1,18 +1,14 @@
 """The collectives of an Axis, one by one: what each rank receives, and the bytes that it counts as sent."""
 import dataclasses
 import itertools
-import re
 from datetime import timedelta
 
 import pytest
 import torch
 from pool import run_ranks
 
-from config import Config
-from cost.traffic import traffic
 from parallel import MAX, Axis, all_to_all, gather_rows, make_mesh, scatter_rows
 from runtime.launch import World
-from runtime.log import groups_over_nodes
 
 SEND = [[1, 2, 0], [3, 0, 2], [0, 1, 4]]  # rows from rank i to rank j
 E, W = 8, 5  # bytes of an fp64, columns
@@ -157,33 +153,6 @@ def test_no_group_of_tp_or_ep_spans_nodes_unless_it_must(n, here):
             for axis in (mesh.tp, mesh.ep):
                 assert here % axis.size or len({r // here for r in axis.ranks}) == 1
     assert layouts > 20
-
-
-NOTES = [  # nodes of the ranks, flags, share of the traffic of tp or ep that crosses, the words around it
-    ("00001111", dict(ep=4), None, "ep 4: each group stays inside a node"),
-    ("0000", dict(ep=4), None, ""), ("00001111", dict(), None, ""), ("", dict(ep=2), None, ""),
-    ("00001111", dict(ep=8), 4 / 7, "1 of 1 groups of ep 8 span nodes, of 4 ranks; try --ep 4"),
-    ("000111", dict(ep=2), 1, "1 of 3 groups of ep 2 span nodes, of 3 ranks; "
-     "try --ep 1, or a multiple of 2 ranks on each node"),
-    ("0101", dict(ep=2), 1, "2 of 2 groups of ep 2 span nodes, of 2 ranks; place the ranks node by node"),
-    ("01", dict(tp=2), 1, "1 of 1 groups of tp 2 span nodes, of 1 rank; try --tp 1"),
-    ("00001111", dict(cp=8), 1, "1 of 1 groups of cp 8 span nodes, of 4 ranks; try --cp 4"),
-    ("00001111", dict(cp=2, tp=4), 1, "tp 4: each group stays inside a node\n"
-     "note: 4 of 4 groups of cp 2 span nodes, of 4 ranks; try --cp 1")]
-
-
-@pytest.mark.parametrize("nodes, flags, share, words", NOTES, ids=str)
-def test_a_group_that_spans_nodes_is_named_with_its_bytes(nodes, flags, share, words):
-    cfg = Config(n_experts=8 * ("ep" in flags), **flags)
-    mesh = make_mesh(World(size=max(len(nodes), 2)), cfg.tp, cfg.pp, cfg.ep, groups=False, cp=cfg.cp)
-    text = "\n".join(groups_over_nodes(cfg, mesh, [*map(int, nodes)], 256))
-    if share:
-        megabytes = share * traffic(cfg, mesh, 256, cfg.micro_batch * mesh.dp.size)[[*flags][0]] / 1e6
-        cost = re.search(r": ([0-9.]+) MB per rank and step cross the network, ([0-9.]+) ms at 25 GB/s", text)
-        assert float(cost[1]) == pytest.approx(megabytes, rel=1e-3)
-        assert float(cost[2]) == pytest.approx(megabytes / 25, rel=1e-2)
-        text = text.replace(cost[0], "").removeprefix("note: ")
-    assert text.startswith(words) and bool(text) == bool(words)
 
 
 @pytest.mark.parametrize("cp", [1, 2, 4])

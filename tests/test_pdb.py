@@ -58,7 +58,7 @@ START = {"mpiexec": [BIN / "mpiexec", "-n", 2, sys.executable],
 def test_the_chosen_rank_stops_and_the_others_wait(launcher, tmp_path):
     t = Terminal([*START[launcher], ROOT / "train.py", *FLAGS, f"--out={tmp_path}", "--timeout=2", "--pdb=1"])
     assert "rank 1 of 2 stops in pdb, the others wait" in t.read(r"\(Pdb\) ")
-    t.type("p 'I am', self.world.rank, number")
+    t.type("p 'I am', run.world.rank, run.first_step")
     assert re.search(r"\('I am', 1, 1\)", t.read(r"\(Pdb\) "))
     time.sleep(2.5)  # longer than --timeout: neither the watchdog nor the process group ends the waiting rank
     t.type("cfg.seq_len + 1000")

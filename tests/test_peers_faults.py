@@ -330,11 +330,11 @@ def skipped_again(original, source, epoch, windows):
     return original(source, epoch, (windows + 4) % source.n_samples if epoch else windows)
 
 
-def samples_since_the_resume(original, run, number):
+def samples_since_the_resume(original, run):
     """Run.save that counts the samples of this process alone."""
-    steps = number - run.first_step + 1
-    with mock.patch.object(run.state, "samples", steps * run.full_batch):
-        original(run, number)
+    steps = run.state.step - run.first_step + 1
+    with mock.patch.object(run.state, "samples", steps * run.batch):
+        original(run)
 
 
 RESUMES = {  # threads: what went wrong there: a fault of the resumed process

@@ -8,7 +8,7 @@ from runs import go, rows, same
 
 import train
 from config import Config
-from corpus.rampup import batch_size
+from corpus.batches import batch_size
 from corpus.synthetic import Synthetic
 from interface import nearest
 from interface.command_line import parse

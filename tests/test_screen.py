@@ -34,7 +34,6 @@ from interface.presets import PRESETS
 from runtime import ending, launch, log, tracker
 from runtime import session as session_
 from runtime.launch import World
-from runtime.progress import Progress
 from skip import Ranges
 
 # -----------------------------------------------------------------------------
@@ -44,44 +43,9 @@ def test_the_time_left_is_the_mean_of_the_steps_so_far(monkeypatch):
     """The first step of a start, here 11, compiles: it does not count."""
     clock = iter([1000.0, 1003.0, 1008.0])
     monkeypatch.setattr("time.monotonic", lambda: next(clock))
-    progress = Progress(Config(steps=20), is_main=True, first_step=11)
-    assert [progress.left(number) for number in (11, 12, 13)] == [None, 3.0 * 8, 4.0 * 7]
-
-
-@pytest.mark.parametrize("log_every, hints", [(10, True), (1, False)])
-def test_who_logs_each_step_is_not_told_to(log_every, hints, capsys):
-    progress = Progress(Config(steps=20, log_every=log_every), is_main=True, first_step=1)
-    progress.step_took(2, 100.0)
-    said = capsys.readouterr().out
-    assert "a step takes about 100.0 s" in said and ("--log-every 1" in said) == hints
-
-
-@pytest.mark.parametrize("number, ms, last, said", [
-    (1, 30_000.0, 0, "  evaluates 20 batches; --eval-iters says how many\n"),  # perhaps it compiled
-    (2, 30_000.0, 0, "  evaluates 20 batches, about 3:20; --eval-iters says how many\n"),
-    (2, 160.0, 0, ""), (2, None, 0, ""),
-    (3, 160.0, 9.0, "  evaluates 20 batches, about 0:09; --eval-iters says how many\n")])
-def test_the_time_of_the_first_step_says_nothing_about_an_evaluation(number, ms, last, said, capsys):
-    """A first step compiles. The row's time of a step counts from the second one on."""
-    progress = Progress(Config(steps=20), is_main=True, first_step=1)
-    progress.step_took(1, 25.0)
-    progress.evaluation = last
-    progress.evaluation_begins(number, 20, ms)
-    assert capsys.readouterr().out == said
-
-
-@pytest.mark.parametrize("silent, said", [
-    (60.0, ""), (0.01, "  first step: still at work; it prints its line when it is done\n")])
-def test_a_first_step_that_takes_long_is_announced_and_a_quick_one_is_not(silent, said, monkeypatch, capsys):
-    monkeypatch.setattr("runtime.progress.SILENT", silent)
-    progress = Progress(Config(steps=20), is_main=True, first_step=1)
-    progress.first_step_begins()
-    timer = progress.first
-    if said:
-        timer.join()
-    progress.first_step_ends()
-    timer.join()
-    assert capsys.readouterr().out == said
+    run_log = SimpleNamespace(first_done=None)
+    left = [log.Log.seconds_left(run_log, number, 20) for number in (11, 12, 13)]
+    assert left == [None, 3.0 * 8, 4.0 * 7]
 
 
 def test_a_long_list_says_how_much_of_it_is_done(capsys, monkeypatch):
@@ -98,8 +62,7 @@ def test_the_table_of_runs_fits_a_narrow_terminal(tmp_path, monkeypatch, capsys)
     flags = {"steps": 3, "preset": "tiny", "world": 1, "plot": False, "rampup_batch_size": [8, 8, 64]}
     (run / "config.json").write_text(json.dumps(flags))
     monkeypatch.setenv("COLUMNS", "80")
-    with pytest.raises(SystemExit):
-        plot.parse_or_list(["--list", str(tmp_path)])
+    plot.print_runs(tmp_path)
     said = capsys.readouterr().out
     assert max(map(len, said.splitlines())) <= 80
     assert "tiny on 1 rank " in said and "--no-plot" in said and "--rampup-batch-size 8 8 64" in said

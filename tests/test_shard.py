@@ -26,7 +26,7 @@ from fast.choose import choose
 from interface.layout import check_ranks
 from ops import accelerator
 from parallel import Axis, CompletedWork, make_mesh
-from runtime import log, watch
+from runtime import agree, log
 from runtime.launch import World
 from runtime.resume import broadcast_and_verify
 from zero import ShardedBucket
@@ -197,7 +197,7 @@ def replicas_that_differ(world, dtype):
             bucket.master.copy_(bucket.own)
 
     def differences():
-        found = watch.replica_differences(model, mesh)
+        found = agree.replica_differences(model, mesh)
         for bucket in data_parallel.buckets:
             if isinstance(bucket, ShardedBucket):
                 bucket.free()
@@ -251,13 +251,8 @@ def test_a_run_prints_what_leaves_its_node(capsys):
         leaving[shard], _ = found["to other nodes"]
         assert bytes_between_nodes(mesh, sent, lambda rank: rank // 2) == leaving[shard]
         assert "\n  to other nodes" in capsys.readouterr().out
-        notes = "\n".join(log.groups_over_nodes(cfg, mesh, [0, 0, 1, 1], 256))
-        assert notes == ("shard 2: each group stays inside a node" if shard else "")
     assert 0 < leaving[2] < leaving[0] / 2
     assert "to other nodes" not in log.report_traffic(sent, sent, mesh, [0, 0, 0, 0])
-    apart = make_mesh(World(rank=0, size=8), shard=4, groups=False)
-    (note,) = log.groups_over_nodes(Config(zero=1, shard=4), apart, [0, 0, 1, 1, 2, 2, 3, 3], 256)
-    assert "2 of 2 groups of shard 4 span nodes, of 2 ranks" in note and "try --shard 2" in note
 
 
 def test_the_search_shares_within_a_node_where_there_are_several():

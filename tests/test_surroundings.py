@@ -16,7 +16,6 @@ import pytest
 from pool import ROOT
 
 from config import Config
-from interface.command_line import parse
 from interface.layout import check_batch, check_ramp
 from interface.schema import ChangedFile
 from runtime import abort, address, agree, debugger, guardian, launch, launcher, mpi, session, tracker
@@ -52,10 +51,10 @@ def test_the_file_stop_is_looked_for_again_after_a_whole_second(tmp_path, monkey
     monkeypatch.setattr("time.monotonic", lambda: now[0])
     stop = agree.Stop(2.0)
     stop.watch_file(tmp_path)
-    assert stop.poll(World()) is None
+    assert stop.poll(World(), now[0]) is None
     (tmp_path / "stop").touch()
     now[0] = 100.0 + agree.LOOK_EVERY
-    assert stop.poll(World()) == "the file stop"
+    assert stop.poll(World(), now[0]) == "the file stop"
 
 
 def test_a_run_stops_when_its_minutes_have_passed(monkeypatch):
@@ -63,9 +62,9 @@ def test_a_run_stops_when_its_minutes_have_passed(monkeypatch):
     monkeypatch.setattr("time.monotonic", lambda: now[0])
     stop = agree.Stop(2.0)
     now[0] = 219.9
-    assert stop.poll(World()) is None
+    assert stop.poll(World(), now[0]) is None
     now[0] = 220.1
-    assert stop.poll(World()) == "max-minutes"
+    assert stop.poll(World(), now[0]) == "max-minutes"
 
 
 # -----------------------------------------------------------------------------
@@ -74,7 +73,7 @@ def test_a_run_stops_when_its_minutes_have_passed(monkeypatch):
 def test_one_process_is_told_how_many_its_layout_needs(monkeypatch, capsys):
     monkeypatch.setattr(launcher, "started_by", lambda: ("single", 1))
     with pytest.raises(SystemExit):
-        session.parse_flags(parse, ["--tp=2"])
+        session.parse_flags(["--tp=2"])
     assert "--tp 2 needs 2 ranks, and one process is started" in capsys.readouterr().err
 
 

@@ -20,19 +20,16 @@ sys.path.insert(0, str(ROOT / "bench"))
 
 import training
 
-NO_RANKS = SimpleNamespace(model=None, data_parallel=SimpleNamespace(buckets_of={None: []}))
-
 
 def test_trace_says_where_it_is_and_how_to_look_at_it(tmp_path, capfd):
     """... once, over three steps; the last line names it, and a profile that is there."""
-    with profiles.tracer(True, tmp_path, 2) as trace:
-        assert trace is None
+    assert profiles.tracer(tmp_path, 2) is None
     assert "and this run takes 2: there is no trace" in capfd.readouterr().out
-    with profiles.tracer(True, tmp_path, 12) as trace:
-        for _ in range(12):
-            torch.zeros(1).add_(1)
-            profiles.end_traced_step(trace, NO_RANKS)
-    profiles.end_traced_step(None, None)  # without --trace
+    run = SimpleNamespace(step=torch.zeros(1).add_, cfg=SimpleNamespace(steps=12), state=State(),
+                          out=tmp_path, model=None, data_parallel=SimpleNamespace(buckets_of={None: []}))
+    step = profiles.traced(run)
+    for _ in range(12):
+        step(1)
     said = capfd.readouterr()
     assert said.out == f"trace: {tmp_path}/trace.json; open it in https://ui.perfetto.dev\n"
     assert "USDT" not in said.err, "torch prints lines of its own"
@@ -65,10 +62,8 @@ def handles_of_a_traced_step(world, flags):
     run = training.Training(parse([*runs.TINY, *flags]), world)
     for _ in range(2):
         run.step(run.batches())  # run() would wait for the weights
-    left = []
-    trace = SimpleNamespace(step=lambda: left.append(len(works_below(run))))
-    profiles.end_traced_step(trace, run)
-    return left
+    profiles.wait_for_all_weights(run.model, run.data_parallel)
+    return [len(works_below(run))]
 
 
 @pytest.mark.parametrize("ranks,flags", [

@@ -11,7 +11,7 @@ import pytest
 import torch
 from plain_model import val_loss
 from pool import run_ranks
-from runs import SHAPE, final, go, rows, same, session
+from runs import SHAPE, final, go, rows, same
 
 import prepare
 import train
@@ -21,7 +21,6 @@ from corpus.synthetic import Synthetic
 from interface.command_line import parse
 from parallel import make_mesh
 from runtime.launch import World
-from runtime.progress import Progress
 
 T = 16  # of SHAPE
 GPT2 = ["--n-kv-head=2", "--norm=layer", "--mlp=gelu", "--pos=learned", "--bias", "--tied"]
@@ -103,16 +102,16 @@ def test_validation_loss_is_that_of_the_val_split_without_dropout(name, folders,
 
 @pytest.mark.parametrize("samples, batch, iters, n", [(11, 8, 1000, 1), (11, 4, 1000, 2), (11, 4, 1, 1),
                                                       (11, 12, 5, 1), (11, 4, 0, 1)])
-def test_a_run_says_how_many_batches_an_evaluation_has(samples, batch, iters, n, tmp_path, monkeypatch):
+def test_how_many_batches_an_evaluation_has(samples, batch, iters, n, monkeypatch):
+    cfg = Config(eval_iters=iters, n_layer=1, n_embd=16, n_head=2, n_kv_head=1, ffn_hidden=32, seq_len=16)
+    mesh = make_mesh(World())
+    model, _, _ = train.build(cfg, mesh, 100, torch.device("cpu"))
     source = Synthetic(100, 16, 0)
     source.n_samples = samples
-    assert train.evaluation_batches(Config(eval_iters=iters), source, batch) == n
-    announced = []
-    monkeypatch.setattr(Progress, "evaluation_begins", lambda self, number, n, ms: announced.append(n))
-    monkeypatch.setattr(train, "evaluation_batches", lambda *_: n)
-    done = session(World(), [*SHAPE, f"--out={tmp_path}", "--data=synthetic", "--steps=1", "--micro-batch=1",
-                             "--no-plot", "--save-every=0", "--eval-every=1"])
-    assert done["code"] == 0 and announced == [n], done["err"]
+    firsts = []
+    monkeypatch.setattr(train, "micro_batches", lambda *args: firsts.append(args[3]) or [source.batch(0, 1)])
+    train.evaluate(cfg, model, source, batch, torch.device("cpu"))
+    assert firsts == [i * batch for i in range(n)]
 
 
 def test_no_evaluation_without_eval_every_and_one_at_the_end_with_a_large_one(tmp_path):

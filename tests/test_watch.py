@@ -29,7 +29,7 @@ from corpus.synthetic import Synthetic
 from interface.tree import Tree, grow
 from ops import checksum
 from parallel import make_mesh
-from runtime import guardian, hang, launcher, timing, watch
+from runtime import agree, guardian, hang, launcher, timing, watch
 from runtime.launch import CollectiveLog, World
 
 TIMEOUT = 2.0  # the ranks' --timeout from the fault on; until then PATIENT holds, so a slow start is no hang
@@ -391,13 +391,13 @@ def changed_names(world, layout, family):
     model, *_ = train.build(cfg, mesh, 64, world.device)
     own = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     held = mesh.world.tree.gather_objects({n: getattr(t, "offset", (0,)) for n, t in own.items()})
-    seen = {"nothing": ([], watch.replica_differences(model, mesh))}
+    seen = {"nothing": ([], agree.replica_differences(model, mesh))}
     for name in sorted(held[-1]):
         bits = own[name].data.view(-1).view(torch.int32) if world.rank == world.size - 1 else None
         if bits is not None:
             bits[-1] ^= 1
         alike = [r for r, names in enumerate(held) if names.get(name) == held[-1][name]]
-        seen[name] = alike, watch.replica_differences(model, mesh)
+        seen[name] = alike, agree.replica_differences(model, mesh)
         if bits is not None:
             bits[-1] ^= 1
     return seen
@@ -426,9 +426,9 @@ def test_every_tensor_is_compared_among_all_ranks_that_hold_it(n, layout, family
 
 def test_the_smaller_group_of_replicas_is_reported():
     hashes = [[1, 2], [1, 2], [1, 3], [1, 2]]
-    assert watch.describe_mismatch("w", hashes, (0, 2, 4, 6)) == "w on rank 4 differs from ranks 0, 2, 6"
-    assert watch.describe_mismatch("w", [[1, 2], [1, 2]], (0, 1)) is None
-    assert watch.differences_message([f"w{i}" for i in range(20)], 5, []).endswith("w7\n... and 12 more")
+    assert agree.describe_mismatch("w", hashes, (0, 2, 4, 6)) == "w on rank 4 differs from ranks 0, 2, 6"
+    assert agree.describe_mismatch("w", [[1, 2], [1, 2]], (0, 1)) is None
+    assert agree.differences_message([f"w{i}" for i in range(20)], 5, []).endswith("w7\n... and 12 more")
 
 
 def compare_with_gathers_under_way(world):
@@ -449,8 +449,8 @@ def compare_with_gathers_under_way(world):
         batches = train.micro_batches(cfg, mesh, source, 0, 2, world.device)
         train.Step(cfg, model, data_parallel, opt)(batches, 1)
         with mock.patch.object(model, "provide_weights", lambda *args: None):
-            stale = watch.replica_differences(model, mesh)
-        return stale, watch.replica_differences(model, mesh)
+            stale = agree.replica_differences(model, mesh)
+        return stale, agree.replica_differences(model, mesh)
 
 
 def test_replicas_are_compared_after_the_all_gather_of_the_weights():

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 import train
+from runtime import watch
 
 
 def sleep_for_ever():
@@ -55,7 +56,7 @@ def wait_for(path):
 
 
 def main(fault, at, argv, seconds=None):
-    micro_batches, build, watchdog = train.micro_batches, train.build, train.watch.Watch
+    micro_batches, build, watchdog = train.micro_batches, train.build, watch.Watch
     seen = {"step": 0}
 
     def watch_and_keep(*args):
@@ -96,7 +97,7 @@ def main(fault, at, argv, seconds=None):
         return micro_batches(cfg, mesh, source, first, count, device)
 
     train.micro_batches, train.build = micro_batches_with_fault, build_and_keep
-    train.watch.Watch = watch_and_keep
+    watch.Watch = watch_and_keep
     train.main(argv)
 
 
