@@ -52,9 +52,9 @@ TEXTS = {"bench": (".py", ".sh", ".js", ".html", ".pbs", ".slurm"),
 
 # What is larger today: a number here only falls, and what is within its limit leaves the list.
 OVER = {
-    "reading path": (4491, 13), "ops, fast": (3704, 26), "runtime, interface": (9562, 52),
-    "corpus, cost, programs": (10978, 40), "house": (28743, 131), "bench": (5018, 24),
-    "tests": (34800, 112), "pages": (4130, 23)}
+    "reading path": (4488, 13), "ops, fast": (3704, 26), "runtime, interface": (9286, 51),
+    "corpus, cost, programs": (10973, 40), "house": (28451, 130), "bench": (5013, 24),
+    "tests": (34414, 111), "pages": (4110, 23)}
 LONG_FILES = {
     "tests/test_chat.py": 671, "tests/test_checkpoint.py": 707, "tests/test_cli.py": 670,
     "tests/test_convert.py": 707, "tests/test_data.py": 750, "tests/test_import.py": 717,
