@@ -9,7 +9,6 @@ from typing import NamedTuple
 from config import pad_vocab
 from cost.muon import muon_elements, workspace_bytes
 from cost.parameters import (
-    adapted_matrices,
     dense_hidden,
     element_bytes,
     expert_rows,
@@ -57,12 +56,11 @@ def saved_activations(cfg, mesh, load_factor=0.0, choice=None):
     load_factor: rows of this rank's experts over the balanced number, dropless with ep > 1. 0 takes the
     largest number that there has to be memory for.
     """
-    attention = _attention_activations(cfg, mesh, choice)
+    attention = _attention_activations(cfg, mesh)
     mlp = _mlp_activations(cfg, mesh)
     elements = rank_tokens(cfg, mesh) * cfg.n_embd  # of one (B*t, C) tensor
-    adapters = _adapter_activations(cfg, mesh)
-    saved = attention.saved + mlp.saved + adapters.saved
-    remains = attention.remains + mlp.remains + adapters.remains
+    saved = attention.saved + mlp.saved
+    remains = attention.remains + mlp.remains
     peak = max(attention.peak, mlp.peak) + 2 * elements * element_bytes(cfg)[0]
     if cfg.dropout > 0:
         saved += 2 * elements / mesh.tp.size  # the masks of both residual branches, a byte per element
@@ -73,7 +71,7 @@ def saved_activations(cfg, mesh, load_factor=0.0, choice=None):
     return BlockActivations(saved + experts.saved, remains + experts.remains, peak + experts.peak)
 
 
-def _attention_activations(cfg, mesh, choice):
+def _attention_activations(cfg, mesh):
     """Return the BlockActivations from a block's input to the input of norm2."""
     weight_bytes, wide_bytes = element_bytes(cfg)
     rows = rank_tokens(cfg, mesh)
@@ -101,15 +99,8 @@ def _attention_activations(cfg, mesh, choice):
         if uses_rope and not has_norm:
             saved -= rows * qkv
         peak = 3 * whole_sequences  # gradients of both segments' keys and values, and their sum
-    if cfg.zero < 3 and not cfg.fp8:
+    if cfg.zero < 3:
         saved += C * qkv  # wq, wk and wv concatenated
-    in_8_bits = 0  # bytes that come with --fp8
-    if cfg.fp8 and not cfg.lora:
-        # Norm1's output takes a byte per element. For wo, attention's output is kept once more.
-        in_8_bits = rows * (C * (1 - weight_bytes) + q)
-
-    saved += _document_mask_elements(cfg, mesh, choice or expected_choice(cfg, mesh))
-
     wide = 0
     if cfg.qk_norm == "all":  # q and k widened, and the same divided by their mean square's root
         wide = 2 * wide_bytes * rows * (q + kv)
@@ -118,22 +109,7 @@ def _attention_activations(cfg, mesh, choice):
     if cfg.recompute == "selective":
         # It keeps q k v, attention's output, and the product with wo as it is before the scatter.
         remains += weight_bytes * rows * (qkv + q + C) + softmax
-    saved = weight_bytes * saved + in_8_bits + wide + softmax
-    return BlockActivations(saved, remains, weight_bytes * peak)
-
-
-def _document_mask_elements(cfg, mesh, choice):
-    """Return the elements of the mask of --doc-mask on that a layer keeps, as numbers added to its scores.
-
-    A flash kernel has lists of blocks instead, which all layers share: a byte for a thousand elements.
-    """
-    if cfg.doc_mask != "on" or choice.flex:
-        return 0
-    cp = mesh.cp.size
-    if cp == 1:
-        return cfg.micro_batch * cfg.seq_len**2
-    segment = cfg.seq_len / (2 * cp)  # the keys of a rank's two segments are those of one more than all
-    return cfg.micro_batch * segment * (cfg.seq_len + segment)
+    return BlockActivations(weight_bytes * saved + wide + softmax, remains, weight_bytes * peak)
 
 
 def _mlp_activations(cfg, mesh):
@@ -149,12 +125,6 @@ def _mlp_activations(cfg, mesh):
     # Gate, up and their product (GEGLU also gelu(gate)), or the hidden layer before and after GELU.
     inner = rows * hidden * {"swiglu": 3, "geglu": 4}.get(cfg.mlp, 2)
     concatenated = 2 * hidden * C if is_gated else 0  # w1 and w3
-    if cfg.fp8:
-        concatenated = 0
-    in_8_bits = 0  # bytes that come with --fp8
-    if cfg.fp8 and not cfg.lora:
-        # Norm2's output and the input of w2 take a byte per element.
-        in_8_bits = rows * (C + hidden) * (1 - weight_bytes)
     saved = rows * C + inner
     if cfg.zero < 3:
         saved += concatenated
@@ -172,24 +142,7 @@ def _mlp_activations(cfg, mesh):
             remains += rows * C
     elif cfg.recompute == "full" and compiled_whole and cfg.mlp == "swiglu" and not cfg.n_experts:
         remains = rows * hidden  # a Triton kernel's output is not recomputed (inferred from a run)
-    peak = weight_bytes * inner
-    if cfg.fp8:  # the gradient of the products with w1 and w3, in both layouts, and these weights
-        peak += (2 * rows + C) * hidden * (2 if is_gated else 1)
-    return BlockActivations(weight_bytes * saved + in_8_bits, weight_bytes * remains, peak)
-
-
-def _adapter_activations(cfg, mesh):
-    """Return the BlockActivations of the adapters of --lora: the narrow products x A^T."""
-    weight_bytes, _ = element_bytes(cfg)
-    rows = rank_tokens(cfg, mesh) * weight_bytes
-    matrices = adapted_matrices(cfg)
-    saved = rows * cfg.lora * len(matrices)
-    remains = 0
-    if cfg.recompute == "selective":
-        # It keeps the wide products of the adapters, too.
-        wide = sum(n_out for n_out, _ in matrices) / mesh.tp.size
-        remains = saved + rows * wide
-    return BlockActivations(saved, remains, 0)
+    return BlockActivations(weight_bytes * saved, weight_bytes * remains, weight_bytes * inner)
 
 
 def _expert_activations(cfg, mesh, load_factor, choice=None):
@@ -210,7 +163,6 @@ def _expert_activations(cfg, mesh, load_factor, choice=None):
         # fast/padded.py sends messages of `held` rows, also on the way back.
         router += 24 * (held - returned)
         returned = held
-
     recomputes = cfg.mlp == "swiglu" and cfg.dtype != "fp64"  # SwiGLUExperts keeps two of four
     hidden_tensors = 2 if recomputes or cfg.mlp not in GATED else 4
     row = hidden_tensors * F
@@ -326,6 +278,8 @@ def state_bytes(cfg, mesh, vocab_size, choice):
 def blocks_in_flight(cfg, mesh):
     """Return how many activations of one block and micro-batch this rank keeps at once, at most."""
     sizes = [end - first for first, end in rank_layers(cfg, mesh.pp)]
+    if cfg.pp_chunks == 1:  # 1F1B: a stage begins as many as there are stages from it to the last
+        return sizes[0] * min(mesh.pp.size - mesh.pp.rank, micro_batches(cfg, mesh))
     # After the warm-up there are never more, so a few micro-batches are enough.
     few = min(micro_batches(cfg, mesh), 2 * mesh.pp.size)
     held = 0

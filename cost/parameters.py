@@ -1,9 +1,8 @@
 """How many parameters a model has, how many of them one rank holds, and how much work one token is.
 
-A rank's parameters are counted on the model itself. It is built on the meta device, which allocates
-nothing, and ddp.assign_buckets says which bucket each parameter belongs to. So no formula can
-drift from the model that trains. Only count_parameters is a formula, because it also counts the
-parameters that one token meets; tests compare it with the model.
+Parameters are counted on the model itself. It is built on the meta device, which allocates nothing, and
+ddp.assign_buckets says which bucket each parameter belongs to. So no formula can drift from the model that
+trains.
 """
 import dataclasses
 from collections import Counter
@@ -17,7 +16,6 @@ from ddp import assign_buckets, frozen_parameters, trained_parameters
 from model import DTYPES, GPT
 from moe import expert_capacity
 from muon import shapes_of
-from ops.activations import GATED
 from ops.flat import padded_elements
 from parallel import Axis, Mesh
 from pipeline import rank_layers
@@ -32,37 +30,54 @@ COUNTED = ("n_layer", "n_head", "n_kv_head", "n_embd", "ffn_hidden", "vocab_size
 COSTS_NOTHING = ("norm_eps", "rope_base", "rope_scaling", "no_rope_every", "drop_policy", "router",
                  "window_rope_base", "embed_scale", "lora_alpha")
 
+# The flags of a layout but zero, and values that cut nothing: mesh and blocks say what these flags say.
+LAYOUT = dict(micro_batch=1, global_batch=0, recompute="none", pp=1, tp=1, cp=1, ep=1, pp_chunks=1,
+              pp_layers="")
+_flags_of_any_layout = attrgetter(*(f.name for f in dataclasses.fields(Config)
+                                    if f.name not in {*LAYOUT, "zero"}))
+
 # -----------------------------------------------------------------------------
 # The whole model
 
+_counted = {}  # {what the model depends on: what count_parameters returned}
+
+
 def count_parameters(cfg, vocab_size):
-    """Return the numbers of parameters of the whole model: {"total", "matmul", "embedding"}.
+    """Return the numbers of parameters of the whole model: {"total", "matmul", "embedding", "adapters"}.
 
-    total counts all parameters. matmul counts those that one token is multiplied with: the head, and
-    of the experts only the top-k and the shared ones. The router is left out, as in the reports that
-    we compare with. embedding counts the input tables.
+    matmul: those that one token is multiplied with: the head, and of the experts only the top-k and the
+    shared ones. The router is left out, as in the reports that we compare with. embedding: the input tables.
+    adapters: those of --lora.
     """
-    C, V = cfg.n_embd, pad_vocab(vocab_size)
-    head = V * C
-    embedding = head
-    if cfg.pos == "learned":
-        embedding += cfg.seq_len * C
+    key = _flags_of_any_layout(cfg), vocab_size
+    if key not in _counted:
+        _counted[key] = _count_on_meta(cfg, vocab_size)
+    return _counted[key]
 
-    attention = 2 * C * query_columns(cfg) + 2 * C * _kv_columns(cfg)
-    held, met = _mlp_parameters(cfg)
-    adapters = adapter_parameters(cfg)
-    block = attention + held + _block_biases(cfg) + _qk_norm_parameters(cfg) + adapters
 
-    matmul = cfg.n_layer * (attention + met + adapters) + head
-    total = cfg.n_layer * block + _norm_parameters(cfg) + embedding
-    if not cfg.tied:
-        total += head
-    if cfg.objective == "mlm":  # a dense layer in front of the head, and a bias on the logits
-        matmul += C * C
-        total += C * C
-        if cfg.bias:
-            total += C + V
-    return {"total": total, "matmul": matmul, "embedding": embedding}
+def _count_on_meta(cfg, vocab_size):
+    """Count the parameters of a model of one block, and those of the block as often as there are blocks."""
+    with torch.device("meta"):
+        model = GPT(dataclasses.replace(cfg, **LAYOUT, zero=0, n_layer=1), one_rank(), vocab_size, [(0, 1)])
+    found = Counter()
+    for name, p in model.named_parameters():
+        in_block = name.startswith("blocks.")
+        n = p.numel() * (cfg.n_layer if in_block else 1)
+        found["total"] += n
+        if name.startswith(("wte.", "wpe.")):
+            found["embedding"] += n
+        if ".lora." in name:
+            found["adapters"] += n
+        is_matrix = name == "mlm.dense.weight" or in_block and p.ndim > 1 and "router" not in name
+        if is_matrix:  # of the experts' matrices, (E, out, in), a token meets top-k
+            found["matmul"] += n * cfg.top_k // cfg.n_experts if p.ndim == 3 else n
+    found["matmul"] += pad_vocab(vocab_size) * cfg.n_embd  # the head, which may be the embedding
+    return found
+
+
+def one_rank(**sizes):
+    """Return the mesh of one rank; sizes: of the axes that cut the model, where others have ranks."""
+    return Mesh(*(Axis(name, size=sizes.get(name, 1)) for name in Mesh.__annotations__))
 
 
 def dense_hidden(cfg):
@@ -80,79 +95,6 @@ def query_columns(cfg):
     return cfg.n_head * head_width(cfg)
 
 
-def _kv_columns(cfg):
-    """Return the columns of the keys, and of the values, of all heads together."""
-    return cfg.n_kv_head * head_width(cfg)
-
-
-def adapted_matrices(cfg):
-    """Return the full (rows, columns) of each matrix of a block that has an adapter, [] without --lora."""
-    if not cfg.lora:
-        return []
-    C = cfg.n_embd
-    q = query_columns(cfg)
-    kv = _kv_columns(cfg)
-    found = [(q, C), (kv, C), (kv, C), (C, q)]
-    hidden = dense_hidden(cfg)
-    if hidden:
-        found += [(hidden, C)] * (_mlp_matrices(cfg) - 1)
-        found.append((C, hidden))
-    return found
-
-
-def adapter_parameters(cfg):
-    """Return the parameters of the adapters of a block, 0 without --lora."""
-    return sum(cfg.lora * (rows + columns) for rows, columns in adapted_matrices(cfg))
-
-
-def _mlp_matrices(cfg):
-    """Return the number of matrices of an MLP: a gated one also has w3."""
-    return 3 if cfg.mlp in GATED else 2
-
-
-def _mlp_parameters(cfg):
-    """Return (all parameters, those that one token meets) of a block's MLP or experts, without biases."""
-    mlp = _mlp_matrices(cfg) * cfg.n_embd * cfg.ffn_hidden
-    if not cfg.n_experts:
-        return mlp, mlp
-    router = cfg.n_experts * cfg.n_embd
-    held = (cfg.n_experts + cfg.n_shared_experts) * mlp + router
-    met = (cfg.top_k + cfg.n_shared_experts) * mlp
-    return held, met
-
-
-def _block_biases(cfg):
-    """Return the elements of the biases in a block's linear layers. Routed experts have none."""
-    of_qkv = query_columns(cfg) + 2 * _kv_columns(cfg)
-    if not cfg.bias:
-        return of_qkv if cfg.qkv_bias else 0
-    biases = of_qkv + cfg.n_embd  # of wo
-    hidden = dense_hidden(cfg)
-    if hidden:
-        biases += cfg.n_embd + hidden * (_mlp_matrices(cfg) - 1)
-    return biases
-
-
-def _qk_norm_parameters(cfg):
-    """Return the weights of a block's norms of queries and keys."""
-    widths = {"none": 0, "head": 2 * head_width(cfg), "all": query_columns(cfg) + _kv_columns(cfg)}
-    return widths[cfg.qk_norm]
-
-
-def _norm_parameters(cfg):
-    """Return the parameters of all other norms: two or four per block, the last one, one in the mlm head."""
-    norms = norms_of_block(cfg) * cfg.n_layer + 1
-    if cfg.objective == "mlm":
-        norms += 1
-    vectors = 2 if cfg.norm == "layer" and cfg.bias else 1
-    return norms * vectors * cfg.n_embd
-
-
-def norms_of_block(cfg):
-    """Return the number of norms of a block over the width of the model."""
-    return 4 if cfg.norm_place == "both" else 2
-
-
 def flops_per_token(cfg, vocab_size):
     """Return (full, causal): floating-point operations of forward and backward for one token.
 
@@ -164,9 +106,9 @@ def flops_per_token(cfg, vocab_size):
     """
     C, V = cfg.n_embd, pad_vocab(vocab_size)
     attention = 12 * cfg.n_layer * query_columns(cfg) * attended_length(cfg)
+    count = count_parameters(cfg, vocab_size)
     each = 4 if cfg.lora else 6
-    products = each * count_parameters(cfg, vocab_size)["matmul"]
-    products += (6 - each) * cfg.n_layer * adapter_parameters(cfg)
+    products = each * count["matmul"] + (6 - each) * count["adapters"]
     if cfg.objective == "mlm":
         products -= each * (1 - n_masked(cfg.seq_len) / cfg.seq_len) * C * (V + C)
         return products + attention, products + attention
@@ -287,11 +229,6 @@ def _build_buckets(cfg, mesh, vocab_size, first, blocks, lone_axes):
     return sizes
 
 
-# The flags of a layout but zero, and values that cut nothing: mesh and blocks say what these flags say.
-LAYOUT = dict(micro_batch=1, global_batch=0, recompute="none", pp=1, tp=1, cp=1, ep=1, pp_chunks=1,
-              pp_layers="")
-_flags_of_any_layout = attrgetter(*(f.name for f in dataclasses.fields(Config)
-                                    if f.name not in {*LAYOUT, "zero"}))
 _built = {}  # {what the buckets depend on: what _build_buckets returned}
 
 
@@ -307,8 +244,7 @@ def _buckets(cfg, mesh, vocab_size):
     key = (_flags_of_any_layout(cfg), zero, *cut.values(), vocab_size, first, held.blocks, lone_axes)
     if key not in _built:
         cut_alike = dataclasses.replace(cfg, **LAYOUT, zero=zero)
-        axes = [Axis(name, size=cut.get(name, 1)) for name in Mesh.__annotations__]
-        _built[key] = _build_buckets(cut_alike, Mesh(*axes), vocab_size, first, held.blocks, lone_axes)
+        _built[key] = _build_buckets(cut_alike, one_rank(**cut), vocab_size, first, held.blocks, lone_axes)
     return _built[key]
 
 

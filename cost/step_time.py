@@ -15,7 +15,6 @@ from config import pad_vocab
 from cost.communication_time import COPIED, HIDDEN, bubble, communication_seconds, exposed_seconds
 from cost.gpus import GPUS, NODE, kind_of
 from cost.parameters import (
-    adapted_matrices,
     attended_length,
     dense_hidden,
     element_bytes,
@@ -32,9 +31,7 @@ from cost.parameters import (
     uncopied_gradients,
     unwidened_gradients,
 )
-from fast import products
 from fast.choose import choose, needs_row_limit
-from ops import gelu_mlp
 from ops.accelerator import device_name
 from ops.activations import GATED
 
@@ -43,11 +40,6 @@ from ops.activations import GATED
 
 # Matrix products
 RAMP = 64  # elements of the inner dimension until a tile's pipeline is full
-# --fp8: bytes that move while a number of an input, a weight or a gradient of an output is rounded. The
-# largest is looked for, and each is read and written by rows and by columns, that of a weight in two passes.
-FP8_INPUT = 6
-FP8_WEIGHT = 8
-FP8_GRADIENT = 6
 GROUPED = 0.5  # of peak, experts: 445 TFLOP/s at 1024 rows each, less the time of the weights' bytes
 
 # Other kernels
@@ -63,17 +55,10 @@ GROWTH = 0.16  # exponent: the rate at 8192 tokens is 1.25 times that at 2048
 SEGMENT = 0.18  # of peak
 SEGMENTS = 4096, 16384  # tokens of a segment, between which the rate grows
 SEGMENT_GROWTH = 0.25  # exponent: the rate at 16384 tokens is 1.41 times that at 4096
-# Passes over the hidden layer that products with GELU save, both ways: 1.7 in WP and 2.4 in G2, on one H200.
-# On H100, with --recompute, and where cuBLASLt has no such product (1024 to 4096), it was not measured.
-GELU_IN_PRODUCTS = 2
 TOUCHES = 3  # times a saved tensor passes through memory outside products: write, read, gradient
-# Without --compile torch's own kernels go over a block's rows this much more often, both ways. Each reads
-# and writes them once. From the ladders of W1 (49 on one H200, 45 on two), G2 (17, 14) and W2b (65, 66).
-# W1 also rotates queries and keys, and G2 does not, so what of it belongs to the norm is not known. The
-# number for LayerNorm lies between 15 of G2 and 6 of SC, by what the rest was predicted to take at
-# a13b207.
+# Without --compile torch's own kernels go over a block's rows this much more often, both ways, each reading
+# and writing them once: from the ladders of W1, G2 and W2b (bench/ladder.py).
 UNCOMPILED = {"rms": 47, "rms1p": 47, "layer": 12}
-UNCOMPILED_EXPERTS = 18  # what W2b has more than W1: the router
 STREAM = 0.95  # of hbm, kernels over flat buffers: AdamW 4.17, gradients to fp32 4.0 of 4.28 TB/s
 # Bytes per parameter that is stepped. AdamW moves 30: it reads gradient, master and two moments, and
 # writes the last three and bf16 weights. The norm of the gradient reads 4 more. If the gradient is bf16,
@@ -84,13 +69,7 @@ ENTROPY = 0.82  # of hbm, cross-entropy: 2.43 ms for W1's 8.4 GB
 # The host
 GAP = 63e-6  # s per block between the kernels of a CUDA graph: 1,223 kernels, 1.5 ms in W1's trace
 KERNEL_GAP = 1.5e-3 / 1223  # s between two of these kernels
-# With experts and without: seconds that a block takes longer, both ways, where the step is no CUDA graph. It
-# was 0.15 ms in W2b, 0.025 in W1 and 0.075 in G2, on one H200 (bench/ladder.py). On two, W1 and G2 were not
-# slower. So 0.025 for dense blocks is a guess.
-NO_GRAPH = {True: 0.15e-3, False: 0.025e-3}
 LAUNCH = {True: 0.2e-3, False: 0.5e-3}  # s of host per block, compiled or not, without a CUDA graph
-SYNC = 1e-3  # s per block that a GPU idles in dropless all_to_all: W2b's trace
-
 # The fullest of `ep` ranks has 1 + SKEW sqrt((ep - 1) / E) times the mean number of rows: the deviation
 # of a sum of E / ep of E loads. SKEW comes from the row limits, 1.1 times the need, on which W2b had
 # settled on real tokens at steps 200 and 300: 1.79 and 1.77 for ep 4, 1.54 and 1.56 for ep 2 (SKEW 2.8
@@ -219,12 +198,7 @@ def dense_matmuls(cfg, mesh, gpu):
     """Return the seconds of one block's dense products in a forward."""
     dense, _ = matmul_shapes(cfg, mesh)
     seconds = sum(matmul_seconds(m, n, k, gpu, count) for m, n, k, count in dense)
-    if cfg.fp8:
-        return seconds / gpu.fp8
-    may_measure = cfg.compile and not cfg.bias and products.fits(cfg)
-    if may_measure and expected_choice(cfg, mesh, gpu.node).graph:
-        return seconds * gpu.measured
-    return seconds
+    return seconds / gpu.fp8 if cfg.fp8 else seconds
 
 
 def expert_matmuls(cfg, mesh, gpu, uneven=False):
@@ -252,48 +226,6 @@ def product_seconds(cfg, mesh, gpu, uneven=False):
     seconds = (forwards + backwards) * dense_matmuls(cfg, mesh, gpu)
     if cfg.n_experts:
         seconds += (forwards + 2) * expert_matmuls(cfg, mesh, gpu, uneven)
-    return seconds
-
-
-def rounding_seconds(cfg, mesh, gpu):
-    """Return the seconds in which --fp8 rounds the numbers of one block's dense products, both ways."""
-    if not cfg.fp8:
-        return 0.0
-    dense, _ = matmul_shapes(cfg, mesh)
-    nbytes = 0
-    for m, n, k, _ in dense:
-        nbytes += m * k * FP8_INPUT + n * k * FP8_WEIGHT + m * n * FP8_GRADIENT
-    return nbytes / (STREAM * gpu.hbm)
-
-
-def narrow_product_seconds(rows, wide, rank, weight_bytes, gpu):
-    """Return the seconds of a product of which two sides are `rows` and `wide`, and the third is `rank`.
-
-    It does 2 * rank operations for each element of its (rows, wide) matrix. Up to a rank of about 170 on
-    h200 these take less time than reading or writing that matrix.
-    """
-    operations = 2 * rows * wide * rank
-    nbytes = (rows * wide + rows * rank + wide * rank) * weight_bytes
-    return max(operations / (gpu.peak * gpu.sustained), nbytes / gpu.hbm)
-
-
-def adapter_seconds(cfg, mesh, gpu):
-    """Return the seconds of the adapters of one block (--lora), forward and backward of one micro-batch.
-
-    An adapter has six products, in each of which one tensor is wide. x A^T and the gradients of x and of
-    A have one of n_in columns. The product with B and the gradients of B and of x A^T have one of n_out.
-    Two sums, of the layer's output and of the gradient of x, read both parts and write the result.
-    One of n_in and n_out is the width of the model. The other one is cut over tp.
-    """
-    weight_bytes, _ = element_bytes(cfg)
-    rows = rank_tokens(cfg, mesh)
-    C = cfg.n_embd
-    seconds = 0.0
-    for n_out, n_in in adapted_matrices(cfg):
-        for wide in (C, (n_out + n_in - C) // mesh.tp.size):
-            seconds += 3 * narrow_product_seconds(rows, wide, cfg.lora, weight_bytes, gpu)
-            seconds += 3 * rows * wide * weight_bytes / gpu.hbm
-        seconds += 6 * KERNEL_GAP
     return seconds
 
 
@@ -329,15 +261,13 @@ def block_seconds(cfg, mesh, gpu, saved, uneven=False):
 
 def other_seconds(cfg, mesh, gpu, saved, uneven=False):
     """Return the seconds of what a block computes besides its products with whole matrices, both ways."""
-    seconds = adapter_seconds(cfg, mesh, gpu) + attention_seconds(cfg, mesh, gpu)
-    seconds += rounding_seconds(cfg, mesh, gpu)
-    seconds += uncompiled_seconds(cfg, mesh, gpu)
-    gaps = 2 if cfg.n_experts else 1  # twice for experts: a guess, not in a trace
-    seconds += TOUCHES * saved / gpu.hbm + GAP * gaps
     weight_bytes, _ = element_bytes(cfg)
     n = rank_tokens(cfg, mesh) // mesh.tp.size
-    if gpu.gelu and gelu_mlp.fits(cfg):
-        seconds -= GELU_IN_PRODUCTS * n * dense_hidden(cfg) * weight_bytes / gpu.hbm
+    seconds = attention_seconds(cfg, mesh, gpu)
+    if not cfg.compile:
+        seconds += UNCOMPILED[cfg.norm] * (2 * n * cfg.n_embd * weight_bytes / gpu.hbm + KERNEL_GAP)
+    gaps = 2 if cfg.n_experts else 1  # twice for experts: a guess, not in a trace
+    seconds += TOUCHES * saved / gpu.hbm + GAP * gaps
     if not cfg.n_experts:
         return seconds
 
@@ -346,22 +276,9 @@ def other_seconds(cfg, mesh, gpu, saved, uneven=False):
         # The hidden layer is not kept: it is written and read, and both again in backward.
         seconds += 4 * routed * cfg.ffn_hidden * weight_bytes / gpu.hbm
     if mesh.ep.size > 1:
-        # Rows are put into order by expert and back, besides what is kept: read and written, gradients
-        # too. This was found missing when W2a had come out 10.2 % short; it is 0.8 of those 7.5 ms.
+        # Rows are put into order by expert and back, besides what is kept: read and written, gradients too.
         seconds += 8 * routed * cfg.n_embd * weight_bytes / gpu.hbm
     return seconds
-
-
-def uncompiled_seconds(cfg, mesh, gpu):
-    """Return the seconds that a block's small kernels take longer without --compile, both ways."""
-    if cfg.compile:
-        return 0.0
-    weight_bytes, _ = element_bytes(cfg)
-    passes = UNCOMPILED[cfg.norm]
-    if cfg.n_experts:
-        passes += UNCOMPILED_EXPERTS
-    rows = rank_tokens(cfg, mesh) // mesh.tp.size
-    return passes * (2 * rows * cfg.n_embd * weight_bytes / gpu.hbm + KERNEL_GAP)
 
 
 def head_seconds(cfg, mesh, gpu, vocab_size):
@@ -400,11 +317,6 @@ def stage_time(cfg, mesh, gpu, vocab_size, block, sent, *, uneven=False):
     if cfg.recompute == "selective":
         per_block += 2 * (block.saved - block.remains) / gpu.hbm  # a guess
     forwards = 4 / 3 if cfg.recompute == "full" else 1
-    if waits:
-        per_block += SYNC
-    elif not choice.graph:
-        has_experts = cfg.n_experts > 0
-        per_block += NO_GRAPH[has_experts] * forwards
     device = held.blocks * per_block
     if held.has_head:
         device += head_seconds(cfg, mesh, gpu, vocab_size)
