@@ -32,23 +32,21 @@ if __name__ == "__main__":  # --help and wrong flags are answered before torch i
     with wrong_input():
         PARSED = arguments(sys.argv[1:])
 
-from config import Config, as_typed, ceil_div, flags_beyond
+from config import ceil_div
 from corpus.batches import batch_size
 from corpus.shards import load_blend_meta, settled_doc_mask
 from cost import plan_page
+from cost.advice import idle_warnings
 from cost.gpus import GPUS, gpu_for
-from cost.idle import idle_warnings
 from cost.memory import GIB, memory, saved_activations
-from cost.meshes import stage_mesh
 from cost.muon import muon_seconds
 from cost.parameters import (
-    COSTS_NOTHING,
-    COUNTED,
     count_parameters,
     flops_per_token,
     held_layers,
     local_parameters,
     micro_batches,
+    stage_mesh,
 )
 from cost.plan_tables import print_plan, print_scaling, print_search
 from cost.step_time import (
@@ -63,13 +61,12 @@ from fast.choose import needs_row_limit
 from interface.layout import check_layout
 from interface.nearest import with_fix
 from interface.serve import Server
-from interface.terminal import complain, counted, say
+from interface.terminal import counted, say
 
 # -----------------------------------------------------------------------------
 # 1) The plan of one layout
 
 LAYOUT = ("tp", "cp", "pp", "pp_chunks", "ep", "zero", "shard", "micro_batch", "global_batch", "recompute")
-SEARCHED = ("tp", "pp", "pp_chunks", "ep", "zero", "shard", "recompute")  # of LAYOUT, what --search varies
 MOST_OPERATIONS = 10**6  # forwards of a schedule
 
 
@@ -231,48 +228,25 @@ def warnings(cfg, plan, gpu, vocab):
 GPT2_SYMBOLS = 50257
 
 
-def vocabulary(cfg):
-    """Return the number of symbols: that of the flag or the preset, or else that of --data.
+def from_data(cfg):
+    """Return (cfg with the --doc-mask of its data, number of symbols, where that number is from).
 
-    Synthetic data has 256 symbols. Without --data, the number is that of GPT-2's vocabulary, whatever lies in
-    data/. A masked language model adds [MASK] to the symbols of the data.
+    It is the flag's or the preset's, or else that of --data. Without data it is that of GPT-2's vocabulary.
+    A masked language model adds [MASK] to the symbols of the data.
     """
-    if cfg.vocab_size:
-        return cfg.vocab_size
     mask = 1 if cfg.objective == "mlm" else 0
+    symbols, source = GPT2_SYMBOLS + mask, "GPT-2's; --data DIR or --vocab-size says another"
     if cfg.data == "synthetic":
-        return 256 + mask
-    if not cfg.data:
-        return GPT2_SYMBOLS + mask
-    try:
-        return load_blend_meta(cfg.data)["vocab_size"] + mask
-    except OSError:
-        return GPT2_SYMBOLS + mask
-
-
-def documents(cfg):
-    """Return what --doc-mask is with --data: "on", "off", or auto where they differ. Without data it stays
-    what it is."""
-    if not cfg.data:
-        return cfg.doc_mask
-    with contextlib.suppress(OSError):
-        return settled_doc_mask(cfg.data, cfg.doc_mask)
-    return cfg.doc_mask
-
-
-def source_of_vocabulary(cfg):
-    """Return, in words, where vocabulary() has its number from."""
+        symbols, source = 256 + mask, "synthetic data"
+    elif cfg.data:
+        try:
+            symbols, source = load_blend_meta(cfg.data)["vocab_size"] + mask, cfg.data
+            cfg = dataclasses.replace(cfg, doc_mask=settled_doc_mask(cfg.data, cfg.doc_mask))
+        except OSError:
+            source = f"GPT-2's, because {cfg.data} is not there; --vocab-size says another"
     if cfg.vocab_size:
-        return "--vocab-size, or the preset's"
-    if cfg.data == "synthetic":
-        return "synthetic data"
-    if not cfg.data:
-        return "GPT-2's; --data DIR or --vocab-size says another"
-    try:
-        load_blend_meta(cfg.data)
-    except OSError:
-        return f"GPT-2's, because {cfg.data} is not there; --vocab-size says another"
-    return f"{cfg.data}; --vocab-size says another"
+        return cfg, cfg.vocab_size, "--vocab-size, or the preset's"
+    return cfg, symbols, source
 
 
 # -----------------------------------------------------------------------------
@@ -350,9 +324,7 @@ def _chunk_counts(cfg, pp):
 def search(cfg, gpus, gpu, vocab):
     """Return the plans of all layouts that the GPU's memory holds, fastest first; print its progress."""
     found = list(layouts(cfg, gpus, gpu))
-    typed = {name: getattr(cfg, name) for name in SEARCHED if getattr(cfg, name) != getattr(Config, name)}
-    beside = f"; {as_typed(typed)} does not count beside --search" if typed else ""
-    print(f"{len(found):,} layouts are tried{beside}", file=sys.stderr, flush=True)
+    print(f"{len(found):,} layouts are tried", file=sys.stderr, flush=True)
     plans = [estimate(layout, gpus, gpu, vocab) for layout in counted(found)]
     return sorted((plan for plan in plans if plan["fits"]), key=lambda plan: plan["ms"])
 
@@ -387,14 +359,6 @@ def scaling(cfg, counts, gpu, vocab):
 # -----------------------------------------------------------------------------
 # 3) The command line
 
-def warn_of_uncounted(cfg):
-    """Print a line on stderr if a flag changes the model in a way that cost/ does not know."""
-    uncounted = flags_beyond((*COUNTED, *COSTS_NOTHING), cfg)
-    if uncounted:
-        complain(f"nanoshard: warning: plan.py does not count what {as_typed(uncounted)} costs; count it in "
-                 "cost/ and declare it in COUNTED of cost/parameters.py, or in COSTS_NOTHING")
-
-
 def plan_one(cfg, vocab):
     """Return (cfg with its global batch, the plan of its layout with all that is printed)."""
     with with_fix(cfg, cfg.gpus):
@@ -425,8 +389,8 @@ def answer(asked):
     cfg, counts = arguments([*words, "--json"])
     if counts or cfg.search:
         raise ValueError("--search and --scaling are for the terminal; leave them out")
-    cfg = dataclasses.replace(cfg, doc_mask=documents(cfg))
-    cfg, plan = plan_one(cfg, vocabulary(cfg))
+    cfg, vocab, _ = from_data(cfg)
+    cfg, plan = plan_one(cfg, vocab)
     return [json.dumps({"plan": plan, "schedule": plan_page.schedule(cfg)})]
 
 
@@ -437,11 +401,9 @@ def main(argv=None, parsed=None):
     if cfg.serve:
         Server("127.0.0.1", cfg.port).run(answer, plan_page.settings(cfg), "plan.html", {"words": [str]})
         return
-    warn_of_uncounted(cfg)
-    cfg = dataclasses.replace(cfg, doc_mask=documents(cfg))
-    vocab = vocabulary(cfg)
+    cfg, vocab, source = from_data(cfg)
     if not cfg.json:
-        say(f"vocabulary of {vocab:,} symbols: {source_of_vocabulary(cfg)}")
+        say(f"vocabulary of {vocab:,} symbols: {source}")
     if counts:
         found = scaling(cfg, counts, cfg.gpu, vocab)
         print_found = print_scaling

@@ -4,6 +4,7 @@ Activations are counted tensor by tensor, as model.py and ops/ keep them for bac
 the result.
 """
 import itertools
+import os
 from typing import NamedTuple
 
 from config import pad_vocab
@@ -28,13 +29,15 @@ from cost.parameters import (
     unwidened_gradients,
 )
 from cost.step_time import allocated_row_factor, expected_choice
-from fast.choose import needs_row_limit
+from fast.choose import choose, needs_row_limit
+from ops.accelerator import total_memory
 from ops.activations import GATED
 from pipeline import rank_layers, schedule
 from zero import uses_slot
 
 GIB = 2**30
 CONTEXT = 1.2 * GIB  # CUDA context, buffers of cuBLAS and NCCL: on the card, but not torch's
+PROCESS = 0.25 * GIB  # Python with torch, on a CPU
 # Rows of the fullest rank over the mean, dropless with ep > 1: moe-4b with its balance loss at step 20.
 IMBALANCE = 1.44
 # Of what a step allocates and frees, the part that torch's allocator reserves without using it.
@@ -368,3 +371,49 @@ def memory(cfg, mesh, vocab_size, choice=None):
     state["gradients"] -= min(made_late, freed_before)
     return {**state, "activations": activations, "logits": logits, "workspace": workspace,
             "symm_mem": symm_mem, "overhead": overhead}
+
+
+# -----------------------------------------------------------------------------
+# Does it fit?
+
+def check_memory(cfg, mesh, vocab_size, world):
+    """Raise ValueError, with numbers, if a step needs more memory than there is.
+
+    On a CPU, where the kernel kills a process that takes too much, activations are counted, too. On a GPU
+    they are not: what passes may still be too large, and torch says so.
+    """
+    choice = choose(cfg, mesh, world.device, lambda *_: True)  # at best: no rank is asked what it can reach
+    needed = sum(state_bytes(cfg, mesh, vocab_size, choice).values())
+    what = "weights, gradients and optimizer state alone take"
+    have = total_memory(world.device)
+    where = f"on {world.device} of rank {world.rank}"
+    if world.device.type == "cpu":  # the ranks of a node share its memory
+        parts = memory(cfg, mesh, vocab_size, choice)
+        # Without a fused kernel there are the logits, their softmax and its gradient.
+        needed += PROCESS + parts["activations"] + 3 * parts["logits"]
+        needed *= world.local_size
+        what = f"a step of micro-batches of {cfg.micro_batch} takes about"
+        have = host_memory()
+        where = f"for the {world.local_size} rank(s) of this node"
+    if needed > have > 0:
+        raise ValueError(f"{what} {needed / GIB:,.1f} GiB {where}, which has {have / GIB:,.1f} GiB; try "
+                         f"{larger_zero(cfg, mesh)}--tp {2 * cfg.tp} or --pp {2 * cfg.pp} on more devices, "
+                         "--recompute full, or a smaller --micro-batch or --n-embd")
+
+
+def host_memory():
+    """Return the bytes of this machine's memory."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def larger_zero(cfg, mesh):
+    """Return the --zero, and a comma, that would share out more; "" if there is none."""
+    if mesh.dpcp.size == 1:  # there are no replicas to share with
+        return ""
+    if 0 < cfg.shard < mesh.dpcp.size:
+        return "a larger --shard, "
+    if not cfg.zero:
+        return "--zero 1, "
+    if cfg.zero < 3 and mesh.pp.size == 1:
+        return "--zero 3, "
+    return ""

@@ -4,9 +4,8 @@ Which rank owns which matrix comes from muon.py itself.
 """
 from collections import Counter
 
-from cost.communication_time import ring_bandwidth, stride_of
 from cost.parameters import element_bytes, muon_buckets
-from cost.step_time import STREAM, matmul_seconds
+from cost.step_time import STREAM, matmul_seconds, ring_bandwidth, stride_of
 from model import DTYPES
 from muon import (
     batches_of,

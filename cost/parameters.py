@@ -6,7 +6,9 @@ trains.
 """
 import dataclasses
 from collections import Counter
+from functools import cache
 from operator import attrgetter
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
@@ -17,18 +19,9 @@ from model import DTYPES, GPT
 from moe import expert_capacity
 from muon import shapes_of
 from ops.flat import padded_elements
-from parallel import Axis, Mesh
+from parallel import Axis, Mesh, make_mesh
 from pipeline import rank_layers
 from zero import uses_slot
-
-# The flags of the model that the files of this folder count, and those that cost nothing. plan.py names
-# the others.
-COUNTED = ("n_layer", "n_head", "n_kv_head", "n_embd", "ffn_hidden", "vocab_size", "seq_len", "norm", "mlp",
-           "pos", "bias", "tied", "objective", "n_experts", "top_k", "capacity_factor", "router_bias_rate",
-           "n_shared_experts", "head_dim", "qk_norm", "qkv_bias", "window", "full_every", "logit_softcap",
-           "norm_place", "lora")
-COSTS_NOTHING = ("norm_eps", "rope_base", "rope_scaling", "no_rope_every", "drop_policy", "router",
-                 "window_rope_base", "embed_scale", "lora_alpha")
 
 # The flags of a layout but zero, and values that cut nothing: mesh and blocks say what these flags say.
 LAYOUT = dict(micro_batch=1, global_batch=0, recompute="none", pp=1, tp=1, cp=1, ep=1, pp_chunks=1,
@@ -126,6 +119,23 @@ def attended_length(cfg):
     full = cfg.n_layer // cfg.full_every if cfg.full_every else 0
     in_window = 2 * cfg.window - cfg.window**2 / T  # the first queries see fewer keys
     return (full * T + (cfg.n_layer - full) * in_window) / cfg.n_layer
+
+
+# -----------------------------------------------------------------------------
+# The mesh of a layout before there are ranks
+
+@cache
+def rank_mesh(gpus, rank, *, tp=1, pp=1, ep=1, cp=1, n_experts=0, shard=0):
+    """Return the mesh as one rank of `gpus` sees it, without process groups."""
+    world = SimpleNamespace(rank=rank, size=gpus, calls=None)
+    return make_mesh(world, tp=tp, pp=pp, ep=ep, cp=cp, n_experts=n_experts, shard=shard, groups=False)
+
+
+def stage_mesh(cfg, gpus, stage):
+    """Return the mesh as the first rank of a pipeline stage sees it, without process groups."""
+    first_rank = stage * (gpus // cfg.pp)
+    return rank_mesh(gpus, first_rank, tp=cfg.tp, pp=cfg.pp, ep=cfg.ep, cp=cfg.cp,
+                     n_experts=cfg.n_experts, shard=cfg.shard)
 
 
 # -----------------------------------------------------------------------------

@@ -4,10 +4,9 @@ import math
 import re
 from typing import Literal
 
-from config import Config, largest_divisor
+from config import Config
 from cost.gpus import GPUS
 from interface.command_line import given, parse
-from interface.terminal import say
 
 MOST_GPUS = 2**17
 
@@ -49,30 +48,10 @@ def arguments(argv):
         raise ValueError(f"--gpus is missing, the number of GPUs, which this layout needs {needed} of; try "
                          f"--gpus {needed}")
     if cfg.scaling is None:
-        return fill_batch(cfg, argv, cfg.gpus), []
+        return cfg, []
     counts = []
     for word in cfg.scaling.split(","):
         if not re.fullmatch(" *[0-9]{1,7} *", word) or not 1 <= int(word) <= MOST_GPUS:
             raise ValueError(f"--scaling takes numbers of GPUs such as 1,2,4,8, not {cfg.scaling!r}")
         counts.append(int(word))
-    return fill_batch(cfg, argv, counts[0]), counts
-
-
-def fill_batch(cfg, argv, gpus):
-    """Return cfg with the largest micro-batch, up to the preset's, that fills the global batch on the GPUs.
-
-    gpus: their number. A line says so if it is another one. A --micro-batch that is typed stays, and --search
-    finds one by itself.
-    """
-    replicas = gpus // (cfg.tp * cfg.pp * cfg.cp)
-    if given(argv, "micro_batch") or cfg.search or gpus % (cfg.tp * cfg.pp * cfg.cp):
-        return cfg
-    if not replicas or cfg.global_batch % replicas:
-        return cfg
-    if not cfg.global_batch or cfg.global_batch % (cfg.micro_batch * replicas) == 0:
-        return cfg
-    size = largest_divisor(cfg.micro_batch, cfg.global_batch // replicas)
-    if not cfg.json:
-        say(f"micro-batches of {size}: {cfg.micro_batch} * dp {replicas} does not divide "
-            f"global-batch {cfg.global_batch}; train.py needs --micro-batch {size}, too")
-    return dataclasses.replace(cfg, micro_batch=size)
+    return cfg, counts

@@ -3,10 +3,9 @@ import dataclasses
 import typing
 
 from config import Config
-from cost.communication_time import bubble
-from cost.meshes import stage_mesh
-from cost.parameters import micro_batches
+from cost.parameters import micro_batches, stage_mesh
 from cost.plan_flags import PlanFlags
+from cost.step_time import bubble
 from interface.command_line import help_comments
 from interface.presets import PRESETS
 from pipeline import timetable

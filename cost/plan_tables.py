@@ -10,12 +10,10 @@ A plan is what estimate() of plan.py returns.
 import string
 import textwrap
 
-from cost.communication_time import bubble
 from cost.gpus import GPUS
-from cost.meshes import stage_mesh
-from cost.parameters import micro_batches
+from cost.parameters import micro_batches, stage_mesh
+from cost.step_time import bubble
 from interface.terminal import columns, say
-from optim import learning_rate, stable_until
 from pipeline import timetable
 
 
@@ -76,21 +74,6 @@ def print_schedule(cfg, num_micro_batches):
         print(line)
 
 
-def learning_rates(cfg, width=40):
-    """Return lines that draw --lr-schedule wsd: (step, bar, learning rate), where its parts begin and end."""
-    last = cfg.decay_steps or cfg.steps
-    stable_end = stable_until(cfg)
-    middle = (stable_end + last) // 2
-    steps = {1, cfg.warmup, (cfg.warmup + stable_end) // 2, stable_end, middle, last, cfg.steps}
-    lines = []
-    for step in sorted(steps):
-        if 1 <= step <= cfg.steps:
-            rate = learning_rate(cfg, step)
-            bar = "#" * round(width * rate / cfg.lr) if cfg.lr else ""
-            lines.append((f"step {step:,}", bar.ljust(width), f"{rate:.3g}"))
-    return lines
-
-
 def print_plan(cfg, plan):
     """Print one layout as tables. plan: of plan_one() in plan.py."""
     layout = {name: value for name, value in plan["layout"].items() if name != "gpus"}
@@ -121,8 +104,6 @@ def print_plan(cfg, plan):
                          ("TFLOP/s per GPU", f"{plan['tflops']:.1f}"),
                          ("MFU", f"{100 * plan['mfu']:.1f} %"),
                          ("tokens/s per GPU", f"{plan['tok_s_gpu']:,.0f}")])
-    if cfg.lr_schedule == "wsd":
-        print_table("learning rate", learning_rates(cfg))
     if cfg.pp > 1:
         print_schedule(cfg, micro_batches(cfg, stage_mesh(cfg, cfg.gpus, 0)))
     if cfg.tokens:

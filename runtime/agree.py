@@ -27,7 +27,7 @@ from config import Outcome
 from corpus import batches
 from corpus.shards import parse_blend, verify
 from corpus.tokenizer import prompt_tokenizer
-from cost.fits import check_memory
+from cost.memory import check_memory
 from fast.host_buffers import start_copy
 from interface.command_line import one_line
 from interface.layout import check_layout

@@ -22,11 +22,9 @@ import plan
 import sample
 from config import Config
 from corpus.synthetic import Synthetic
-from cost import fits
-from cost.memory import state_bytes
+from cost import memory
 from cost.plan_flags import PlanFlags
 from fast.choose import choose
-from interface import nearest
 from interface.command_line import command_line, parse, wrong_input
 from interface.presets import PRESETS
 from interface.schema import Range, check_schema, load_json
@@ -500,58 +498,27 @@ def test_the_largest_numbers_are_taken():
     assert torch.Generator().manual_seed(cfg.seed) and Synthetic(64, 8, cfg.seed + 1)
 
 
-def test_weights_that_exceed_the_nodes_memory_are_refused(tmp_path, monkeypatch):
+def test_a_step_that_exceeds_the_nodes_memory_is_refused(tmp_path, monkeypatch):
+    """The kernel would kill the run without a line."""
     flags = ["--n-embd=64", "--n-head=2", "--n-layer=2"]
-    monkeypatch.setattr(fits, "activation_bytes", lambda *args: 0)
-    monkeypatch.setattr(fits, "host_memory", lambda: 2**16)
-    said = refused_run(tmp_path, *flags, words=("optimizer state alone", "try --tp 2", "smaller --n-embd"))
-    assert re.search(r"take [\d.]+ GiB with 1 rank on this node, which has 0.0 GiB", said), said
-    cfg, one = parse(flags), make_mesh(World())
-    need = sum(state_bytes(cfg, one, 100, choose(cfg, one, World().device)).values())
-    monkeypatch.setattr(fits, "host_memory", lambda: need)
-    fits.check_memory(cfg, one, 100, World())  # exactly as much as there is
+    monkeypatch.setattr(memory, "host_memory", lambda: 2**16)
+    said = refused_run(tmp_path, *flags, words=("try --tp 2", "smaller --micro-batch"))
+    assert re.search(r"takes about [\d.]+ GiB for the 1 rank\(s\) of this node, which has 0.0", said), said
     pair = SimpleNamespace(rank=0, size=2, calls=None, local_rank=0, local_size=2, device=World().device)
-    zero, halves = parse([*flags, "--zero=1"]), parse([*flags, "--pp=2"])
-    cases = ((2.0, cfg, ""), (1.9, cfg, "--zero 1"), (1.5, zero, ""), (1.4, zero, "--tp 2"),
-             (1.0, halves, ""), (0.9, halves, "with 2 ranks"))
-    for enough, this, words in cases:
-        monkeypatch.setattr(fits, "host_memory", lambda enough=enough: enough * need)
+    cases = ((2.0, [], ""), (1.9, [], "--zero 1, --tp 2"), (1.9, ["--zero=1"], "--zero 3, --tp 2"),
+             (2.0, ["--micro-batch=300"], "micro-batches of 300"))
+    monkeypatch.setattr(memory, "host_memory", lambda: 2**40)
+    cfg = parse(flags)
+    choice = choose(cfg, make_mesh(pair, groups=False), pair.device)
+    parts = memory.memory(cfg, make_mesh(pair, groups=False), 100, choice)
+    need = memory.PROCESS + sum(parts[part] for part in ("weights", "gradients", "optimizer", "activations"))
+    need += 3 * parts["logits"]
+    for enough, more, words in cases:
+        monkeypatch.setattr(memory, "host_memory", lambda enough=enough: enough * need)
+        this = parse([*flags, *more])
         mesh = make_mesh(pair, pp=this.pp, groups=False)
         with pytest.raises(ValueError, match=words) if words else contextlib.nullcontext():
-            fits.check_memory(this, mesh, 100, pair)
-
-
-def test_a_batch_too_large_for_a_cpu_is_refused_with_one_that_fits(monkeypatch, capsys):
-    """The kernel would kill the run without a line."""
-    mesh = make_mesh(World())
-    monkeypatch.setattr(fits, "host_memory", lambda: 2 * 2**30)
-    monkeypatch.setattr(fits, "available_memory", lambda: 2**29)
-    for flags in (["--micro-batch=300"], ["gpt2", "--micro-batch=1", "--seq-len=8192"],
-                  ["--micro-batch=301", "--global-batch=602"]):
-        with pytest.raises(ValueError, match=r"^a step of --micro-batch \d+ .* has 2.0 GiB; try") as e:
-            fits.check_activations(parse(flags), mesh, 4096, World(), 0)
-        hint = re.search(r"--micro-batch \d+$", str(e.value))
-        assert ("gpt2" in flags) == (hint is None)
-        if hint:
-            fitting = parse([*flags, *hint[0].split()])
-            fits.check_activations(fitting, mesh, 4096, World(), 0)
-            assert nearest.fits(fitting, 1)
-            assert fits.activation_bytes(fitting, mesh, 4096) <= 0.8 * 2 * 2**30
-    assert "may kill the run" in capsys.readouterr().err
-    fits.check_activations(parse(["--micro-batch=1"]), mesh, 256, World(), 0)
-    assert not capsys.readouterr().err
-
-
-@pytest.mark.parametrize("lines,files,want", [
-    ("0::/a/b", {"a/memory.max": "5000"}, 5000), ("0::/a/b", {"a/memory.max": "max"}, None),
-    ("3:cpu:/a\n4:memory:/a", {"memory/a/memory.limit_in_bytes": "7000"}, 7000)])
-def test_the_memory_of_a_control_group_counts(lines, files, want, tmp_path):
-    (tmp_path / "groups").write_text(lines)
-    for name, text in files.items():
-        (tmp_path / name).parent.mkdir(parents=True)
-        (tmp_path / name).write_text(text)
-    found = fits.host_memory(tmp_path / "groups", tmp_path)
-    assert found == want if want else found > 2**28
+            memory.check_memory(this, mesh, 100, pair)
 
 
 def even(number):

@@ -15,10 +15,10 @@ from faults import planted
 import pipeline
 import plan
 from config import Config
-from cost.communication_time import bubble
 from cost.memory import blocks_in_flight
-from cost.meshes import rank_mesh, stage_mesh
+from cost.parameters import rank_mesh, stage_mesh
 from cost.plan_tables import draw_schedule
+from cost.step_time import bubble
 from interface.layout import balanced_counts, stage_layers
 from pipeline import rank_layers, schedule, timetable
 from runtime.launch import CollectiveLog

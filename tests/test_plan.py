@@ -24,12 +24,12 @@ from corpus.synthetic import Synthetic
 from cost import step_time
 from cost.gpus import GPUS
 from cost.memory import CONTEXT, GIB, saved_activations
-from cost.meshes import stage_mesh
 from cost.parameters import (
     count_parameters,
     flops_per_token,
     local_buckets,
     local_parameters,
+    stage_mesh,
     uncopied_gradients,
     unwidened_gradients,
 )
@@ -330,17 +330,17 @@ LONG = "dense-210m --micro-batch 1 --recompute full --zero 1"
     ("smol-1.7b --zero 1 --recompute full", 2, 216.3), ("smol-1.7b --zero 3", 2, 181.79),
     ("llama-7b --zero 3 --micro-batch 2", 2, 346.15), ("llama-7b --zero 3 --micro-batch 4", 2, 625.73),
     ("smol-1.7b --fp8", 1, 142.5)])
-def test_step_of_other_rows_within_a_sixth_of_measured(flags, gpus, ms):
+def test_step_of_other_rows_within_a_tenth_of_measured(flags, gpus, ms):
     """Rows measured on H200. The two with --cp were used to fit the rate of attention there."""
     cfg, _ = plan.check_gpus(parse(flags.split()), gpus)
-    assert plan.estimate(cfg, gpus, "h200", cfg.vocab_size)["ms"] == pytest.approx(ms, rel=0.165)
+    assert plan.estimate(cfg, gpus, "h200", cfg.vocab_size)["ms"] == pytest.approx(ms, rel=0.1)
 
 
 @pytest.mark.parametrize("flags,ms", [("llama-3.2-1b", 121.7), ("llama-3.2-1b --lora 16", 96.7)])
-def test_adapters_and_all_weights_within_a_seventh_of_measured(flags, ms):
+def test_adapters_and_all_weights_within_a_twentieth_of_measured(flags, ms):
     """docs/lora.md has the measurements."""
     cfg, _ = plan.check_gpus(parse(flags.split()), 1)
-    assert plan.estimate(cfg, 1, "h200", cfg.vocab_size)["ms"] == pytest.approx(ms, rel=0.15)
+    assert plan.estimate(cfg, 1, "h200", cfg.vocab_size)["ms"] == pytest.approx(ms, rel=0.05)
 
 
 def test_recomputation_runs_each_product_once_more():
@@ -605,9 +605,7 @@ def test_scaling_leaves_out_an_ep_that_nobody_gave(capsys):
     assert (own["layout"]["ep"], own["layout"]["shard"]) == (2, 2)
 
 
-def test_what_the_search_varies_is_said_and_not_mixed_with_scaling(capsys):
-    plan.main(["tiny", "--gpus", "2", "--search", "--tp", "2", "--zero", "1", "--json"])
-    assert "; --tp 2, --zero 1 does not count beside --search" in capsys.readouterr().err
+def test_the_search_is_not_mixed_with_scaling(capsys):
     with pytest.raises(SystemExit):
         plan.main(["tiny", "--search", "--scaling", "1,2"])
     assert "--search ranks the layouts of one number of GPUs, and --scaling" in capsys.readouterr().err

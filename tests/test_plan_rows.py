@@ -7,9 +7,9 @@ import pytest
 from pool import ROOT
 
 import plan
-from cost import communication_time, traffic
+from cost import step_time, traffic
 from cost.gpus import GPUS
-from cost.meshes import stage_mesh
+from cost.parameters import stage_mesh
 from cost.step_time import KERNEL_GAP
 from cost.step_time import UNEVEN as UNEVEN_PART
 from interface.command_line import parse
@@ -126,11 +126,11 @@ DENSE = parse(["dense-210m", "--dtype", "bf16"])
 def test_a_ring_over_nodes_is_slower_and_longer():
     h200 = GPUS["h200"]
     dp = stage_mesh(DENSE, 64, 0).dp
-    assert communication_time.ring_bandwidth(dp, 1, h200) == h200.link  # 8 adapters of 40 GB/s together
-    assert communication_time.ring_bandwidth(dp, 4, h200) == 2 * h200.net
-    assert communication_time.ring_bandwidth(dp, 8, h200) == h200.net
-    assert communication_time.ring_latency(dp, 1, h200) == pytest.approx(56 * 1.9e-6 + 7 * 4e-6)
-    assert communication_time.ring_latency(stage_mesh(DENSE, 1, 0).dp, 1, h200) == 0
+    assert step_time.ring_bandwidth(dp, 1, h200) == h200.link  # 8 adapters of 40 GB/s together
+    assert step_time.ring_bandwidth(dp, 4, h200) == 2 * h200.net
+    assert step_time.ring_bandwidth(dp, 8, h200) == h200.net
+    assert step_time.ring_latency(dp, 1, h200) == pytest.approx(56 * 1.9e-6 + 7 * 4e-6)
+    assert step_time.ring_latency(stage_mesh(DENSE, 1, 0).dp, 1, h200) == 0
 
 
 @pytest.mark.parametrize("kind, share", [("gradients", 2 / 3), ("weights", 1 / 3)])
@@ -141,6 +141,6 @@ def test_what_compute_hides_of_messages(kind, share):
 
     def exposed(seconds, last):
         sent = traffic.Reduction(0, 0, 1, last)._replace(**{kind: seconds * h200.link})
-        return communication_time.exposed_seconds(mesh, h200, {"dp": sent}, 1.0, 0.5)
+        return step_time.exposed_seconds(mesh, h200, {"dp": sent}, 1.0, 0.5)
     assert exposed(10.0, 0.01) == pytest.approx(10 - share / 2, abs=1e-4)  # more than compute could hide
     assert exposed(0.1, 0.25) == pytest.approx(0.1 - 0.075 / 2, abs=1e-4)  # the last quarter is never hidden

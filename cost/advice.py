@@ -1,9 +1,8 @@
 """What of a layout leaves a GPU idle: the warnings that plan.py prints, a line for each."""
 from config import ceil_div, head_width, pad_vocab
-from cost.communication_time import bubble
 from cost.gpus import GPUS
 from cost.parameters import micro_batches
-from cost.step_time import matmul_shapes, waves
+from cost.step_time import bubble, matmul_shapes, waves
 
 
 def idle_warnings(cfg, mesh, gpu, vocab, stage_ms):
