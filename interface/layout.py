@@ -4,7 +4,7 @@
     check_layout    whether they can train the model
     stage_layers    which blocks each pipeline stage holds
 
-train.py refuses a layout that cannot be, plan.py leaves it out. cost/fits.py asks whether memory suffices.
+train.py refuses a layout that cannot be, plan.py leaves it out. cost/memory.py asks whether memory suffices.
 """
 import functools
 import itertools
