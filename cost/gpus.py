@@ -41,6 +41,11 @@ AMPERE = dict(peak=312e12, sms=108, sustained=0.8, tail=2.0, tiles=((128, 256),)
 # 28.5 between nodes. h100x4: four adapters of 400 Gb/s, of which 80 % are assumed. None was measured by us.
 AMPERE_X4 = {**AMPERE, "link": 205e9, "net": 28.5e9 / 4, "rails": 4, "node": 4}
 HOPPER_X4 = {**HOPPER, "rails": 4, "node": 4}
+# mi250x: half of a card of Frontier and LUMI-G; pvc: half of a card of Aurora (Max 1550). Peak and memory are
+# the vendors'. All else is assumed: a half of the peak, 80 % of the adapters' rate. Nothing was measured.
+ASSUMED = dict(sustained=0.5, tail=0.5, tiles=((128, 256),))
+MI250X = dict(peak=191.5e12, sms=110, link=40e9, net=10e9, rails=4, **ASSUMED)
+PVC = dict(peak=419e12, sms=64, link=20e9, net=13e9, rails=8, node=12, **ASSUMED)
 GPUS = {
     "a100-40": Gpu(hbm=1.30e12, memory=39.4 * 2**30, **AMPERE),
     "a100-40x4": Gpu(hbm=1.30e12, memory=39.4 * 2**30, **AMPERE_X4),
@@ -48,6 +53,8 @@ GPUS = {
     "h100": Gpu(hbm=2.99e12, memory=79.1 * 2**30, **HOPPER),
     "h100x4": Gpu(hbm=2.99e12, memory=79.1 * 2**30, **HOPPER_X4),
     "h200": Gpu(hbm=4.28e12, memory=139.8 * 2**30, **HOPPER),
+    "mi250x": Gpu(hbm=1.4e12, memory=63.9 * 2**30, **MI250X),
+    "pvc": Gpu(hbm=1.3e12, memory=63.9 * 2**30, **PVC),
 }
 NODE = 8  # GPUs of a node, where no kind is named
 
@@ -66,7 +73,7 @@ def kind_of(name, gib):
     name: as its driver says it, "NVIDIA H200". gib: its memory. H100 and H200 as PCIe and NVL cards, and a
     part of a GPU (MIG), are slower.
     """
-    words = name.lower().replace("-", " ").split()
+    words = name.lower().replace("gpu max 1550", "pvc").replace("-", " ").split()
     is_hopper = "h100" in words or "h200" in words
     is_card = "pcie" in words or "nvl" in words
     if "mig" in words or (is_hopper and is_card):
