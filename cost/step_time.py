@@ -40,9 +40,7 @@ from pipeline import timetable
 
 # Matrix products
 RAMP = 64  # elements of the inner dimension until a tile's pipeline is full
-# of its rate, a product with a width that is no multiple of 64: BLOOM's table has 94 TFLOP/s for 14,400 columns
-# over 8 ranks, and 120 for 13,824
-MISALIGNED = 0.78
+MISALIGNED = 0.78  # of a product's rate, a width that is no multiple of 64: 14,400 over 8, in BLOOM's table
 GROUPED = 0.5  # of peak, experts: 445 TFLOP/s at 1024 rows each, less the time of the weights' bytes
 
 # Other kernels

@@ -681,7 +681,7 @@ def test_help_says_what_it_does_and_lists_both_kinds_of_flags(capsys):
     said = " ".join(capsys.readouterr().out.split())
     assert exit_.value.code == 0
     for part in ("Predict what a training run will cost", "--gpu h200",
-                 "[a100-40 | a100-40x4 | a100-80 | h100 | h100x4 | h200]",
+                 "[a100-40 | a100-40x4 | a100-80 | h100 | h100x4 | h200 | mi250x | pvc]",
                  "--search", "same work per GPU", "--n-layer 12 transformer blocks"):
         assert part in said, part
 
