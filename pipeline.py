@@ -98,11 +98,6 @@ def several_stages(model, data_parallel, batches, n_trained, loss_scale, seeds, 
 def forward_only(model, batches):
     """The sum of the trained tokens' cross-entropy, (); zero on stages before the last."""
     total = zero_loss(model)
-    if model.mesh.pp.size == 1:
-        for x, y, *places in batches:
-            loss, _ = model(x, y, *places)
-            total += loss
-        return total
 
     def forward(i, chunk, hidden):
         out, _ = model(*batches[i], hidden=hidden, chunk=chunk)
@@ -263,19 +258,19 @@ class Ring:
     def start_exchange(self, ended_ops, made):
         """Start all sends and receives of this rank at one time of the table. made: to send."""
         axis = self.axis
-        group = axis.group
         batch = []
         for sender, receiver, op in messages_between(ended_ops, self.n_chunks):
             if sender == axis.rank:
                 axis.calls.record(axis, "send", made, made.nbytes)
                 # n*C to a neighbour, over pp
-                batch.append(dist.P2POp(dist.isend, made.contiguous(), axis.ranks[receiver], group))
+                batch.append(dist.P2POp(dist.isend, made.contiguous(), axis.ranks[receiver],
+                                        axis.group))
             elif receiver == axis.rank:
                 tensor = self.like.new_empty(self.shape)
                 self.inbox[op] = tensor, self.started + 1
                 axis.calls.record(axis, "receive", tensor)
                 # n*C from a neighbour, over pp
-                batch.append(dist.P2POp(dist.irecv, tensor, axis.ranks[sender], group))
+                batch.append(dist.P2POp(dist.irecv, tensor, axis.ranks[sender], axis.group))
         if batch:
             self.in_flight.append((dist.batch_isend_irecv(batch), batch))
             self.started += 1

@@ -50,9 +50,6 @@ class Ranges:
         else:
             self.pairs.append((first, last))
 
-    def __contains__(self, step):
-        return any(first <= step <= last for first, last in self.pairs)
-
     def __str__(self):
         return ", ".join(f"{first}-{last}" for first, last in self.pairs)
 

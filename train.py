@@ -50,11 +50,10 @@ def train(run):
         batches, n_trained, batch = run.next_batch(number)
 
         stats = None
-        if number in run.skip:  # --train-range-to-skip: its data is dropped, too
+        if any(a <= number <= b for a, b in run.skip.pairs):  # --train-range-to-skip
             state.skipped += 1
             run.guard.reason = None
-        else:
-            # Forward, backward, sums of gradients, update: see Step.
+        else:  # forward, backward, sums of gradients, update: Step, below
             stats, refused = run.step(batches, number, run.is_logged, run.guard, n_trained)
             run.guard.refused_flags.append((number, refused))
             run.metrics.clock.steps += 1

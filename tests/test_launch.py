@@ -639,9 +639,10 @@ def test_a_second_interrupt_leaves_at_once(capfd, monkeypatch):
 LISTENS = """import os, signal, sys
 from unittest import mock
 from runtime import session
+handler = sys.argv.pop()
 session.start_program()
 session.signals.rank = -1
-if sys.argv[1] == "fails":
+if handler == "fails":
     session.Signals._leave = mock.Mock(side_effect=MemoryError("in the handler"))
 os.kill(os.getpid(), signal.SIGTERM)
 signal.pause()
