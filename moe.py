@@ -61,10 +61,7 @@ class Stats(NamedTuple):
 
 
 class MoE(nn.Module):
-    """In the place of a block's MLP. shared: an MLP that every token visits as well, or None.
-
-    fast.choose.Choice.install() may put a faster dispatcher in the place of the plain one.
-    """
+    """In the place of a block's MLP. shared: an MLP that every token visits as well, or None."""
 
     def __init__(self, cfg, mesh, shared=None):
         super().__init__()
@@ -79,7 +76,7 @@ class MoE(nn.Module):
         self.w3 = parameter(up, mesh, expert=True) if cfg.mlp in GATED else None  # (e, F, C)
         self.w2 = parameter(down, mesh, expert=True)  # (e, C, F)
         self.shared = shared
-        if cfg.capacity_factor:
+        if cfg.capacity_factor:  # fast.choose.Choice.install() may put another in the place of these
             self.dispatcher = Capacity(cfg, mesh)
         else:
             self.dispatcher = Local(cfg, mesh) if mesh.ep.size == 1 else AllToAll(cfg, mesh)

@@ -90,8 +90,7 @@ class AdamW:
 
         for bucket in reversed(self.buckets):  # roughly the first layers: forward needs them first
             p = bucket.master
-            is_split = isinstance(p, SplitMaster)
-            master = whole(p) if is_split else p
+            master = whole(p) if isinstance(p, SplitMaster) else p
             moments = [self.state[p][name] for name in self.moments]
             exp_avg, exp_avg_sq = [moment.to(p.dtype) for moment in moments]  # bf16's are copied
             decay = self.decay if bucket.decayed else 0.0
@@ -103,10 +102,10 @@ class AdamW:
                 found_inf=not_finite)
             moments[0].copy_(exp_avg)  # rounds; nothing where both are the same memory
             moments[1].copy_(exp_avg_sq)
-            if is_split:
-                p.copy_(master)
+            if master is p:
+                bucket.own.copy_(p)  # rounds; in fp32 nothing: both are the same memory
             else:
-                bucket.own.copy_(master)  # rounds; in fp32 nothing: both are the same memory
+                p.copy_(master)
             self.data_parallel.on_updated(bucket)  # under ZeRO-1 and 2 it starts the all-gather
 
     def step_triton(self, lr, divisor, not_finite):
@@ -151,8 +150,7 @@ class Optimizer:
         self.data_parallel = data_parallel
         buckets = data_parallel.buckets
         device = buckets[0].flat.device
-        # This rank's slices, one per bucket, (n/n_slices,) each: tensors, and with --split-masters
-        # a SplitMaster for each bucket of AdamW.
+        # This rank's slices, one per bucket, (n/n_slices,) each: tensors or SplitMasters
         self.masters = [bucket.master for bucket in buckets]
         self.count_factors = torch.tensor([bucket.count_factor for bucket in buckets],
                                           dtype=torch.float64, device=device)
@@ -269,13 +267,12 @@ class Optimizer:
         """Set the masters after the model's weights were overwritten, equally on all replicas.
 
         If rounding a master gives its weight, the master is kept, with the low bits of the first
-        replica. Otherwise the master takes the weight's value. A SplitMaster has the weight in any
-        case, and takes the first replica's low bits. Collective.
+        replica. Otherwise it takes the weight's value. Collective.
         """
         for master, bucket in zip(self.masters, self.data_parallel.buckets, strict=True):
             if isinstance(master, SplitMaster):
-                # The low bits of this rank's slice, first replica to all, over its replicas. They
-                # travel as bytes, because gloo and NCCL know no int16.
+                # The low bits of this rank's slice, first replica to all, over its replicas, as
+                # bytes: gloo and NCCL know no int16.
                 bucket.replicas.broadcast(master.low.view(torch.uint8))
                 master.low.masked_fill_(master.own == 0, 0)
                 continue

@@ -22,8 +22,8 @@ import torch
 
 from ops import backend, cublas_lt
 from ops.accelerator import device_name, free_memory, side_stream
+from ops.cublas_lt import product, sum_with_product
 from ops.gelu_mlp import product_gelu, product_gelu_backward
-from ops.products import product, sum_with_product
 
 FILE = "products.json"
 FLOPS = 1e12  # of the calls that are timed together: about 2 ms
@@ -250,7 +250,7 @@ def random_matrix(rows, width, factor, generator):
 # In compiled blocks
 
 def compile_products(on):
-    """Let what torch.compile compiles from here on multiply by ops/products.py, or by torch.
+    """Let what torch.compile compiles from here on multiply by ops/cublas_lt.py, or by torch.
 
     What was compiled otherwise is compiled again. If somebody else has set a pass of their own, nothing
     changes.
@@ -268,7 +268,7 @@ def compile_products(on):
 
 @functools.cache
 def products_by_shape():
-    """Return what puts the operations of ops/products.py into a graph of the compiler, for torch's."""
+    """Return what puts the operations of ops/cublas_lt.py into a graph of the compiler, for torch's."""
     from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
     of_torch = torch.ops.aten
     ours = {of_torch.mm.default: torch.ops.nanoshard.product.default,

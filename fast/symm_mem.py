@@ -2,10 +2,8 @@
 
 all_to_all needs row counts on the host, and a CUDA graph cannot capture a host read. Here, each rank writes
 rows directly into the destination's symmetric-memory buffer over NVLink, and reads the results back from
-there. Only the GPUs know how many rows there are. One-sided writes need explicit barriers: before a rank
-reads what others wrote, and before it overwrites what others may still read. (MPI-3, chapter 11, describes
-one-sided communication. torch's symmetric memory gives the addresses. DeepSeek-AI's DeepEP uses it for
-experts.)
+there. Only the GPUs know how many rows there are. One-sided writes (MPI-3, chapter 11) need explicit
+barriers: before a rank reads what others wrote, and before it overwrites what others may still read.
 
     SymmetricBuffer            memory of each rank of an axis that all of them address
     SendRows, ReturnRows       the rows' way to the experts and back, with gradients
@@ -29,11 +27,10 @@ def shareable(rows, width, dtype, device):
 
 
 class SymmetricBuffer:
-    """A buffer of this rank that all ranks of an axis address.
+    """A buffer of this rank that all ranks of an axis address. They allocate together.
 
-    local: this rank's (rows, width). peers: the same for every rank of the axis, by rank. All ranks of the
-    axis allocate together. torch's allocator does not count this memory. ValueError: these GPUs do not reach
-    each other's memory.
+    local: this rank's (rows, width). peers: the same for every rank of the axis, by rank. ValueError: these
+    GPUs do not reach each other's memory.
     """
 
     instances = weakref.WeakSet()  # all buffers of this process
@@ -56,8 +53,7 @@ class SymmetricBuffer:
         self.peer_ptrs = torch.tensor([w.data_ptr() for w in self.peers], device=device)
 
     def barrier(self):
-        """Make the ranks of the axis wait for each other, on the GPU. Then what they wrote is visible to
-        all."""
+        """Make the ranks of the axis wait for each other, on the GPU: what they wrote is visible to all."""
         self.axis.calls.record(self.axis, "barrier")
         self.handle.barrier()
 
@@ -194,7 +190,7 @@ def layout_of_buffers(counts, rank, rows):
 
 
 class _OneSided:
-    """The part that the two dispatchers share.
+    """What the two dispatchers share.
 
     rows_in_use: how many rows of each buffer are used, the same on every rank. If it is 0, or if there are no
     gradients (evaluation, generation), the plain dispatcher is used.
@@ -208,9 +204,8 @@ class _OneSided:
     def exchange_counts(self, counts):
         """Tell the other ranks how many rows this one has for each expert, counts (E,).
 
-        Return starts (E,), the destination of the first row for each expert, and ends (e,). The all-gather
-        doubles as the barrier that protects buffers.rows: a rank enters it only after reading the previous
-        rows.
+        Return starts (E,), the destination of the first row for each expert, and ends (e,). The all-gather is
+        also the barrier that protects buffers.rows: a rank enters it only after reading the previous rows.
         """
         counts = self.ep.all_gather(counts).view(-1, self.E)  # E counts from each rank to all, over ep
         starts, ends = layout_of_buffers(counts, self.ep.rank, self.buffers.rows.rows)
@@ -248,10 +243,7 @@ class SymmMem(_OneSided, AllToAll):
 
 
 class SymmMemCapacity(_OneSided, Capacity):
-    """With a capacity, the buffer can never overflow: each rank sends at most `capacity` rows per expert.
-
-    Every rank learns how many rows the others send, so no slot is left empty.
-    """
+    """With a capacity, the buffer can never overflow, and no slot is left empty."""
 
     def plan(self, expert_ids, gates):
         plan = super().plan(expert_ids, gates)

@@ -29,14 +29,17 @@ def relu2(x):
 
 def swiglu(gate, up=None):
     """Return silu(gate) * up, (..., f). gate and up are (..., f), or side by side in gate (R, 2f)."""
-    if up is None and backend.use_triton(gate):
-        return _SwiGLU.apply(gate)
-    return swiglu_torch(gate, up)
+    if up is None:
+        if backend.use_triton(gate):
+            return _SwiGLU.apply(gate)
+        gate, up = gate.chunk(2, dim=1)
+    return F.silu(gate) * up
 
 
 def geglu(gate, up=None):
     """Return gelu(gate) * up, (..., f), arXiv:2002.05202: gate and up as in swiglu."""
-    gate, up = split_pair(gate, up)
+    if up is None:
+        gate, up = gate.chunk(2, dim=1)
     return gelu(gate) * up
 
 
@@ -45,19 +48,6 @@ def geglu(gate, up=None):
 # A new name also goes into the list at `mlp` in config.py.
 ACTIVATIONS = {"swiglu": swiglu, "geglu": geglu, "gelu": gelu, "relu2": relu2}
 GATED = {"swiglu", "geglu"}
-
-
-def swiglu_torch(gate, up):
-    """swiglu in torch's operations."""
-    gate, up = split_pair(gate, up)
-    return F.silu(gate) * up
-
-
-def split_pair(gate, up):
-    """Return gate and up, which stand side by side in gate where up is None."""
-    if up is None:
-        return gate.chunk(2, dim=1)
-    return gate, up
 
 
 class _SwiGLU(torch.autograd.Function):
@@ -81,7 +71,7 @@ def silu_mul(gate, up=None, n_valid=None):
     n_valid () int32: on a GPU only the first n_valid rows are written, and the other rows hold nothing.
     """
     if not backend.use_triton(gate):
-        return swiglu_torch(gate, up)
+        return swiglu(gate, up)
 
     from ops import kernels
     packed = up is None
@@ -124,7 +114,8 @@ def silu_mul_backward(grad_h, gate, up=None, n_valid=None, recompute=False):
 def silu_mul_backward_torch(grad_h, gate, up, recompute):
     """silu_mul_backward in torch's operations."""
     packed = up is None
-    gate, up = split_pair(gate, up)
+    if packed:
+        gate, up = gate.chunk(2, dim=1)
     sigmoid = torch.sigmoid(gate)
     grad_gate = grad_h * up * sigmoid * (1 + gate * (1 - sigmoid))
     grad_up = grad_h * gate * sigmoid

@@ -250,3 +250,47 @@ def forget():
         plan.destroy()
     plans.clear()
     choices.clear()
+
+
+# -----------------------------------------------------------------------------
+# Products by the algorithm that was chosen for their shape, or else, as on CPUs, by torch. Eager code calls
+# multiply, compiled graphs the operations product and sum_with_product.
+
+def multiply(a, b):
+    """Return a b, (m, n): a (m, k), b (k, n)."""
+    return product(a, b) if settings.measured else a @ b
+
+
+@torch.library.custom_op("nanoshard::product", mutates_args=())
+def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Return a b, (m, n): a (m, k), b (k, n)."""
+    plan = plan_for(a, b)
+    if plan is None:
+        return torch.mm(a, b)
+    out = a.new_empty(a.size(0), b.size(1))
+    plan.multiply(a, b, out)
+    return out
+
+
+@product.register_fake
+def _(a, b):
+    return a.new_empty(a.size(0), b.size(1))
+
+
+@torch.library.custom_op("nanoshard::sum_with_product", mutates_args=())
+def sum_with_product(summand: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Return summand + a b, (m, n): summand (m, n), a (m, k), b (k, n).
+
+    torch copies the summand first, and adds the product to the copy.
+    """
+    plan = plan_for(a, b, summand=summand)
+    if plan is None:
+        return torch.addmm(summand, a, b)
+    out = a.new_empty(a.size(0), b.size(1))
+    plan.multiply(a, b, out, summand=summand)
+    return out
+
+
+@sum_with_product.register_fake
+def _(summand, a, b):
+    return a.new_empty(a.size(0), b.size(1))

@@ -71,7 +71,7 @@ def test_swiglu_experts_equal_their_products(dtype, by_ours):
 
     def reference(x, w1, w3, w2):
         products = [grouped_mm.grouped_mm_loop(x, w, ends) for w in (w1, w3)]
-        return grouped_mm.grouped_mm_loop(activations.swiglu_torch(*products), w2, ends)
+        return grouped_mm.grouped_mm_loop(activations.swiglu(*products), w2, ends)
 
     def ours(*leaves):
         return grouped_mm.SwiGLUExperts.apply(*leaves, ends)

@@ -1,4 +1,4 @@
-"""Products by the algorithm that was chosen for their shape (ops/products.py, fast/products.py).
+"""Products by the algorithm that was chosen for their shape (ops/cublas_lt.py, fast/products.py).
 
 cuBLASLt is on NVIDIA's GPUs only, so a stand-in multiplies (test_gelu_mlp.py), and times are given.
 """
@@ -17,9 +17,8 @@ from fast.choose import Choice
 from interface.tree import Tree
 from ops import backend, cublas_lt
 from ops.cross_entropy import LinearCrossEntropy
-from ops.cublas_lt import Factor, Shape
+from ops.cublas_lt import Factor, Shape, product, sum_with_product
 from ops.gelu_mlp import product_gelu, product_gelu_backward
-from ops.products import product, sum_with_product
 from parallel import make_mesh
 from runtime.launch import World
 
