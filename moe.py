@@ -76,7 +76,7 @@ class MoE(nn.Module):
         self.w3 = parameter(up, mesh, expert=True) if cfg.mlp in GATED else None  # (e, F, C)
         self.w2 = parameter(down, mesh, expert=True)  # (e, C, F)
         self.shared = shared
-        if cfg.capacity_factor:  # fast.choose.Choice.install() may put another in the place of these
+        if cfg.capacity_factor:  # fast.choose.Choice.install() may replace it by a faster one
             self.dispatcher = Capacity(cfg, mesh)
         else:
             self.dispatcher = Local(cfg, mesh) if mesh.ep.size == 1 else AllToAll(cfg, mesh)

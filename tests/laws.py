@@ -52,8 +52,8 @@ TEXTS = {"bench": (".py", ".sh", ".js", ".html", ".pbs", ".slurm"),
 
 # What is larger today: a number here only falls, and what is within its limit leaves the list.
 OVER = {
-    "reading path": (4482, 13), "ops, fast": (3704, 26), "runtime, interface": (9286, 51),
-    "corpus, cost, programs": (10619, 37), "house": (28091, 127), "bench": (5013, 24),
+    "reading path": (4476, 13), "ops, fast": (3681, 25), "runtime, interface": (9286, 51),
+    "corpus, cost, programs": (10619, 37), "house": (28062, 126), "bench": (5013, 24),
     "tests": (34346, 111), "pages": (4102, 23)}
 LONG_FILES = {
     "tests/test_chat.py": 659, "tests/test_checkpoint.py": 707, "tests/test_cli.py": 636,
