@@ -17,7 +17,6 @@ import shlex
 import sys
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -30,12 +29,14 @@ if __name__ == "__main__":  # It says what to type where they are not installed.
 import tyro
 
 import checkpoint
-from config import SHAPE, check
-from corpus import config_json, gguf_file, peft_files, tokenizer, tokenizer_json
-from corpus import hugging_face as hf
+from config import SHAPE, SILENT, check
+from corpus import tokenizer
 from corpus.chat import END, MARKERS
 from corpus.masked import MASK
-from corpus.safetensors_files import open_safetensors, same_matrix
+from hub import gguf, peft
+from hub.families import FAMILIES, MOST_BYTES, config_json, family_of
+from hub.tokenizer import export_tokenizer
+from hub.weights import HuggingFace, lazy_pieces, lazy_tensors, tensors
 from interface import paths
 from interface.command_line import (
     as_program,
@@ -45,13 +46,9 @@ from interface.command_line import (
     read_run_config,
     wrong_input,
 )
-from interface.files import must_write
-from interface.half import unfinished
+from interface.files import must_write, sound_rows, whole_folder
 from interface.schema import load_json, load_json_of_others
 from runtime import adapters
-from runtime.model_card import model_card
-from runtime.model_tensors import Lazy, gguf_tensors, read_paired, read_whole, shapes, tensors
-from runtime.peft_adapters import from_peft, to_peft
 
 Command = tyro.conf.Positional[Literal["import", "export", "gguf", "peft"]]
 Folder = tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="DIR")]]
@@ -77,141 +74,6 @@ class Flags:
             "import": {"seq_len"}, "import of adapters": {"base"}}
     MISSING = ("import, export, gguf or peft and a directory are needed, for example python convert.py "
                "export out/tiny --out hf/tiny, or python convert.py import MODEL_DIR --out out/NAME")
-
-
-# -----------------------------------------------------------------------------
-# Tensors of Hugging Face
-
-FLOATS = {"BF16": "bf16", "F16": "fp16", "F32": "fp32", "F64": "fp64"}  # safetensors' names: --dtype
-NARROWEST_FIRST = list(FLOATS)
-TORCH_DTYPE = {short: name for name, short in checkpoint.SAFETENSORS_DTYPE.items()}
-
-
-class HuggingFace(checkpoint.Reader):
-    """The weights of a directory of Hugging Face, read as if they were a checkpoint of ours.
-
-    fill() reads any rectangle of any of our tensors. cfg, vocab_size: the model that config.json describes.
-    left_out: the names of tensors that have no part in the logits.
-    """
-
-    def __init__(self, folder, seq_len=0):
-        self.path = Path(folder)
-        self.slices = open_safetensors(self.path)
-        found = config_json.read_config(self.path / "config.json", self.narrowest_dtype(), seq_len)
-        kind, self.cfg, self.vocab_size, extra_layers = found
-        if self.cfg.n_layer * max(1, self.cfg.n_experts) > len(self.slices):
-            raise ValueError(f"{folder}/config.json has {self.cfg.n_layer} layers and {self.cfg.n_experts} "
-                             f"experts, the files have {len(self.slices)} tensors: they are of two models")
-        if kind == "gpt2" and "wte.weight" in self.slices:
-            # The files on the hub were saved without the head, and so without the prefix of the rest.
-            bare = self.slices
-            self.slices = {}
-            for name, part in bare.items():
-                self.slices[name if name == "lm_head.weight" else f"transformer.{name}"] = part
-        self.left_out = self.leave_out(hf.FAMILIES[kind].names["blocks"], extra_layers)
-        self.layout = tensors(self.cfg, kind, self.vocab_size)
-        self.check_shapes()
-        if self.cfg.tied and "lm_head.weight" in self.slices:
-            self.check_head(hf.FAMILIES[kind].names["wte"] + ".weight")
-        self.index = {"tensors": self.list_pieces()}
-
-    def narrowest_dtype(self):
-        """Return the narrowest dtype of the tensors, as --dtype names it. ValueError: one is not a float."""
-        for name, part in self.slices.items():
-            if part.get_dtype() not in FLOATS:
-                raise ValueError(f"{self.path}: {name} is {part.get_dtype()}, none of {', '.join(FLOATS)}")
-        stored = {part.get_dtype() for part in self.slices.values()}
-        return FLOATS[min(stored, key=NARROWEST_FIRST.index, default="F32")]
-
-    def check_shapes(self):
-        """Raise ValueError, with the tensor's name, unless the files hold the tensors of the model."""
-        known = set(self.layout)
-        if self.cfg.tied:
-            known.add("lm_head.weight")  # some files hold the head although it is tied
-        if more := sorted(self.slices.keys() - known):
-            raise ValueError(f"{self.path}: our model has no place for {more[0]}; it is another architecture")
-        for name, theirs in self.layout.items():
-            want = theirs.shape()
-            have = tuple(self.slices[name].get_shape()) if name in self.slices else "not there"
-            if have != want:
-                raise ValueError(f"{self.path}: {name} is {have}, by config.json it should be {want}")
-
-    def leave_out(self, blocks, extra_layers):
-        """Drop the tensors of layers behind the last one, and those without elements. Return their names.
-
-        blocks: what the name of a layer's tensor begins with.
-        """
-        extra = tuple(f"{blocks}.{self.cfg.n_layer + i}." for i in range(extra_layers))
-        found = [name for name, part in self.slices.items()
-                 if name.startswith(extra) or 0 in part.get_shape()]
-        for name in found:
-            del self.slices[name]
-        return sorted(found)
-
-    def check_head(self, embedding):
-        """Raise ValueError unless lm_head.weight, which config.json ties to the embedding, has its values.
-
-        embedding: its name.
-        """
-        if not same_matrix(self.slices[embedding], self.slices["lm_head.weight"]):
-            raise ValueError(f"{self.path}: tie_word_embeddings is true, but lm_head.weight is another matrix"
-                             f" than {embedding}; for the model with two matrices (as transformers 5 reads "
-                             "it) set tie_word_embeddings to false in config.json, for the tied one (as "
-                             "transformers 4 reads it) delete lm_head.weight from the file")
-
-    def list_pieces(self):
-        """Return {our name: {"shape", "dtype", "pieces"}}, as a checkpoint's index.json lists tensors.
-
-        A piece's "file" is the name of their tensor, "" for zeros. Its "key" is its first row there.
-        """
-        dtypes = self.widest_dtypes()
-        entries = {}
-        for name, (full, _) in shapes(self.cfg, self.vocab_size).items():
-            entries[name] = {"shape": list(full), "dtype": dtypes[name], "pieces": []}
-        for theirs, (_, parts) in self.layout.items():
-            first = 0
-            for name, full, offset, size in parts:
-                pieces = entries[name]["pieces"]
-                pieces.append({"file": theirs, "key": first, "offset": offset, "size": size})
-                first += size[0]
-                if name in ("wte.weight", "head.weight"):
-                    # The padding of the vocabulary is zero.
-                    padding = full[0] - size[0], full[1]
-                    pieces.append({"file": "", "key": 0, "offset": (size[0], 0), "size": padding})
-        return entries
-
-    def widest_dtypes(self):
-        """Return {our name: torch's name of the widest dtype among the tensors that it is made of}."""
-        found = {}
-        for theirs, (_, parts) in self.layout.items():
-            stored = self.slices[theirs].get_dtype()
-            for part in parts:
-                before = found.get(part.name, stored)
-                found[part.name] = max(before, stored, key=NARROWEST_FIRST.index)
-        return {name: TORCH_DTYPE[dtype] for name, dtype in found.items()}
-
-    def _read(self, theirs, first, where):
-        """Return a rectangle of their tensor that begins at row `first`. where: slices of our tensor's piece.
-
-        ValueError: the file is damaged.
-        """
-        import torch
-        if not theirs:
-            return torch.zeros([s.stop - s.start for s in where])
-        is_expert = len(where) == 3  # (1, rows, columns) here, (rows, columns) there
-        rows, *columns = where[1:] if is_expert else where
-        rows = slice(first + rows.start, first + rows.stop)
-        try:
-            if self.layout[theirs].transposed:
-                block = self.slices[theirs][(*columns, rows)].T
-            else:
-                block = self.slices[theirs][(rows, *columns)]
-        except Exception as e:  # of the library: the file was cut or changed after it was opened
-            raise ValueError(f"{self.path}: {theirs} is damaged ({e}); download it again") from None
-        if not checkpoint.is_finite(block):
-            raise ValueError(f"{self.path}: {theirs} holds nan or infinite weights; download it again, or "
-                             "take an earlier state of that model")
-        return block.unsqueeze(0) if is_expert else block
 
 
 # -----------------------------------------------------------------------------
@@ -244,28 +106,24 @@ def read_run(run_dir):
     return cfg, vocab_size, weights, run, said
 
 
-def open_chosen(run):
-    """Return (the Reader of choose_step(), its line).
-
-    A run that goes on may remove that checkpoint meanwhile: then it is chosen once more. Files that are open
-    stay readable.
-    """
-    step, said = choose_step(run)
-    try:
-        return checkpoint.Reader(step).open_all(), said
-    except (ValueError, OSError):
-        if step.exists():
-            raise
-    step, said = choose_step(run)
-    return checkpoint.Reader(step).open_all(), said
-
-
 def is_theirs(folder):
     """Whether the config.json of a directory comes from Hugging Face."""
     with suppress(ValueError):
-        found = load_json_of_others(folder / "config.json", config_json.MOST_BYTES)
+        found = load_json_of_others(folder / "config.json", MOST_BYTES)
         return isinstance(found, dict) and "model_type" in found and "vocab_size_used" not in found
     return False
+
+
+def open_chosen(run):
+    """Return (the Reader of choose_step(), its line). Files that are open stay readable."""
+    while True:
+        step, said = choose_step(run)
+        try:
+            return checkpoint.Reader(step).open_all(), said
+        except (ValueError, OSError):
+            if step.exists():
+                raise
+            # The run goes on and has removed it: there is another one.
 
 
 def choose_step(run):
@@ -296,32 +154,20 @@ def import_adapter(flags):
     if not flags.base:
         raise ValueError(f"{folder} holds adapters; give --base RUN, the run or what import wrote to whose "
                          "weights they belong")
-    rank, alpha = peft_files.read_adapter(folder)
+    rank, alpha = peft.read_adapter(folder)
     step = Path(flags.base)
     if not step.name.startswith("step_"):
         step, _ = choose_step(step)
     index = adapters.check_import(flags.base, step)
     cfg, vocab_size = read_run_config(step.parent / "config.json")
-    pieces = from_peft(folder, dataclasses.replace(cfg, lora=0), rank, vocab_size)
+    pieces = peft.from_peft(folder, dataclasses.replace(cfg, lora=0), rank, vocab_size)
     cfg = dataclasses.replace(cfg, lora=rank, lora_alpha=alpha, vocab_size=vocab_size)
     check(cfg)
     vocabulary = (tokenizer.load_if_there(folder, vocab_size)
                   or tokenizer.load_if_there(step.parent, vocab_size))
-    out = Path(flags.out)
-    meta = {**meta_of_no_step(cfg), "base": adapters.reference(step, index)}
-    with must_write(out, reads=True), unfinished(out, IMPORTED) as half:
-        saved = out / checkpoint.save(half, 0, pieces, meta).name
-        if vocabulary:
-            vocabulary.save(half / "tokenizer.json")
-        write_json(half / "config.json", {**dataclasses.asdict(cfg), "vocab_size_used": vocab_size})
+    saved = save_run(flags, cfg, pieces, vocabulary, {"base": adapters.reference(step, index)})
     return (f"{saved}: adapters of rank {rank}, alpha {alpha:g}, on top of {step}\n"
-            f"{paths.after_import(out, saved)}")
-
-
-# What an import writes. If it is stopped, the next one replaces these files.
-IMPORTED = (r"(tokenizer|config)\.json|step_000000(\.0\.tmp)?/"
-            r"(rank_00000\.safetensors|node_[\w.-]*\.jsonl|(rank_00000|index)\.json|"
-            r"\.(rank_00000|index)\.json\.\w{8}\.part)?")
+            f"{paths.after_import(saved.parent, saved)}")
 
 
 def import_model(flags):
@@ -331,61 +177,37 @@ def import_model(flags):
                          f"is; python convert.py export {flags.model} --out DIR writes it for transformers")
     weights = HuggingFace(flags.model, flags.seq_len)
     vocabulary = tokenizer.load_if_there(weights.path, weights.vocab_size)
-    out = Path(flags.out)
     cfg = dataclasses.replace(weights.cfg, vocab_size=weights.vocab_size)
-    saved = dataclasses.asdict(cfg)
-    with must_write(out, reads=True), unfinished(out, IMPORTED) as half:
-        step = out / checkpoint.save(half, 0, lazy_pieces(weights), meta_of_no_step(cfg)).name
-        if vocabulary:
-            vocabulary.save(half / "tokenizer.json")
-        write_json(half / "config.json", {**saved, "vocab_size_used": weights.vocab_size})
+    step = save_run(flags, cfg, lazy_pieces(weights), vocabulary, {})
     if vocabulary:
         prepare = shlex.quote(paths.program("prepare.py"))
-        data = f"python {prepare} FILE... --name NAME --tokenizer {shlex.quote(str(out))}"
+        data = f"python {prepare} FILE... --name NAME --tokenizer {shlex.quote(flags.out)}"
     else:
         data = f"{flags.model} holds no tokenizer.json; make it with the tokenizer of the model's training"
     left_out = ""
     if weights.left_out:
         left_out = (f"left out, as the logits do not depend on them: {len(weights.left_out)} tensors, "
                     f"{printable(weights.left_out[0])} first\n")
-    return f"{left_out}{step}\n{paths.after_import(out, step)}\ndata/NAME:    {data}"
+    return f"{left_out}{step}\n{paths.after_import(step.parent, step)}\ndata/NAME:    {data}"
 
 
-def lazy_pieces(weights):
-    """Return [(name, Lazy, full shape, offset)] of all tensors of a HuggingFace, for checkpoint.save."""
-    import torch
-    pieces = []
-    for name, entry in weights.index["tensors"].items():
-        dtype = getattr(torch, entry["dtype"])
-        for piece in entry["pieces"]:
-            read = partial(read_piece, weights, name, entry["shape"], piece, dtype)
-            pieces.append((name, Lazy(piece["size"], dtype, read), entry["shape"], piece["offset"]))
-    return pieces
-
-
-def read_piece(weights, name, full, piece, dtype):
-    """Return one piece of our tensor `name`, whose full shape is `full`."""
-    import torch
-    block = torch.empty(piece["size"], dtype=dtype)
-    weights.fill(name, block, full, piece["offset"])
-    return block
-
-
-def meta_of_no_step(cfg):
-    """Return what index.json says of a run that has made no step."""
+def save_run(flags, cfg, pieces, vocabulary, meta):
+    """Write a run that has made no step; return its checkpoint. meta: what index.json says besides."""
     saved = dataclasses.asdict(cfg)
-    return {"step": 0, "samples": 0, "skipped": 0, "nan_steps": 0, "adam_t": 0, "world": 1, "seed": cfg.seed,
+    meta = {"step": 0, "samples": 0, "skipped": 0, "nan_steps": 0, "adam_t": 0, "world": 1, "seed": cfg.seed,
             "data": "", "skip": [], "scaler": None, "best": {}, "vocab_size": cfg.vocab_size,
-            "shape": {flag: saved[flag] for flag in SHAPE}, "flags": saved}
+            "shape": {flag: saved[flag] for flag in SHAPE}, "flags": saved, **meta}
+    out = Path(flags.out)
+    with must_write(out, reads=True), whole_folder(out) as folder:
+        step = out / checkpoint.save(folder, 0, pieces, meta).name
+        if vocabulary:
+            vocabulary.save(folder / "tokenizer.json")
+        write_json(folder / "config.json", {**saved, "vocab_size_used": cfg.vocab_size})
+    return step
 
 
 # -----------------------------------------------------------------------------
 # Export
-
-# What an export writes. If it is stopped, the next one replaces these files.
-ADAPTERS = r"adapter_(config\.json|model\.safetensors)|tokenizer(_config)?\.json"
-EXPORTED = r"((generation_|tokenizer_)?config|tokenizer)\.json|README\.md|model[\w.-]*\.(safetensors|json)"
-
 
 def export_model(flags):
     """Write one of our runs as a directory of Hugging Face; return a line that says so."""
@@ -393,35 +215,43 @@ def export_model(flags):
     cfg, vocab_size, weights, run, said = read_run(flags.model)
     if isinstance(weights, HuggingFace):
         raise ValueError(f"{run} is a model of Hugging Face already; export takes a run of train.py")
-    kind = hf.family_of(cfg)
+    kind = family_of(cfg)
     full = full_config(cfg, kind)
     vocabulary = tokenizer.load_if_there(run, vocab_size)
     if vocabulary and cfg.objective == "mlm":
         vocabulary = with_mask(vocabulary, run)
-    layout = tensors(full, kind, vocab_size)
-    lazy = lazy_tensors(weights, shapes(cfg, vocab_size), layout, DTYPES[flags.dtype])
+    lazy = lazy_tensors(weights, tensors(full, kind, vocab_size), DTYPES[flags.dtype])
 
     eod = vocabulary.eod if vocabulary else None
     dtype = str(DTYPES[flags.dtype]).removeprefix("torch.")
-    files = {"config.json": hf.config_json(full, kind, vocab_size, eod, dtype)}
+    files = {"config.json": config_json(full, kind, vocab_size, eod, dtype)}
     if cfg.objective == "causal":
         # In transformers, generate() stops at the tokens of generation_config.json. config.json names only
         # end-of-document, and import finds it there.
-        ends = end_tokens(vocabulary)
+        ends = eod
+        if vocabulary and set(MARKERS) <= vocabulary.special.keys():
+            ends = [i for i in (eod, vocabulary.special[END]) if i is not None]
         files["generation_config.json"] = {"bos_token_id": eod, "eos_token_id": ends, "pad_token_id": eod}
     if vocabulary:
-        files |= tokenizer_json.export_tokenizer(vocabulary, cfg.seq_len)
-    settings = files.get("tokenizer_config.json", {})
-    card = model_card(cfg, kind, weights, run, flags.dtype, settings)
+        files |= export_tokenizer(vocabulary, cfg.seq_len)
+    card = model_card(cfg, kind, weights, run, flags.dtype, files.get("tokenizer_config.json", {}))
 
     out = Path(flags.out)
-    with must_write(out), unfinished(out, EXPORTED) as half:
-        write_weights(half, lazy, flags.shard_gb * 1e9)
+    with must_write(out), whole_folder(out) as folder:
+        write_weights(folder, lazy, flags.shard_gb * 1e9)
         for name, content in files.items():
-            write_json(half / name, content)
-        (half / "README.md").write_bytes(card.encode())
-    return (f"{said}{out}: {hf.FAMILIES[kind].architecture}, {len(lazy)} tensors in {flags.dtype}\n"
+            write_json(folder / name, content)
+        (folder / "README.md").write_bytes(card.encode())
+    return (f"{said}{out}: {FAMILIES[kind].architecture}, {len(lazy)} tensors in {flags.dtype}\n"
             f"to publish it: hf upload YOUR_NAME/{shlex.quote(run.name)} {shlex.quote(flags.out)}")
+
+
+def full_config(cfg, kind):
+    """Return cfg with the flags that give our model all tensors of the family."""
+    full = dataclasses.replace(cfg, **FAMILIES[kind].flags)
+    if kind == "glm4_moe" and not cfg.n_shared_experts:
+        full = dataclasses.replace(full, n_shared_experts=1)
+    return full
 
 
 def with_mask(vocabulary, run):
@@ -435,80 +265,6 @@ def with_mask(vocabulary, run):
         raise ValueError(f"{run}/config.json has {MASK} as {found!r}, by tokenizer.json it is "
                          f"{vocabulary.special[MASK]}: they are of two runs")
     return vocabulary
-
-
-def export_adapter(flags):
-    """Write the adapters of a run with --lora as peft's files; return a line that says so."""
-    from model import DTYPES
-    cfg, vocab_size, weights, run, said = read_run(flags.model)
-    if not isinstance(weights, adapters.Merged):
-        raise ValueError(f"{run} has no adapters; convert.py export writes the whole model")
-    lazy, adapter_config = to_peft(weights, cfg, vocab_size, DTYPES[flags.dtype], flags.base)
-    files = {peft_files.CONFIG: adapter_config}
-    if vocabulary := tokenizer.load_if_there(run, vocab_size):
-        files |= tokenizer_json.export_tokenizer(vocabulary, cfg.seq_len)
-    out = Path(flags.out)
-    with must_write(out), unfinished(out, ADAPTERS) as half:
-        checkpoint.write_safetensors(half / peft_files.WEIGHTS, lazy, {"format": "pt"})
-        for name, content in files.items():
-            write_json(half / name, content)
-    return f"{said}{out}: {len(lazy)} tensors of adapters in {flags.dtype}, for peft"
-
-
-def write_gguf(flags):
-    """Write a run of ours as a file that llama.cpp reads; return lines that say so."""
-    from model import DTYPES
-    cfg, vocab_size, weights, run, said = read_run(flags.model)
-    if flags.dtype not in gguf_file.FILE_TYPES:
-        raise ValueError(f"--dtype {flags.dtype}: llama.cpp has none; give one of "
-                         f"{', '.join(gguf_file.FILE_TYPES)}")
-    kind = hf.family_of(cfg)
-    vocabulary = tokenizer.load_if_there(run, vocab_size)
-    if vocabulary is None:
-        raise ValueError(f"{run} holds no tokenizer.json, and llama.cpp reads no model without one; train on "
-                         "data of prepare.py")
-    gguf_file.check_written(cfg, kind, vocabulary)
-    architecture, _, pairs_rows = gguf_file.of_family(kind)
-    full = full_config(cfg, kind)
-    keys = gguf_file.model_keys(full, kind, vocab_size, run.name, flags.dtype)
-    keys |= gguf_file.tokenizer_keys(vocabulary, vocab_size)
-    own = shapes(cfg, vocab_size)
-    lazy = {}
-    for name, theirs in gguf_tensors(full, kind, vocab_size).items():
-        shape = theirs.shape()
-        wide = gguf_file.stays_wide(name, shape)
-        dtype = DTYPES["fp32"] if wide else DTYPES[flags.dtype]
-        heads = 0
-        if pairs_rows:
-            heads = {"wq": cfg.n_head, "wk": cfg.n_kv_head}.get(theirs.parts[0].name.split(".")[-2], 0)
-        lazy[name] = Lazy(shape, dtype, partial(read_paired, weights, own, theirs, dtype, heads))
-
-    out = Path(flags.out)
-    with must_write(out), unfinished(out, r".*\.gguf", only="model.gguf") as half:
-        gguf_file.write(gguf_file.open_writer(half / "model.gguf", architecture), keys, lazy)
-    return (f"{said}{out}: {architecture}, {len(lazy)} tensors in {flags.dtype}\n"
-            f"{gguf_file.different_texts(vocabulary)}llama-cli -m {shlex.quote(flags.out)} -p ...")
-
-
-def full_config(cfg, kind):
-    """Return cfg with the flags that give our model all tensors of the family."""
-    full = dataclasses.replace(cfg, **hf.FAMILIES[kind].flags)
-    if kind == "glm4_moe" and not cfg.n_shared_experts:
-        full = dataclasses.replace(full, n_shared_experts=1)
-    return full
-
-
-def lazy_tensors(weights, own, layout, dtype):
-    """Return {their name: Lazy} of a layout of tensors(), read from a Reader of our weights.
-
-    own: the names of our model's tensors.
-    """
-    import torch
-    lazy = {}
-    for name, theirs in layout.items():
-        kept = torch.float32 if name.endswith("e_score_correction_bias") else dtype
-        lazy[name] = Lazy(theirs.shape(), kept, partial(read_whole, weights, own, theirs, kept))
-    return lazy
 
 
 def write_weights(out, lazy, most):
@@ -536,19 +292,46 @@ def write_weights(out, lazy, most):
     write_json(out / "model.safetensors.index.json", index)
 
 
-def end_tokens(vocabulary):
-    """Return the ids after which a text ends: end-of-document, and <|end|> of a conversation.
+def export_adapter(flags):
+    """Write the adapters of a run with --lora as peft's files; return a line that says so."""
+    from model import DTYPES
+    cfg, vocab_size, weights, run, said = read_run(flags.model)
+    if not isinstance(weights, adapters.Merged):
+        raise ValueError(f"{run} has no adapters; convert.py export writes the whole model")
+    lazy, adapter_config = peft.to_peft(weights, cfg, vocab_size, DTYPES[flags.dtype], flags.base)
+    files = {peft.CONFIG: adapter_config}
+    if vocabulary := tokenizer.load_if_there(run, vocab_size):
+        files |= export_tokenizer(vocabulary, cfg.seq_len)
+    out = Path(flags.out)
+    with must_write(out), whole_folder(out) as folder:
+        checkpoint.write_safetensors(folder / peft.WEIGHTS, lazy, {"format": "pt"})
+        for name, content in files.items():
+            write_json(folder / name, content)
+    return f"{said}{out}: {len(lazy)} tensors of adapters in {flags.dtype}, for peft"
 
-    The result is a list if the vocabulary has the tokens of conversations; otherwise one id or None.
-    """
+
+def write_gguf(flags):
+    """Write a run of ours as a file that llama.cpp reads; return lines that say so."""
+    from model import DTYPES
+    cfg, vocab_size, weights, run, said = read_run(flags.model)
+    if flags.dtype not in gguf.FILE_TYPES:
+        raise ValueError(f"--dtype {flags.dtype}: llama.cpp has none; give one of "
+                         f"{', '.join(gguf.FILE_TYPES)}")
+    kind = family_of(cfg)
+    vocabulary = tokenizer.load_if_there(run, vocab_size)
     if vocabulary is None:
-        return None
-    if not set(MARKERS) <= vocabulary.special.keys():
-        return vocabulary.eod
-    ends = [vocabulary.special[END]]
-    if vocabulary.eod is not None:
-        ends.insert(0, vocabulary.eod)
-    return ends
+        raise ValueError(f"{run} holds no tokenizer.json, and llama.cpp reads no model without one; train on "
+                         "data of prepare.py")
+    full = full_config(cfg, kind)
+    out = Path(flags.out)
+    with must_write(out), whole_folder(out, "model.gguf") as folder:
+        writer = gguf.open_writer(folder / "model.gguf", full, kind)
+        gguf.add_model(writer, full, kind, vocab_size, run.name, flags.dtype)
+        gguf.add_tokenizer(writer, vocabulary, vocab_size)
+        lazy = gguf.lazy_tensors(weights, full, kind, vocab_size, DTYPES[flags.dtype])
+        gguf.write(writer, lazy)
+    return (f"{said}{out}: {writer.arch}, {len(lazy)} tensors in {flags.dtype}\n"
+            f"llama-cli -m {shlex.quote(flags.out)} -p ...")
 
 
 def write_json(path, content):
@@ -556,10 +339,98 @@ def write_json(path, content):
     path.write_bytes(json.dumps(content, indent=1, ensure_ascii=False).encode())
 
 
+# -----------------------------------------------------------------------------
+# The README.md of an exported model
+
+CONTINUE = """from transformers import AutoModelForCausalLM, AutoTokenizer
+model, tokenizer = (kind.from_pretrained(".") for kind in (AutoModelForCausalLM, AutoTokenizer))
+text = {text}
+print(tokenizer.decode(model.generate(**text, max_new_tokens=50)[0]))"""
+PLAIN = 'tokenizer("Once", return_tensors="pt")'
+CHAT = """tokenizer.apply_chat_template([{"role": "user", "content": "Hello"}], return_tensors="pt",
+                                     return_dict=True, add_generation_prompt=True)"""
+FILL = """from transformers import pipeline
+for found in pipeline("fill-mask", ".")("a[MASK] in a text"):
+    print(found["score"], repr(found["sequence"]))"""
+
+
+def model_card(cfg, kind, weights, run, dtype, settings):
+    """Return README.md: what was trained, on what, and how far. settings: of tokenizer_config.json."""
+    meta = weights.index["meta"]
+    data = meta.get("data") or "not known"
+    losses = "; ".join(last_losses(run, meta["step"])) or "no losses are known"
+    # Of the flags that say nothing about the training, only the skipped steps are interesting here.
+    flags = flag_words(cfg, {"data", *SILENT} - {"train_range_to_skip"})
+    began = ""
+    if cfg.init_from:
+        began = (f"- started from the weights of {Path(cfg.init_from).name}; what follows counts this run "
+                 "alone\n")
+    note = ""
+    if cfg.capacity_factor:
+        note = (f"Training dropped what exceeded a capacity of {cfg.capacity_factor} per expert; here no "
+                "token is dropped, so the losses above are not quite this model's.\n\n")
+    if cfg.objective == "mlm":
+        code = FILL
+    else:
+        code = CONTINUE.replace("{text}", CHAT if "chat_template" in settings else PLAIN)
+    return f"""{yaml_head(cfg, run)}
+# {run.name}, step {meta['step']}
+
+{FAMILIES[kind].architecture} in {dtype}, exported from nanoshard's {weights.path.name}.
+
+{began}- sequences trained on: {meta.get('samples')} of {cfg.seq_len} tokens; data: {data}
+- {losses}
+- flags that differ from the defaults: `{flags or 'none'}`
+
+{note}```python
+{code}
+```
+"""
+
+
+def yaml_head(cfg, run):
+    """Return the first lines of a model card, from which the hub knows what the model is for."""
+    task = "fill-mask" if cfg.objective == "mlm" else "text-generation"
+    # A text in JSON is the same text in YAML, whatever characters the name has.
+    return (f"---\nlibrary_name: transformers\npipeline_tag: {task}\nmodel_name: {json.dumps(run.name)}\n"
+            "tags:\n- nanoshard\n---")
+
+
+def last_losses(run, step):
+    """Return a list of text: the last training loss and the last validation loss of a run up to `step`."""
+    rows = [row for row in sound_rows(run / "metrics.jsonl")[0] if row["step"] <= step]
+    losses = []
+    for word, key in (("training", "loss"), ("validation", "val_loss")):
+        known = [row for row in rows if row.get(key)]
+        if known:
+            losses.append(f"{word} loss {known[-1][key]:.4f} at step {known[-1]['step']}")
+    return losses
+
+
+def flag_words(cfg, left_out=()):
+    """Return the flags that differ from the defaults, as train.py reads them."""
+    words = []
+    for field in dataclasses.fields(cfg):
+        flag = field.name.replace("_", "-")
+        value = getattr(cfg, field.name)
+        if value == field.default or field.name in left_out:
+            continue
+        if isinstance(value, bool):
+            words.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            values = value if isinstance(value, tuple) else [value]
+            words.append(f"--{flag}")
+            words.extend(shlex.quote(str(v)) for v in values)
+    return " ".join(words)
+
+
+# -----------------------------------------------------------------------------
+# The command line
+
 def refuse_unread(flags):
     """ValueError: a flag is given that this command does not read."""
     what = flags.command
-    if what == "import" and (Path(flags.model) / peft_files.CONFIG).exists():
+    if what == "import" and (Path(flags.model) / peft.CONFIG).exists():
         what = "import of adapters"
     unread = given_flags(flags, set().union(*Flags.READ.values()) - Flags.READ[what])
     if unread:
@@ -585,7 +456,7 @@ def main(argv=None):
     is_new = not out.exists() or out.is_dir() and not any(out.iterdir())
     if not flags.out or not is_new:
         raise ValueError(f"--out {flags.out or 'is missing'}: give a new directory, or an empty one")
-    if flags.command == "import" and (Path(flags.model) / peft_files.CONFIG).exists():
+    if flags.command == "import" and (Path(flags.model) / peft.CONFIG).exists():
         print(import_adapter(flags))
     elif flags.command == "import":
         print(import_model(flags))

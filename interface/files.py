@@ -13,6 +13,7 @@ import json
 import os
 import re
 import secrets
+import shutil
 import socket
 import stat
 import time
@@ -101,6 +102,33 @@ def sync(path):
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+@contextlib.contextmanager
+def whole_folder(out, only=""):
+    """Give the folder OUT.tmp to write into. At the end it, or the file `only` in it, is renamed to `out`.
+
+    After an error nothing stays. If the process is killed, OUT.tmp stays.
+    ValueError: OUT.tmp is there already.
+    """
+    out = out.resolve()
+    folder = out.with_name(f"{out.name}.tmp")
+    try:
+        folder.mkdir(parents=True)
+    except FileExistsError:
+        raise ValueError(f"{folder} is there: another command writes it, or one was killed; in that case "
+                         "delete it, or give another --out") from None
+    try:
+        yield folder
+        for path in [*folder.rglob("*"), folder]:
+            sync(path)
+        os.rename(folder / only, out)
+        if only:
+            folder.rmdir()
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    sync(out.parent)
 
 
 NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}

@@ -1,27 +1,31 @@
-"""What convert.py export leaves: masked language models, tokens by name, the card.
+"""What convert.py export leaves: masked language models, tokens by name, the card; a whole folder or none.
 
-Besides, the halves that export and import leave when they are stopped.
+Besides, what import refuses in one line: a table of malformed inputs for each reader.
 
 test_convert.py compares the functions of the other families, and the tokenizers.
 """
-import contextlib
 import dataclasses
 import json
+import math
 import os
+import shutil
 import signal
 from pathlib import Path
 
 import pytest
 import torch
 from runs import TINY, chars, go, refused
+from safetensors.torch import load_file, save_file
+from test_import import VOCAB, change, change_tensors, make
 
 import checkpoint
 import convert
 import prepare
 import sample
 from config import Config
-from corpus import chat, hugging_face, tokenizer, tokenizer_json
-from interface import half, host_lines
+from corpus import chat, tokenizer
+from hub import families
+from hub import tokenizer as tokenizer_json
 
 NO_VOCAB = [f for f in TINY if "vocab" not in f]
 BERT = ["--objective=mlm", "--norm=layer", "--mlp=gelu", "--pos=learned", "--n-kv-head=2"]
@@ -97,11 +101,11 @@ def test_transformers_fills_the_gaps_of_a_bert(kind, hf, tmp_path, capsys):
 
 def test_a_bert_that_transformers_has_not_is_refused(tmp_path):
     bert = Config(objective="mlm", norm="layer", mlp="gelu", pos="learned", n_kv_head=4)
-    assert hugging_face.family_of(bert) == "megatron-bert"
-    for change, word in (dict(norm="rms"), "--norm layer"), (dict(n_kv_head=2), "--n-kv-head 4"), (
+    assert families.family_of(bert) == "megatron-bert"
+    for other, word in (dict(norm="rms"), "--norm layer"), (dict(n_kv_head=2), "--n-kv-head 4"), (
             dict(n_experts=4), "--n-experts 0"), (dict(pos="rope"), "--pos learned"):
         with pytest.raises(ValueError, match=word):
-            hugging_face.family_of(dataclasses.replace(bert, **change))
+            families.family_of(dataclasses.replace(bert, **other))
     (tmp_path / "config.json").write_text('{"mask_token": 7}')
     with pytest.raises(ValueError, match=r"\[MASK\] as 7, by tokenizer.json it is 3"):
         convert.with_mask(tokenizer.train_char(["abc"]), tmp_path)
@@ -168,7 +172,7 @@ def test_the_masks_of_the_assistant_are_those_of_our_training(talker):
 def test_gpt2_has_its_older_name_of_the_sequence():
     """As llama.cpp's convert_hf_to_gguf.py asks for it."""
     cfg = Config(norm="layer", mlp="gelu", pos="learned", n_kv_head=4, seq_len=96)
-    written = hugging_face.config_json(cfg, hugging_face.family_of(cfg), 100, None, "float32")
+    written = families.config_json(cfg, families.family_of(cfg), 100, None, "float32")
     assert written["n_ctx"] == written["n_positions"] == 96
 
 
@@ -189,99 +193,7 @@ def test_the_card_begins_with_yaml(run, tmp_path, capsys):
 
 
 # -----------------------------------------------------------------------------
-# A half
-
-def contents(folder):
-    """Return [(path, bytes)] of all files below a folder, without the locks of a process that was killed."""
-    return sorted((path, path.read_bytes()) for path in folder.rglob("*")
-                  if path.is_file() and path.suffix != ".lock" and path.name != ".lock")
-
-
-def killed_export(run, out):
-    """Export in a process that is killed when it writes tokenizer.json; return its half."""
-    child = os.fork()
-    if not child:
-        def kill(path, content):
-            if path.name == "tokenizer.json":
-                os.kill(os.getpid(), signal.SIGKILL)
-            path.write_text(json.dumps(content))
-        convert.write_json = kill
-        convert.main(["export", str(run), f"--out={out}"])
-        os._exit(0)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
-    return out.with_name(f"{out.name}.half")
-
-
-def test_a_killed_export_leaves_a_half_that_the_same_command_replaces(run, tmp_path):
-    out = tmp_path / "hf"
-    left = killed_export(run, out)
-    assert not out.exists() and "model.safetensors" in os.listdir(left)
-    assert "was stopped" in (left / half.MARKER).read_text()
-    convert.main(["export", str(run), f"--out={out}"])
-    assert sorted(os.listdir(out)) == ["README.md", "config.json", "generation_config.json",
-                                       "model.safetensors", "tokenizer.json", "tokenizer_config.json"]
-    assert os.listdir(tmp_path) == ["hf"]
-
-
-@pytest.mark.parametrize("change", ["a file of another", "no marker", "another marker", "a link", "a folder",
-                                    "a file in its place", "a link in its place"])
-def test_what_is_not_ours_is_not_replaced(change, run, tmp_path):
-    left = tmp_path / "hf.half"
-    left.mkdir()
-    (left / half.MARKER).write_bytes(half.TEXT)
-    (left / "config.json").write_text("mine")
-    if change == "a file of another":
-        (left / "notes.txt").write_text("mine")
-    elif change == "no marker":
-        (left / half.MARKER).unlink()
-    elif change == "another marker":
-        (left / half.MARKER).write_bytes(half.TEXT[:-1] + b"!")
-    elif change == "a link":
-        os.symlink("/dev/null", left / "model.safetensors")
-    elif change == "a folder":
-        (left / "README.md").mkdir()
-    else:
-        left.rename(tmp_path / "elsewhere")
-        if change.startswith("a link"):
-            left.symlink_to(tmp_path / "elsewhere")
-        else:
-            left.write_text("mine")
-    before = contents(tmp_path)
-    refused(convert.main, ["export", run, f"--out={tmp_path}/hf"],
-            "hf.half", "move it away, or give another --out")
-    assert before == contents(tmp_path)
-    assert not (tmp_path / "hf").exists()
-
-
-def test_two_exports_at_once_meet_a_lock(run, tmp_path, monkeypatch):
-    """The second one says who is there, and the first one ends well."""
-    write, codes = convert.write_json, []
-
-    def write_and_try(path, content):
-        if not codes:
-            child = os.fork()
-            if not child:
-                with contextlib.suppress(BaseException):
-                    refused(convert.main, ["export", run, f"--out={tmp_path}/hf"],
-                            f"is in use by process {os.getppid()}")
-                    os._exit(7)
-                os._exit(1)
-            codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-        write(path, content)
-    monkeypatch.setattr(convert, "write_json", write_and_try)
-    convert.main(["export", str(run), f"--out={tmp_path}/hf"])
-    assert codes == [7] and (tmp_path / "hf/tokenizer.json").exists() and os.listdir(tmp_path) == ["hf"]
-
-
-def test_an_empty_folder_is_filled_and_a_mount_point_refused(run, tmp_path, monkeypatch):
-    (tmp_path / "hf").mkdir()
-    convert.main(["export", str(run), f"--out={tmp_path}/hf"])
-    assert (tmp_path / "hf/config.json").exists()
-    refused(convert.main, ["export", run, f"--out={tmp_path}/hf"], "give a new directory")
-    refused(convert.main, ["export", run, "--out=/proc/1"], "--out /proc/1")
-    monkeypatch.setattr(Path, "is_mount", lambda path: path.name == "volume")
-    refused(convert.main, ["export", run, f"--out={tmp_path}/volume"], f"try --out {tmp_path}/volume/model")
-
+# A folder that is whole, or not there
 
 @pytest.fixture(scope="module")
 def model(run):
@@ -292,105 +204,218 @@ def model(run):
     return folder
 
 
-def killed_import(model, out, at):
-    """Import in a process that is killed when the file `at` gets its name, or is written; return its half.
-
-    at: "a line" stands for the list of the pieces.
-    """
+@pytest.mark.parametrize("command", ["export", "import"])
+def test_a_killed_command_leaves_no_result_and_what_it_left_is_not_replaced(command, run, model, tmp_path):
+    """The next one says what to delete, and then writes the whole result."""
+    argv = [command, str(run if command == "export" else model), f"--out={tmp_path}/deep/out"]
     child = os.fork()
     if not child:
-        replace, write, append = os.replace, convert.write_json, host_lines.append
-
-        def kill(path):
-            if Path(path).name == at:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-        def kill_or_replace(part, path):
-            kill(path)
-            replace(part, path)
-
-        def kill_or_write(path, content):
-            kill(path)
-            write(path, content)
-
-        def kill_or_append(folder, value):
-            kill("a line")
-            append(folder, value)
-        os.replace, convert.write_json, host_lines.append = kill_or_replace, kill_or_write, kill_or_append
-        convert.main(["import", str(model), f"--out={out}"])
+        def kill(path, content):
+            os.kill(os.getpid(), signal.SIGKILL)
+        convert.write_json = kill
+        convert.main(argv)
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
-    return out.with_name(f"{out.name}.half")
+    assert os.listdir(tmp_path / "deep") == ["out.tmp"]
+    refused(convert.main, argv, f"{tmp_path}/deep/out.tmp is there: another command writes it, or one was")
+    assert os.listdir(tmp_path / "deep") == ["out.tmp"]
+    shutil.rmtree(tmp_path / "deep/out.tmp")
+    convert.main(argv)
+    assert os.listdir(tmp_path / "deep") == ["out"] and (tmp_path / "deep/out/config.json").exists()
+    if command == "import":
+        checkpoint.check(tmp_path / "deep/out/step_000000")
 
 
-@pytest.mark.parametrize("at,left_there", [("a line", "step_000000.0.tmp/rank_00000.safetensors"),
-                                           ("index.json", "step_000000.0.tmp/node_here.jsonl"),
-                                           ("config.json", "step_000000/index.json")])
-def test_a_killed_import_leaves_a_half_that_the_same_command_replaces(at, left_there, model, tmp_path,
-                                                                      capsys, monkeypatch):
-    monkeypatch.setattr(host_lines, "host", lambda: "here")
-    out = tmp_path / "ours"
-    left = killed_import(model, out, at)
-    assert not out.exists() and (left / left_there).exists()
-    assert "was stopped" in (left / half.MARKER).read_text()
-    capsys.readouterr()
-    convert.main(["import", str(model), f"--out={out}"])
+def test_an_import_and_an_export_give_the_same_weights(model, tmp_path, capsys):
+    convert.main(["import", str(model), f"--out={tmp_path}/ours"])
     printed = capsys.readouterr().out
-    assert f"python train.py --data data/NAME --init-from {out}/step_000000\n" in printed
-    assert f"python sample.py {out} --prompt ..." in printed
-    assert sorted(path.relative_to(out).as_posix() for path in out.rglob("*")) == [
-        "config.json", "step_000000", "step_000000/index.json", "step_000000/rank_00000.safetensors",
-        "tokenizer.json"]
-    assert os.listdir(tmp_path) == ["ours"]
-    checkpoint.check(out / "step_000000")
-    convert.main(["export", str(out), f"--out={tmp_path}/again"])
+    assert f"python train.py --data data/NAME --init-from {tmp_path}/ours/step_000000\n" in printed
+    assert f"python sample.py {tmp_path}/ours --prompt ..." in printed
+    convert.main(["export", f"{tmp_path}/ours", f"--out={tmp_path}/again"])
     assert (tmp_path / "again/model.safetensors").read_bytes() == (model / "model.safetensors").read_bytes()
 
 
-@pytest.mark.parametrize("change", ["a file in the step", "a folder", "a link in the place of the step",
-                                    "no marker", "another folder"])
-def test_an_import_replaces_nothing_that_is_not_ours(change, model, tmp_path):
-    left = killed_import(model, tmp_path / "ours", "config.json")
-    words = ["ours.half", "move it away, or give another --out"]
-    if change == "a file in the step":
-        (left / "step_000000/notes.txt").write_text("mine")
-    elif change == "a folder":
-        (left / "step_000001").mkdir()
-    elif change == "no marker":
-        (left / half.MARKER).unlink()
-    elif change == "another folder":
-        left.rename(tmp_path / "ours")
-        words = [f"--out {tmp_path}/ours: give a new directory"]
-    else:
-        (left / "step_000000").rename(tmp_path / "elsewhere")
-        (left / "step_000000").symlink_to(tmp_path / "elsewhere")
-    before = contents(tmp_path)
-    refused(convert.main, ["import", model, f"--out={tmp_path}/ours"], *words)
-    assert before == contents(tmp_path)
-
-
-def test_two_imports_at_once_meet_a_lock(model, tmp_path, monkeypatch):
-    """The second one says who is there, and the first one ends well."""
-    save, codes = checkpoint.save, []
-
-    def save_and_try(*args):
-        child = os.fork()
-        if not child:
-            checkpoint.save = save
-            with contextlib.suppress(BaseException):
-                refused(convert.main, ["import", model, f"--out={tmp_path}/ours"],
-                        f"is in use by process {os.getppid()}")
-                os._exit(7)
-            os._exit(1)
-        codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-        return save(*args)
-    monkeypatch.setattr(checkpoint, "save", save_and_try)
-    convert.main(["import", str(model), f"--out={tmp_path}/ours"])
-    assert codes == [7] and (tmp_path / "ours/config.json").exists() and os.listdir(tmp_path) == ["ours"]
+def test_an_empty_folder_is_filled_and_a_full_one_refused(run, tmp_path):
+    (tmp_path / "hf").mkdir()
+    convert.main(["export", str(run), f"--out={tmp_path}/hf"])
+    assert (tmp_path / "hf/config.json").exists()
+    refused(convert.main, ["export", run, f"--out={tmp_path}/hf"], "give a new directory")
+    refused(convert.main, ["export", run, "--out=/proc/1"], "--out /proc/1")
 
 
 def test_an_import_that_finds_damaged_weights_leaves_nothing(model, tmp_path, monkeypatch):
-    killed_import(model, tmp_path / "ours", "config.json")
     monkeypatch.setattr(checkpoint, "is_finite", lambda block: False)
     refused(convert.main, ["import", model, f"--out={tmp_path}/ours"], "holds nan or infinite weights")
     assert not os.listdir(tmp_path)
+
+
+# -----------------------------------------------------------------------------
+# Malformed inputs, for each reader: one line, and nothing is written
+
+def fields(without=(), **values):
+    return lambda folder: change(folder, without, **values)
+
+
+def text(file, content):
+    return lambda folder: (folder / file).write_text(content)
+
+
+def rewritten(file, change_bytes):
+    """A file of which other bytes are left."""
+    return lambda folder: (folder / file).write_bytes(change_bytes((folder / file).read_bytes()))
+
+
+def piped(file):
+    def replace(folder):
+        (folder / file).unlink(missing_ok=True)
+        os.mkfifo(folder / file)
+    return replace
+
+
+def large(file):
+    """A file of a hole: nothing is written."""
+    def grow(folder):
+        with open(folder / file, "wb") as f:
+            f.truncate(2**28 + 1)
+    return grow
+
+
+def listed(content, and_then=None):
+    """An index in the place of model.safetensors."""
+    def replace(folder):
+        (folder / "model.safetensors").rename(folder / "other.safetensors")
+        (folder / "model.safetensors.index.json").write_text(content)
+        if and_then:
+            and_then(folder)
+    return replace
+
+
+def held(**tensors):
+    return lambda folder: change_tensors(folder, **tensors)
+
+
+def only(**tensors):
+    return lambda folder: save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+def adapter(**fields):
+    def replace(folder):
+        path = folder / "adapter_config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+    return replace
+
+
+def adapter_tensors(**tensors):
+    def replace(folder):
+        path = folder / "adapter_model.safetensors"
+        save_file({**load_file(path), **tensors}, path)
+    return replace
+
+
+CONFIG = "config.json"
+WEIGHTS = "model.safetensors"
+Q_NORM = "model.layers.0.self_attn.q_proj.weight"
+A = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+MALFORMED = {  # {reader: [(what happens to a directory, a word of the line)]}
+    "config.json": [
+        (fields(model_type="qwen3"), "Qwen3ForCausalLM"), (fields(model_type="qwen2_moe"), "qwen2_moe"),
+        (fields(model_type=3), "model_type"), (fields(["model_type"]), "model_type"),
+        (fields(architectures="LlamaForCausalLM"), "architectures"),
+        (fields(hidden_act=["silu"]), "hidden_act"),
+        (fields(num_attention_heads="2"), "num_attention_heads"), (fields(num_attention_heads=0), "num_att"),
+        (fields(num_attention_heads=3), "config.json"), (fields(head_dim=6), "q_proj.weight is ("),
+        (fields(hidden_size=32, head_dim=16), "embed_tokens.weight is ("),
+        (fields(hidden_size=None), "hidden_s"),
+        (fields(vocab_size=9), "embed_tokens"), (fields(vocab_size=-1), "vocab_size"),
+        (fields(num_hidden_layers=3), "layers.2.input_layernorm.weight is not there"),
+        (fields(num_hidden_layers=1), "no place for model.layers.1"),
+        (fields(num_hidden_layers=4000), "two models"),
+        (fields(num_hidden_layers=10**9), "num_hidden_layers"),
+        (fields(num_labels=10**9), "num_labels"), (fields(num_key_value_heads=3), "n-kv-head 3"),
+        (fields(rms_norm_eps=None), "rms_norm_eps"), (fields(rms_norm_eps=7.0), "--norm-eps 7"),
+        (fields(intermediate_size=1.5), "intermediate_size"), (fields(tie_word_embeddings="no"), "tie_word"),
+        (fields(rope_scaling=3), "rope_parameters"),
+        (fields(rope_parameters={"rope_type": "llama3"}), "rope_p"),
+        (fields(rope_parameters={"partial_rotary_factor": 0.5}), "partial_rotary_factor"),
+        (fields(rope_parameters={"rope_theta": "x"}), "rope_theta"),
+        (fields(rope_interleaved=True), "rope_int"),
+        (fields(rope_parameters={"full_attention": {"rope_theta": 7.0}}), "rope_parameters"),
+        (fields(layer_types=["sliding_attention"] * 2), "layer_types"), (fields(to_dict=1), "config.json"),
+        (text(CONFIG, ""), CONFIG), (text(CONFIG, "[1]"), CONFIG), (text(CONFIG, "[" * 10**5), CONFIG),
+        (text(CONFIG, '{"model_type": "llama", "rms_norm_eps": NaN}'), CONFIG),
+        (rewritten(CONFIG, lambda data: data[:len(data) // 2]), CONFIG),
+        (rewritten(CONFIG, lambda data: b"\xff" + data), CONFIG), (piped(CONFIG), "a pipe"),
+        (large(CONFIG), "bytes, more than"), (lambda folder: (folder / CONFIG).unlink(), CONFIG)],
+    "model.safetensors": [
+        (lambda folder: (folder / WEIGHTS).rename(folder / "pytorch_model.bin"), ".bin"),
+        (rewritten(WEIGHTS, lambda data: data[:len(data) // 2]), f"{WEIGHTS} is damaged"),
+        (rewritten(WEIGHTS, lambda data: data[:4]), f"{WEIGHTS} is damaged"),
+        (rewritten(WEIGHTS, lambda data: b""), f"{WEIGHTS} is damaged"),
+        (rewritten(WEIGHTS, lambda data: b"\xff" * 8 + data[8:]), f"{WEIGHTS} is damaged"),
+        (rewritten(WEIGHTS, lambda data: data + b"more"), f"{WEIGHTS} is damaged"),
+        (piped(WEIGHTS), "model.safetensors is no file"), (shutil.rmtree, "is no directory"),
+        (only(a=torch.ones(3, dtype=torch.int8)), "a is I8"), (only(), "two models"),
+        (held(more=torch.ones(3)), "no place for more"),
+        (held(**{Q_NORM: torch.ones(3)}), f"{Q_NORM} is (3,)"),
+        (held(**{Q_NORM: torch.full((16, 16), math.inf)}), f"{Q_NORM} holds nan"),
+        (held(**{Q_NORM: torch.full((16, 16), math.nan)}), f"{Q_NORM} holds nan"),
+        (held(**{Q_NORM: torch.ones(16, 16, dtype=torch.int32)}), f"{Q_NORM} is I32"),
+        (listed('{"weight_map": {"a": "../x.safetensors"}}'), "../x.safetensors'"),
+        (listed('{"weight_map": {"a": "/x.safetensors"}}'), "x.safetensors"),
+        (listed('{"weight_map": {"a": "x.bin"}}'), "x.bin"),
+        (listed('{"weight_map": {"a": 3}}'), "weight_map"),
+        (listed('{"weight_map": {"a": "x.safetensors"}}'), "x.safetensors is no file"),
+        (listed("[]"), "index.json"),
+        (listed("{"), "index.json"), (listed("", large("model.safetensors.index.json")), "bytes, more than"),
+        (listed('{"weight_map": {}}'), "two models")],
+    "tokenizer.json": [
+        (text("tokenizer.json", ""), "tokenizer.json"), (text("tokenizer.json", "[]"), "tokenizer.json"),
+        (text("tokenizer.json", '{"model": {}}'), "tokenizer.json"), (large("tokenizer.json"), "bytes, more"),
+        (lambda folder: tokenizer.train_char(["".join(map(chr, range(40, 300)))]).save(
+            folder / "tokenizer.json"), "260 symbols: they are of two models")],
+    "adapters": [
+        (adapter(peft_type="LOHA"), "peft_type is 'LOHA'"), (adapter(peft_type=None), "peft_type"),
+        (adapter(use_dora=True), "use_dora is True"), (adapter(bias="all"), "bias is 'all'"),
+        (adapter(fan_in_fan_out=True), "fan_in_fan_out"), (adapter(lora_bias=True), "lora_bias"),
+        (adapter(rank_pattern={"q_proj": 4}), "rank_pattern"),
+        (adapter(alpha_pattern={"q_proj": 4}), "alpha_p"),
+        (adapter(modules_to_save=["lm_head"]), "modules_to_save"),
+        (adapter(layer_replication=[[0, 1]]), "layer_r"),
+        (adapter(trainable_token_indices=[1]), "trainable"), (adapter(target_parameters=["x"]), "target_par"),
+        (adapter(use_qalora=True), "use_qalora"),
+        (adapter(alora_invocation_tokens=[5]), "alora_invocation_tok"),
+        (adapter(init_lora_weights="pissa"), "init_lora_weights is 'pissa'"), (adapter(r=3), "it should be"),
+        (adapter(r=0), "lora"), (adapter(r="2"), "r is '2'"), (adapter(lora_alpha=0), "lora_alpha is 0"),
+        (adapter(lora_alpha=None), "lora_alpha"), (text("adapter_config.json", "{"), "adapter_config.json"),
+        (lambda folder: (folder / "adapter_model.safetensors").unlink(), "adapter_model.safetensors"),
+        (rewritten("adapter_model.safetensors", lambda data: data[:9]), "is damaged"),
+        (adapter_tensors(more=torch.ones(2)), "no place for more"),
+        (adapter_tensors(**{A: torch.full((2, 16), math.nan)}), f"{A} holds nan")],
+}
+
+
+@pytest.fixture(scope="module")
+def sound(hf, tmp_path_factory):
+    """Return a folder: hf/, a Llama with a tokenizer of characters; base/, its import; adapters/ of base/."""
+    folder = tmp_path_factory.mktemp("sound")
+    make(hf, folder / "hf", "llama")
+    tokenizer.train_char(["some words"]).save(folder / "hf/tokenizer.json")
+    convert.main(["import", f"{folder}/hf", f"--out={folder}/base"])
+    go(1, folder / "tuned", f"--init-from={folder}/base", "--n-embd=16", "--n-head=4", "--n-kv-head=2",
+       "--ffn-hidden=24", "--norm-eps=1e-6", f"--vocab-size={VOCAB}", "--lora=2", "--steps=1",
+       "--save-every=1")
+    convert.main(["peft", f"{folder}/tuned", f"--out={folder}/adapters"])
+    return folder
+
+
+@pytest.mark.parametrize("reader", MALFORMED)
+def test_a_malformed_input_is_one_line_and_nothing_is_written(reader, sound, tmp_path):
+    kind = "adapters" if reader == "adapters" else "hf"
+    base = [f"--base={sound}/base"] if reader == "adapters" else []
+    for i, (spoil_it, word) in enumerate(MALFORMED[reader]):
+        folder = tmp_path / str(i)
+        shutil.copytree(sound / kind, folder)
+        spoil_it(folder)
+        refused(convert.main, ["import", folder, f"--out={tmp_path}/out", *base], word)
+        assert not list(tmp_path.glob("out*")), (i, word)
+    convert.main(["import", str(sound / kind), f"--out={tmp_path}/out", *base])

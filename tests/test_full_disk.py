@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import os
+import re
 import shutil
 import subprocess
 from unittest import mock
@@ -171,7 +172,7 @@ def test_no_program_waits_for_a_pipe_among_the_files_of_a_model(made, tmp_path):
     for name, folder in pipes_for(made / "theirs", tmp_path):
         err = ends(convert.main, "import", folder, f"--out={tmp_path}/out{name}")
         if name == "config.json" or name.startswith("model") or name == "tokenizer.json":
-            assert f"/{name} is a pipe" in err.replace("not a tokenizer file (", ""), err
+            assert re.search(rf"/{name} is (a pipe|no file)", err.replace("not a tokenizer file (", "")), err
         if name.startswith("model"):
             ends(sample.main, folder, "--prompt=a", "--max-new-tokens=1")
         if name.startswith("tokenizer"):

@@ -15,7 +15,8 @@ from test_gguf import MODELS, NO_VOCAB
 import convert
 import prepare
 import sample
-from corpus import chat, gguf_file, tokenizer
+from corpus import chat, tokenizer
+from hub.gguf import GPT2_PATTERN
 
 llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed: make long")
 pytestmark = pytest.mark.long
@@ -78,7 +79,7 @@ def opened(path, **options):
 
 
 def test_the_logits_are_ours(model):
-    """Over 64 tokens. In fp32 GPT-2 differs more: its GELU is a table of fp16.
+    """Over 64 tokens. In fp32 GPT-2 and Gemma 3 differ more: their GELU is a table of fp16.
 
     In fp16 single logits can differ by several roundings, so their root mean square is compared.
     """
@@ -98,8 +99,9 @@ def test_the_logits_are_ours(model):
     largest = np.abs(differences["fp32"]).max() / np.abs(want).max()
     rms = np.sqrt(np.square(differences["fp16"]).mean() / np.square(want).mean())
     print(f"\nlogits of {name}: in fp32 {largest:.1e} of the largest, in fp16 {rms:.1e} of their rms")
-    assert largest < (FP16 if name == "gpt2" else 3e-6), name
-    assert rms < 2 * FP16, name
+    has_gelu = name.startswith(("gpt2", "gemma3"))
+    assert largest < (4 * FP16 if has_gelu else 3e-6), name
+    assert rms < (4 * FP16 if has_gelu else 2 * FP16), name
 
 
 def test_the_greedy_text_is_that_of_sample_py(model, capsys):
@@ -149,7 +151,7 @@ def assert_same_tokens(vocabulary, path, texts):
     llama = opened(path)
     left_out = 0
     for text in texts:
-        if gguf_file.different_texts(vocabulary) and is_cut_otherwise(text):
+        if vocabulary.spec["pattern"] != GPT2_PATTERN and is_cut_otherwise(text):
             left_out += 1
             continue
         ids = llama.tokenize(text.encode(), add_bos=False, special=False)
@@ -179,7 +181,7 @@ def test_the_tokens_are_ours(small_run, tmp_path):
     texts = [Path(__file__).read_text().strip(), "", " ", "<|endoftext|>", "'ll'LL", *odd_texts(TEXTS)]
     left_out = assert_same_tokens(ours, written(small_run, ours, tmp_path / "a.gguf"), texts)
     assert left_out < TEXTS / 5
-    spec = {**ours.spec, "pattern": gguf_file.GPT2_PATTERN}
+    spec = {**ours.spec, "pattern": GPT2_PATTERN}
     gpt2 = tokenizer.BpeTokenizer(spec)
     assert not assert_same_tokens(gpt2, written(small_run, gpt2, tmp_path / "b.gguf"), texts)
 

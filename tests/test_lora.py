@@ -29,18 +29,17 @@ import convert
 import sample
 import train
 from config import Config
-from corpus import peft_files
 from corpus.synthetic import Synthetic
 from cost.memory import state_bytes
 from cost.parameters import count_parameters
 from cost.step_time import expected_choice
+from hub.peft import adapter_config, modules_of
 from model import GPT, init_weights
 from ops.flat import own_pieces
 from parallel import make_mesh
 from runtime import adapters, resume
 from runtime.adapters import adapter_names
 from runtime.launch import World
-from runtime.peft_adapters import modules_of
 
 FLAGS = dict(lora=3, lora_alpha=6.0, micro_batch=2, n_layer=2, clip=0.01)
 BASES = {"qwen": dict(LLAMA, qk_norm="head", **FLAGS), "gpt2": dict(GPT2, **FLAGS),
@@ -428,14 +427,6 @@ def test_what_peft_computes_in_another_way_is_refused(qwen, tmp_path):
     convert.main(["peft", str(qwen / "tuned"), "--out", str(folder)])
     path = folder / "adapter_config.json"
     plain = json.loads(path.read_text())
-    for change, words in [({"use_dora": True}, "use_dora is True"), ({"bias": "all"}, "bias is 'all'"),
-                          ({"peft_type": "LOHA"}, "peft_type is 'LOHA'"),
-                          ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
-                          ({"init_lora_weights": "pissa"}, "peft changes the base's weights"),
-                          ({"alora_invocation_tokens": [5, 6]}, "alora_invocation_tokens is [5, 6]"),
-                          ({"r": 3}, "for this base it should be")]:
-        path.write_text(json.dumps({**plain, **change}))
-        refused(convert.main, ["import", folder, "--base", qwen / "base", "--out", tmp_path / "out"], words)
     path.write_text(json.dumps({**plain, "use_rslora": True}))
     come_in(qwen, folder, tmp_path / "rs")
     assert json.loads((tmp_path / "rs/config.json").read_text())["lora_alpha"] == 3 * 2 ** 0.5
@@ -569,30 +560,11 @@ def test_adapters_start_as_those_of_peft():
             assert not p.any(), name
 
 
-def test_each_field_of_peft_that_changes_the_function_is_read(tmp_path):
-    """What peft writes by default is taken; any other value is refused."""
-    defaults = {"use_dora": False, "bias": "none", "fan_in_fan_out": False, "lora_bias": False,
-                "rank_pattern": {}, "alpha_pattern": {}, "modules_to_save": None, "layer_replication": None,
-                "trainable_token_indices": None, "target_parameters": None, "use_qalora": False}
-    others = {bool: True, str: "all", dict: {"q_proj": 4}, type(None): ["x"]}
-    path = tmp_path / peft_files.CONFIG
-    for field, value in defaults.items():
-        told = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, **defaults}
-        path.write_text(json.dumps(told))
-        assert peft_files.read_adapter(tmp_path) == (4, 8.0)
-        path.write_text(json.dumps({**told, field: others[type(value)]}))
-        with pytest.raises(ValueError, match=f"{field} is .*; ours are plain LoRA adapters"):
-            peft_files.read_adapter(tmp_path)
-    path.write_text(json.dumps({**told, "lora_alpha": 0}))
-    with pytest.raises(ValueError, match="lora_alpha is 0, with which adapters have no effect"):
-        peft_files.read_adapter(tmp_path)
-
-
 @pytest.mark.parametrize("objective, task, names", [
     ("causal", "CAUSAL_LM", ["dense", "query"]),
     ("mlm", None, ["encoder.0.attention.query", "encoder.0.dense"])])
 def test_peft_finds_the_modules_that_have_adapters(objective, task, names):
     """In a masked model the last part of a name would also be that of a module of the head."""
     cfg = Config(objective=objective, lora=2)
-    told = peft_files.adapter_config(cfg, ["encoder.0.dense", "encoder.0.attention.query"], "base")
+    told = adapter_config(cfg, ["encoder.0.dense", "encoder.0.attention.query"], "base")
     assert told["task_type"] == task and told["target_modules"] == names

@@ -15,17 +15,17 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from test_borders import refused_line, write_foreign
+from test_borders import refused_line
 
 import checkpoint
-import convert
 import plot
 import prepare
 import sample
 from config import Config
-from corpus import blend, build, chat, config_json, gguf_file, shards, text, tokenizer, tokenizer_json
-from corpus.safetensors_files import same_matrix
+from corpus import blend, build, chat, shards, text, tokenizer
 from corpus.synthetic import permute
+from hub import families, gguf
+from hub.tokenizer import printable_bytes
 from interface import checkpoint_report, command_line, files, host_lines, schema
 
 # -----------------------------------------------------------------------------
@@ -155,7 +155,7 @@ def test_the_largest_id_of_a_token_is_that_of_tiktoken():
 
 
 def test_each_byte_has_a_character_of_its_own_that_prints():
-    characters = tokenizer_json.printable_bytes()
+    characters = printable_bytes()
     assert len(characters) == len(set(characters)) == 256
     assert all(c.isprintable() and not c.isspace() for c in characters)
     assert characters[ord("A")] == "A" and characters[10] == "\u010a" and characters[32] == "\u0120"
@@ -284,65 +284,30 @@ def test_a_source_that_cannot_be_read_is_not_called_a_full_disk(number, said, tm
 # -----------------------------------------------------------------------------
 # Models of others
 
-def read_theirs(folder, **theirs):
+def read_theirs(folder, seq_len=0, **theirs):
     (folder / "config.json").write_text(json.dumps(theirs))
-    return config_json.read_config(folder / "config.json", "fp32")
+    return families.read_config(folder / "config.json", "fp32", seq_len)
 
 
-def test_what_a_config_json_leaves_out_is_transformers_default(tmp_path):
+def test_what_a_config_json_leaves_out_is_transformers_default(hf, tmp_path):
     """The numbers of the model cards of Llama 7B, Mistral 7B, Mixtral 8x7B and GPT-2."""
-    names = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
-             "intermediate_size", "max_position_embeddings")
-    for name, want in {"llama": (32000, 4096, 32, 32, 32, 11008, 2048),
-                       "mistral": (32000, 4096, 32, 32, 8, 14336, 131072),
-                       "mixtral": (32000, 4096, 32, 32, 8, 14336, 131072)}.items():
-        given = config_json.with_defaults("path", {"model_type": name})
-        assert tuple(given[field] for field in names) == want
-    found = read_theirs(tmp_path, model_type="gpt2")
-    cfg = found.cfg
-    assert (found.vocab_size, cfg.n_embd, cfg.n_layer, cfg.n_head, cfg.seq_len) == (50257, 768, 12, 12, 1024)
+    for name, want in {"llama": (32000, 4096, 32, 32, 32, 11008, 2048, 1e4),
+                       "mistral": (32000, 4096, 32, 32, 8, 14336, 131072, 1e4),
+                       "mixtral": (32000, 4096, 32, 32, 8, 14336, 131072, 1e6)}.items():
+        _, cfg, vocab_size, _ = read_theirs(tmp_path, model_type=name)
+        assert want == (vocab_size, cfg.n_embd, cfg.n_layer, cfg.n_head, cfg.n_kv_head, cfg.ffn_hidden,
+                        cfg.seq_len, cfg.rope_base)
+    _, cfg, vocab_size, _ = read_theirs(tmp_path, model_type="gpt2")
+    assert (vocab_size, cfg.n_embd, cfg.n_layer, cfg.n_head, cfg.seq_len) == (50257, 768, 12, 12, 1024)
     assert (cfg.ffn_hidden, cfg.rope_base) == (3072, Config.rope_base)
-    assert read_theirs(tmp_path, model_type="gpt2", n_inner=100).cfg.ffn_hidden == 100
-    assert read_theirs(tmp_path, model_type="gpt2", hidden_size=96, n_head=3).cfg.ffn_hidden == 384
-    assert read_theirs(tmp_path, model_type="gpt2", hidden_size=96, n_embd=96).cfg.n_embd == 96
+    assert read_theirs(tmp_path, model_type="gpt2", n_inner=100)[1].ffn_hidden == 100
+    assert read_theirs(tmp_path, model_type="gpt2", hidden_size=96, n_head=3)[1].ffn_hidden == 384
 
 
-def test_the_base_of_the_rotary_positions_is_theirs(tmp_path):
-    small = {"hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2, "num_hidden_layers": 1}
-    for values, base in (({}, 1e4), ({"rope_theta": 5e5}, 5e5),
-                         ({"rope_parameters": {"rope_theta": 3e4, "rope_type": "default"}}, 3e4),
-                         ({"rope_scaling": {"type": "linear", "factor": 1.0}}, 1e4)):
-        assert read_theirs(tmp_path, model_type="llama", **small, **values).cfg.rope_base == base
-    assert read_theirs(tmp_path, model_type="mixtral", **small).cfg.rope_base == 1e6
-
-
-def test_no_layer_of_an_interval_of_0_is_without_rotation(tmp_path):
-    """SmolLM3 has windows in the layers without rotation alone."""
-    small = {"hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2, "num_hidden_layers": 2}
-    window = {"use_sliding_window": True, "sliding_window": 4, "no_rope_layer_interval": 0}
-    cfg = read_theirs(tmp_path, model_type="smollm3", **small, **window).cfg
-    assert (cfg.no_rope_every, cfg.window, cfg.full_every) == (0, 0, 0)
-
-
-def test_learned_positions_are_not_shortened(tmp_path):
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps({"model_type": "gpt2"}))
-    assert config_json.read_config(path, "fp32", 1024).cfg.seq_len == 1024
+def test_learned_positions_are_not_shortened(hf, tmp_path):
+    assert read_theirs(tmp_path, 1024, model_type="gpt2")[1].seq_len == 1024
     with pytest.raises(ValueError, match="^--seq-len 512 shortens .* 1024 tokens; leave out --seq-len$"):
-        config_json.read_config(path, "fp32", 512)
-
-
-@pytest.mark.parametrize("fields,said", [
-    ({"hidden_size": 96, "n_embd": 64}, "hidden_size is 96 and n_embd 64: they are two names"),
-    ({"auto_map": {"AutoModel": "own.Model"}}, "auto_map is .*such a model brings code of its own"),
-    ({"layer_types": ["sliding_attention"]}, "every layer of our model attends to all positions"),
-    ({"is_causal": False}, "is_causal is False; our model computes True only"),
-    ({"pruned_heads": {"1": [2]}}, "our model has no such thing"),
-    ({"tie_word_embeddings": True, "activation_function": "relu"}, "activation_function is 'relu'"),
-    ({"loops": 2}, "no gpt2 that we know has this field")])
-def test_what_our_model_does_not_compute_is_refused_by_name(fields, said, tmp_path):
-    with pytest.raises(ValueError, match=said):
-        read_theirs(tmp_path, model_type="gpt2", **fields)
+        read_theirs(tmp_path, 512, model_type="gpt2")
 
 
 @pytest.mark.parametrize("rope,sound", [
@@ -350,107 +315,21 @@ def test_what_our_model_does_not_compute_is_refused_by_name(fields, said, tmp_pa
     ({"rope_type": "yarn", "factor": 1}, False), ({"rope_type": "linear"}, False),
     ({"rope_type": "linear", "factor": 1, "beta": 2}, False), ({"type": "default"}, True),
     ({"rope_theta": 1e5}, True)])
-def test_scaled_rotary_positions_are_refused(rope, sound):
+def test_scaled_rotary_positions_are_refused(rope, sound, hf, tmp_path):
     if sound:
-        assert config_json.read_scaling("path", "rope_scaling", rope) == ()
+        assert read_theirs(tmp_path, model_type="llama", rope_scaling=rope)[1].rope_scaling == ()
     else:
-        with pytest.raises(ValueError, match="our rotary positions are scaled as those of Llama 3, or not"):
-            config_json.read_scaling("path", "rope_scaling", rope)
-
-
-class Matrix:
-    """A slice of a file: its rows are all alike but for `other`, and it notes how many are read at once."""
-
-    def __init__(self, rows, columns, other=-1):
-        self.shape = [rows, columns]
-        self.other = other
-        self.read = []
-
-    def get_shape(self):
-        return self.shape
-
-    def __getitem__(self, rows):
-        self.read.append(rows.stop - rows.start)
-        return torch.tensor([self.other in range(rows.start, rows.stop)])
-
-
-@pytest.mark.parametrize("other,same", [(-1, True), (0, False), (5000, False), (8191, False)])
-def test_matrices_are_compared_in_blocks_of_rows(other, same):
-    a, b = Matrix(2**13, 2**13), Matrix(2**13, 2**13, other)
-    assert same_matrix(a, b) == same and {*a.read} == {2**11}  # 16 M elements
-    assert not same_matrix(a, Matrix(2**13, 2**12))
+        with pytest.raises(ValueError, match="rope_parameters"):
+            read_theirs(tmp_path, model_type="llama", rope_scaling=rope)
 
 
 # -----------------------------------------------------------------------------
 # GGUF
 
-class Keys:
-    """A writer of the package gguf that keeps the type of each key."""
-
-    def __init__(self):
-        self.types = {}
-
-    def __getattr__(self, name):
-        return lambda key, value: self.types.setdefault(key, name)
-
-
-def test_keys_have_the_types_that_llama_cpp_expects():
-    writer = Keys()
-    for key, value in {"a": True, "b": 1, "c": 1.0, "d": "text", "e": [1, 2]}.items():
-        gguf_file.add_key(writer, key, value)
-    assert writer.types == {"a": "add_bool", "b": "add_uint32", "c": "add_float32", "d": "add_string",
-                            "e": "add_array"}
-
-
 def test_rows_of_a_head_are_paired_as_llama_cpp_turns_them():
     rows = torch.arange(2 * 4 * 3).reshape(8, 3)  # 2 heads of 4 rows
-    assert gguf_file.pair_rows(rows, 2)[:, 0].div(3).tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
-    assert gguf_file.pair_rows(torch.arange(8), 2).tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
-
-
-def test_only_models_of_glm_have_its_keys():
-    cfg = Config(n_experts=4, n_shared_experts=2, ffn_hidden=24, n_head=2, n_kv_head=2, n_embd=16)
-    keys = {}
-    for kind in ("mixtral", "glm4_moe"):
-        name = gguf_file.KINDS[kind].architecture
-        found = gguf_file.model_keys(cfg, kind, 9, "a", "fp16")
-        keys[kind] = {key.removeprefix(f"{name}.") for key in found}
-    assert keys["glm4_moe"] - keys["mixtral"] == {
-        "expert_feed_forward_length", "expert_shared_count", "leading_dense_block_count",
-        "expert_gating_func", "expert_weights_norm", "expert_weights_scale"}
-    assert keys["mixtral"] < keys["glm4_moe"]
-
-
-def test_the_end_of_an_answer_is_named_where_there_is_one():
-    made = tokenizer.BpeTokenizer.make("own", tokenizer.PATTERN, {bytes([b]): b for b in range(256)},
-                                       {tokenizer.EOD: 256})
-    talks = made.with_special(chat.MARKERS)
-    assert "tokenizer.ggml.eot_token_id" not in gguf_file.tokenizer_keys(made, 300)
-    assert gguf_file.tokenizer_keys(talks, 300)["tokenizer.ggml.eot_token_id"] == talks.special[chat.END]
-
-
-def test_vectors_of_a_gguf_stay_in_fp32(tmp_path, monkeypatch, capsys):
-    theirs = write_foreign(tmp_path / "theirs")
-    written = {}
-
-    def open_writer(path, architecture):
-        path.touch()
-
-    def write(writer, keys, tensors):
-        written.update(tensors)
-
-    for name, stand_in in {"open_writer": open_writer, "write": write, "different_texts": lambda v: "",
-                           "tokenizer_keys": lambda vocabulary, size: {}}.items():
-        monkeypatch.setattr(gguf_file, name, stand_in)
-    argv = ["gguf", str(theirs), f"--out={tmp_path}/m.gguf", "--dtype=fp16"]
-    convert.main(argv)
-    wide = {name for name, tensor in written.items() if tensor.dtype == torch.float32}
-    assert wide == {"output_norm.weight", "blk.0.attn_norm.weight", "blk.0.ffn_norm.weight"}
-    assert {tensor.dtype for name, tensor in written.items() if name not in wide} == {torch.float16}
-    assert gguf_file.stays_wide("position_embd.weight", (2, 2))
-    (theirs / "tokenizer.json").unlink()
-    (tmp_path / "m.gguf").unlink()
-    assert "holds no tokenizer.json, and llama.cpp" in refused_line(capsys, convert.main, *argv)
+    assert gguf.pair_rows(rows, 2)[:, 0].div(3).tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
+    assert gguf.pair_rows(torch.arange(8), 2).tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
 
 
 # -----------------------------------------------------------------------------

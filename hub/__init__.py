@@ -1,0 +1,1 @@
+"""Models of others, in and out: Hugging Face, GGUF, peft."""

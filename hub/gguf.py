@@ -1,0 +1,235 @@
+"""A model of ours as one GGUF file, the format of llama.cpp, by PyPI's package gguf: it knows the names."""
+import errno
+import os
+from contextlib import suppress
+from functools import partial
+
+from config import head_width
+from corpus import chat
+from corpus.tokenizer import PATTERN
+from hub import tokenizer
+from hub.families import FAMILIES
+from hub.weights import Lazy, Part, Theirs, read_whole, shapes, their_name
+
+FILE_TYPES = {"fp32": 0, "fp16": 1, "bf16": 32}  # {--dtype: general.file_type}
+ARCHITECTURES = {  # {family of transformers: a name in gguf.MODEL_ARCH}
+    "llama": "LLAMA", "mixtral": "LLAMA", "gpt2": "GPT2", "glm4_moe": "GLM4_MOE", "qwen2": "QWEN2",
+    "qwen3": "QWEN3", "qwen3_moe": "QWEN3MOE", "olmo2": "OLMO2", "smollm3": "SMOLLM3",
+    "gemma3_text": "GEMMA3"}
+PAIRS_ROWS = ("llama", "mixtral", "smollm3")  # there, rotary positions turn the rows (2i, 2i + 1) of a head
+FREE_HEAD_DIM = ("llama", "qwen3", "qwen3_moe", "smollm3", "gemma3_text")
+
+# llama.cpp knows ways to cut a text into words by name, not by pattern. The encodings gpt2, r50k_base and
+# p50k_base of tiktoken have the second one.
+GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
+PRE_TOKENIZERS = {PATTERN: "llama-bpe", GPT2_PATTERN: "gpt-2"}
+NORMAL = 1  # types of tokens
+CONTROL = 3  # is not found in a text
+UNUSED = 5
+
+
+def open_writer(path, cfg, kind):
+    """Return a GGUFWriter. ValueError: llama.cpp computes no such model. OSError: gguf is not installed."""
+    try:
+        import gguf
+    except ImportError:
+        raise FileNotFoundError("convert.py gguf needs: pip install gguf") from None
+    refused = {
+        f"the family {kind}": kind not in ARCHITECTURES,
+        "--rope-scaling": bool(cfg.rope_scaling),
+        "--window": cfg.window and kind != "gemma3_text",
+        "--head-dim": cfg.head_dim and kind not in FREE_HEAD_DIM,
+        "a --no-rope-every other than 4": kind == "smollm3" and cfg.no_rope_every != 4,
+        "--tied with --qk-norm all": kind == "olmo2" and cfg.tied,
+        "--router softmax with --qk-norm head": kind == "qwen3_moe" and cfg.router == "softmax",
+        "a Gemma 3 of 62 layers": kind == "gemma3_text" and cfg.n_layer == 62,  # scores are scaled otherwise
+    }
+    for part, is_there in refused.items():
+        if is_there:
+            raise ValueError(f"no GGUF for this model: {part} cannot be written, or llama.cpp computes "
+                             "something else; convert.py export writes it for transformers")
+    return gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[gguf.MODEL_ARCH[ARCHITECTURES[kind]]])
+
+
+# -----------------------------------------------------------------------------
+# Tensors
+
+def gguf_tensors(cfg, kind, vocab_size):
+    """Return {llama.cpp's name: Theirs} of the model that has the weights of ours."""
+    import gguf
+    table = gguf.get_tensor_name_map(gguf.MODEL_ARCH[ARCHITECTURES[kind]], cfg.n_layer)
+    found = {}
+    for name, (full, rows) in shapes(cfg, vocab_size).items():
+        # All experts are one tensor there, under the name of one without its number.
+        theirs = their_name(name, FAMILIES[kind].names).replace(".{}", "")
+        theirs = theirs.replace("e_score_correction_bias", "e_score_correction.bias")
+        part = Part(name, full, (0,) * len(full), (rows, *full[1:]))
+        theirs = table.get_name(theirs, (".weight", ".bias"))
+        found.setdefault(theirs, Theirs(False, [])).parts.append(part)
+    return found
+
+
+def lazy_tensors(weights, cfg, kind, vocab_size, dtype):
+    """Return {llama.cpp's name: Lazy}, read from a Reader of our weights."""
+    import torch
+    lazy = {}
+    for name, theirs in gguf_tensors(cfg, kind, vocab_size).items():
+        shape = theirs.shape()
+        # In fp32 in every file, as in llama.cpp's own: vectors, routers, positions.
+        is_wide = len(shape) == 1 or name.endswith("ffn_gate_inp.weight") or name == "position_embd.weight"
+        kept = torch.float32 if is_wide else dtype
+        lazy[name] = Lazy(shape, kept, partial(read_theirs, weights, cfg, kind, theirs, kept))
+    return lazy
+
+
+def read_theirs(weights, cfg, kind, theirs, dtype):
+    """Return one of llama.cpp's tensors, read from a Reader of our weights."""
+    whole = read_whole(weights, theirs, dtype)
+    ours = theirs.parts[0].name
+    if ours.endswith(".offset"):
+        return whole + 1  # the factor itself
+    heads = {"wq": cfg.n_head, "wk": cfg.n_kv_head}.get(ours.split(".")[-2], 0)
+    return pair_rows(whole, heads) if heads and kind in PAIRS_ROWS else whole
+
+
+def pair_rows(tensor, heads):
+    """Return the rows of a query or key matrix, (heads * D, C), or of its bias, in llama.cpp's order.
+
+    Our positions turn the rows i and i + D/2 of a head together. llama.cpp expects them side by side.
+    """
+    halves = tensor.reshape(heads, 2, -1, *tensor.shape[1:])  # (heads, 2, D/2, C)
+    return halves.transpose(1, 2).reshape(tensor.shape)
+
+
+# -----------------------------------------------------------------------------
+# Keys
+
+def add_model(writer, cfg, kind, vocab_size, name, dtype):
+    """Add the keys that say what the model computes."""
+    from gguf import ExpertGatingFuncType
+    writer.add_name(name)
+    writer.add_file_type(FILE_TYPES[dtype])
+    writer.add_context_length(cfg.seq_len)
+    writer.add_embedding_length(cfg.n_embd)
+    writer.add_block_count(cfg.n_layer)
+    writer.add_feed_forward_length(cfg.ffn_hidden)
+    writer.add_vocab_size(vocab_size)
+    writer.add_head_count(cfg.n_head)
+    writer.add_head_count_kv(cfg.n_kv_head)
+    if cfg.pos == "rope":
+        writer.add_rope_dimension_count(head_width(cfg))
+        writer.add_rope_freq_base(float(cfg.rope_base))
+    if cfg.head_dim:
+        writer.add_key_length(cfg.head_dim)
+        writer.add_value_length(cfg.head_dim)
+    if cfg.norm == "layer":
+        writer.add_layer_norm_eps(float(cfg.norm_eps))
+    else:
+        writer.add_layer_norm_rms_eps(float(cfg.norm_eps))
+    if cfg.window:
+        writer.add_sliding_window(cfg.window)
+        writer.add_sliding_window_pattern(cfg.full_every)  # 0: every layer has it
+        writer.add_rope_freq_base_swa(float(cfg.window_rope_base or cfg.rope_base))
+    if cfg.n_experts:
+        writer.add_expert_count(cfg.n_experts)
+        writer.add_expert_used_count(cfg.top_k)
+    if kind in ("glm4_moe", "qwen3_moe"):
+        writer.add_expert_feed_forward_length(cfg.ffn_hidden)
+    if kind == "glm4_moe":
+        writer.add_expert_shared_count(cfg.n_shared_experts)
+        writer.add_leading_dense_block_count(0)
+        writer.add_expert_gating_func(ExpertGatingFuncType.SIGMOID)
+        writer.add_expert_weights_norm(cfg.top_k > 1)
+        writer.add_expert_weights_scale(1.0)
+
+
+def add_tokenizer(writer, vocabulary, vocab_size):
+    """Add the keys of a tokenizer of ours. vocab_size: rows of the embedding.
+
+    ValueError: llama.cpp has no such tokenizer.
+    """
+    pre_tokenizer = name_of_pattern(vocabulary)
+    model = tokenizer.byte_pairs(vocabulary)
+    if pre_tokenizer == "gpt-2" and len(model["merges"]) < len(vocabulary.encoding._mergeable_ranks) - 256:
+        raise ValueError("no GGUF for this tokenizer: some of its tokens come from no merge, and llama.cpp's "
+                         "gpt-2 knows no others")
+    names = {i: token for token, i in model["vocab"].items()}
+    if len(names) < len(vocabulary.ids):
+        raise ValueError("no GGUF for this tokenizer: a token has the characters of a special token")
+
+    tokens = []
+    types = []
+    for i in range(vocab_size):
+        tokens.append(names.get(i, f"<unused {i}>"))  # no token of bytes has a space in its name
+        types.append(NORMAL if i in names else UNUSED)
+    for i in vocabulary.special.values():
+        types[i] = CONTROL
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(pre_tokenizer)
+    writer.add_token_list(tokens)
+    writer.add_token_types(types)
+    writer.add_token_merges([" ".join(pair) for pair in model["merges"]])
+    writer.add_bos_token_id(vocabulary.eod)
+    writer.add_eos_token_id(vocabulary.eod)
+    writer.add_pad_token_id(vocabulary.eod)
+    writer.add_add_bos_token(False)
+    writer.add_add_space_prefix(False)
+    if chat.END in vocabulary.special:
+        writer.add_eot_token_id(vocabulary.special[chat.END])
+    if set(chat.MARKERS) <= vocabulary.special.keys():
+        begin = vocabulary.decode(chat.Template(vocabulary).begin)
+        writer.add_chat_template(tokenizer.jinja(begin))
+
+
+def name_of_pattern(vocabulary):
+    """Return llama.cpp's name for how a tokenizer cuts a text. ValueError: it has none."""
+    if vocabulary.kind == "hf":
+        raise ValueError("no GGUF for a tokenizer of Hugging Face: llama.cpp's own convert_hf_to_gguf.py "
+                         "knows those of released models; run it on what convert.py export writes")
+    if vocabulary.kind == "char":
+        raise ValueError("no GGUF for a tokenizer of characters: llama.cpp has none; prepare the data with "
+                         "--tokenizer bpe")
+    pattern = vocabulary.spec["pattern"]
+    if pattern not in PRE_TOKENIZERS:
+        raise ValueError("no GGUF for this tokenizer: llama.cpp cuts no text by its pattern, "
+                         f"{pattern[:40]!r}; it knows those of --tokenizer bpe, gpt2 and cl100k_base")
+    return PRE_TOKENIZERS[pattern]
+
+
+# -----------------------------------------------------------------------------
+# The file
+
+def write(writer, tensors):
+    """Write the file. tensors: {name: Lazy}, each read when it is written. ValueError: one is not finite."""
+    import numpy as np
+    import torch
+    from gguf import GGMLQuantizationType
+    types = {torch.float32: GGMLQuantizationType.F32, torch.float16: GGMLQuantizationType.F16,
+             torch.bfloat16: GGMLQuantizationType.BF16}
+    for name, tensor in tensors.items():
+        size = tensor.numel() * tensor.element_size()
+        writer.add_tensor_info(name, tensor.shape, np.dtype(np.float32), size, types[tensor.dtype])
+    try:
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        for name, tensor in tensors.items():
+            write_tensor(writer, name, tensor)
+    except BaseException:
+        with suppress(OSError):  # the first error is told
+            writer.close()
+        raise
+    writer.close()
+
+
+def write_tensor(writer, name, tensor):
+    import torch
+    values = tensor.detach().contiguous()
+    if not values.isfinite().all():
+        raise ValueError(f"{name} has values that are not finite in this --dtype; try --dtype fp32")
+    try:
+        writer.write_tensor_data(values.view(torch.uint8).numpy())
+    except OSError as e:  # numpy's tofile says how much was written, and not why
+        if e.errno is None:
+            raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}, {e}") from None
+        raise

@@ -1,0 +1,138 @@
+"""Adapters in peft's format, out and in: adapter_config.json and adapter_model.safetensors.
+
+peft computes x A^T B^T alpha/r as layers.Adapter does, so no number changes.
+"""
+import math
+from functools import partial
+
+from config import as_typed
+from hub.families import family_of
+from hub.weights import Lazy, Part, check_finite, open_slices, read, tensors
+from interface.schema import check_schema, load_json_of_others
+from runtime.adapters import adapter_names
+
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
+PREFIX = "base_model.model."
+MOST_BYTES = 1 << 20
+# The values of fields with which the adapters are plain ones. Ways to start that are not here, such as pissa,
+# change the base's weights, too.
+PLAIN = {"peft_type": ("LORA",), "bias": ("none",), "init_lora_weights": (True, "gaussian")}
+# Fields that change nothing in what a model with its adapters computes, whatever their value is. Any other
+# field must be empty.
+HARMLESS = {"r", "lora_alpha", "use_rslora", "auto_mapping", "base_model_name_or_path", "exclude_modules",
+            "inference_mode", "layers_pattern", "layers_to_transform", "lora_dropout", "megatron_core",
+            "peft_version", "qalora_group_size", "revision", "target_modules", "task_type"}
+
+
+def modules_of(cfg, vocab_size):
+    """Return {name of our matrix: (name of its module there, its shape)} of the matrices with an adapter.
+
+    cfg: of the model without adapters. ValueError: no model of transformers has such modules.
+    """
+    kind = family_of(cfg)
+    found = {}
+    for theirs, made_of in tensors(cfg, kind, vocab_size).items():
+        ours = made_of.parts[0].name
+        if not ours.startswith("blocks.") or len(made_of.shape()) != 2:
+            continue
+        if len(made_of.parts) > 1 or made_of.transposed:
+            raise ValueError(f"{as_typed({'mlp': cfg.mlp, 'pos': cfg.pos})}: {kind} joins or transposes the "
+                             "matrices, so peft has no such adapters; convert.py export merges them")
+        found[ours] = theirs.removesuffix(".weight"), made_of.shape()
+    return found
+
+
+def tensor_names(module):
+    """Return peft's names of A and B of a module."""
+    return f"{PREFIX}{module}.lora_A.weight", f"{PREFIX}{module}.lora_B.weight"
+
+
+def to_peft(merged, cfg, vocab_size, dtype, base):
+    """Return ({their name: Lazy}, adapter_config.json) of a checkpoint of adapters.
+
+    merged: a runtime.adapters.Merged. cfg: of its whole model. base: the name of that model for peft.
+    """
+    lazy = {}
+    modules = modules_of(cfg, vocab_size)
+    for name, (module, _) in modules.items():
+        for ours, theirs in zip(adapter_names(name), tensor_names(module), strict=True):
+            shape = merged.own.index["tensors"][ours]["shape"]
+            part = Part(ours, shape, (0, 0), shape)
+            lazy[theirs] = Lazy(shape, dtype, partial(read, merged.own, part, dtype))
+    return lazy, adapter_config(merged.cfg, [module for module, _ in modules.values()], base)
+
+
+def adapter_config(cfg, modules, base):
+    """Return adapter_config.json. modules: the names of all modules with an adapter. base: a model's name."""
+    alpha = cfg.lora_alpha
+    is_causal = cfg.objective == "causal"
+    # By the last part of their names peft would also find modules of the head of a masked model.
+    names = {module.split(".")[-1] for module in modules} if is_causal else set(modules)
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM" if is_causal else None,
+        "base_model_name_or_path": base,
+        "r": cfg.lora,
+        "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "init_lora_weights": True,
+        "inference_mode": True,
+        "target_modules": sorted(names),
+    }
+
+
+def read_adapter(folder):
+    """Return (rank, alpha) of a directory of peft's. ValueError: it is none, or computes something else."""
+    path = folder / CONFIG
+    found = load_json_of_others(path, MOST_BYTES)
+    check_schema(found, {"peft_type": str, "r": int, "lora_alpha": float}, path)
+    alpha = float(found["lora_alpha"])
+    if alpha <= 0:
+        raise ValueError(f"{path}: lora_alpha is {alpha:g}, with which adapters have no effect")
+    if found.get("use_rslora"):  # it divides by the root of the rank
+        alpha *= math.sqrt(found["r"])
+    for field, value in found.items():
+        if value and field not in HARMLESS and value not in PLAIN.get(field, ()):
+            raise ValueError(f"{path}: {field} is {value!r}; only plain LoRA adapters, without it, are read")
+    return found["r"], alpha
+
+
+def from_peft(folder, cfg, rank, vocab_size):
+    """Return [(our name, Lazy, full shape, offset)] of peft's adapter_model.safetensors, for checkpoint.save.
+
+    cfg: of the model without adapters. A matrix without an adapter there gets one of zeros, which no training
+    moves. ValueError: a tensor has no place in the model, or another shape.
+    """
+    path = folder / WEIGHTS
+    if not path.is_file():
+        raise FileNotFoundError(f"{folder} holds no {path.name}; save the adapters again with peft")
+    slices = open_slices(path)
+    pieces = []
+    for name, (module, (n_out, n_in)) in modules_of(cfg, vocab_size).items():
+        wanted = zip(adapter_names(name), tensor_names(module), ((rank, n_in), (n_out, rank)), strict=True)
+        for ours, theirs, shape in wanted:
+            part = slices.pop(theirs, None)
+            if part is not None and tuple(part.get_shape()) != shape:
+                raise ValueError(f"{folder}: {theirs} is {tuple(part.get_shape())}, for this base it should "
+                                 f"be {shape}")
+            pieces.append((ours, lazy_slice(folder, theirs, part, shape), shape, (0, 0)))
+    if slices:
+        raise ValueError(f"{folder}: our adapters have no place for {min(slices)}; they are beside the "
+                         "matrices of attention and MLP alone")
+    return pieces
+
+
+def lazy_slice(folder, name, part, shape):
+    """Return a Lazy of a slice of a file, zeros where it is None."""
+    import torch
+    if part is None:
+        return Lazy(shape, torch.float32, partial(torch.zeros, shape))
+
+    def read_slice():
+        tensor = part[:]
+        check_finite(folder, name, tensor)
+        return tensor
+    return Lazy(shape, part[:0].dtype, read_slice)
