@@ -1,30 +1,19 @@
 r"""The ranks as a mesh; tensor, sequence, context and expert parallelism by hand.
 
-    Axis, Mesh, make_mesh       the ranks as a grid; an axis has the collectives as methods
-    Axis.sharing, cut_into_blocks   --shard: which ranks ZeRO shares a buffer among
-    reduction_axis, parameter   which ranks sum a gradient; this rank's share of a tensor
-    gather_rows, scatter_rows   tensor and sequence parallelism
-    sum_over_ranks              the same, for a number that depends on all ranks' heads
-    gather_segments             context parallelism
-    all_to_all                  expert parallelism
-
 The one rule: the loss is divided once, by the number of trained tokens of the whole global batch.
-Every gradient reduction is then a plain SUM over the ranks that hold the same parameter. There are
-no averages and no second division. ddp.py does these sums. The one exception is the router's loss:
-it is a mean over each micro-batch, so it is divided by the number of micro-batches of the global
-batch.
+Every gradient reduction is then a plain SUM over the ranks that hold the same parameter, which
+ddp.py does. There are no averages and no second division. The one exception is the router's loss,
+a mean over each micro-batch: it is divided by the number of micro-batches of the global batch.
 
 Collectives are methods of Axis; pipeline.py sends to neighbours, and fast/ copies between GPUs. A
-comment at each call says what moves and over which axis, and mostly how much. To list the calls,
-with some false hits:
+comment at each call says what moves and over which axis. To list the calls, with some false hits:
     grep -nE "\b(axis|[cetp]p|world|stage|shard|replicas)\.\w+\(" *.py runtime/*.py
     grep -nE "_(rows|all|segments|ranks)\(|i(send|recv)\b" *.py
 """
 import contextlib
-import contextvars
 import functools
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -51,17 +40,15 @@ class CompletedWork:
 class Axis:
     """A group of ranks that this rank belongs to, and their collectives.
 
-    One axis of the mesh, such as dp or tp, or several of them together, as in `stage`.
-    Over one rank, a collective is the identity. Only start_reduce_scatter and start_all_gather need
-    more than one rank. Before it starts, `calls` notes each collective for the watchdog and adds
-    its bytes to `sent`, as a ring sends them.
+    One axis of the mesh, such as dp or tp, or several of them together, as in `stage`. Over one
+    rank, a collective is the identity; start_reduce_scatter and start_all_gather need more.
     """
     name: str
     rank: int = 0
     size: int = 1
     group: Any = None  # None where size is 1
     ranks: tuple[int, ...] = (0,)
-    calls: Any = None  # this rank's runtime.launch.CollectiveLog, which the watchdog reads
+    calls: Any = None  # runtime.launch.CollectiveLog: counts, and tells the watchdog what started
     tree: Any = None  # the world's Axis has one: interface/tree.py, for what the programs agree on
     shard_sharing: Any = None  # the Sharing that --shard makes of these ranks; None: all share
 
@@ -73,20 +60,16 @@ class Axis:
 
     @functools.cached_property
     def ring(self):
-        """The part of a tensor that each rank sends while it goes around a ring of them once.
+        """The part of a tensor that a rank sends in an all-gather or a reduce-scatter by a ring.
 
-        That is an all-gather or a reduce-scatter (Thakur et al. 2005, section 4).
+        Source: Thakur et al. 2005, section 4.
         """
         return (self.size - 1) / self.size
 
     def sharing(self, zero=1):
-        """Return the Sharing of a buffer that all ranks of the axis need. zero: the flag.
-
-        Without ZeRO every rank keeps the whole buffer. With it all ranks share the buffer, unless
-        --shard cuts the axis.
-        """
+        """The Sharing of a buffer that all ranks of the axis need. zero: the flag."""
         if zero == 0:
-            return Sharing(Axis(self.name), self)  # Axis(name) has this rank alone.
+            return Sharing(Axis(self.name), self)  # Axis(name): this rank has the whole buffer
         return self.shard_sharing or Sharing(self, Axis(self.name))
 
     def all_reduce(self, x, op=dist.ReduceOp.SUM):
@@ -99,7 +82,7 @@ class Axis:
         """Return a handle. After its wait(), x is the sum over the ranks."""
         if self.size == 1:
             return CompletedWork()
-        # twice around the ring: a reduce-scatter and an all-gather
+        # 2: as a reduce-scatter and an all-gather
         self.calls.record(self, "all-reduce", x, 2 * self.ring * x.nbytes)
         return dist.all_reduce(x, op, group=self.group, async_op=not wait)
 
@@ -157,8 +140,6 @@ class Axis:
         Rank i has the i-th segment from the front and the i-th from the back. In causal attention
         these two together see the same number of keys on every rank, so the work is balanced.
         """
-        if self.size == 1:
-            return x
         segments = x.chunk(2 * self.size, dim)
         return torch.cat([segments[self.rank], segments[-1 - self.rank]], dim)
 
@@ -184,7 +165,7 @@ class Mesh:
     tied: Axis   # dp x cp x {first, last stage}: the two copies of a tied embedding
 
     def axes(self):
-        """Return {name: Axis}: these, and those into which --shard cuts some of them."""
+        """{name: Axis}: these, and those into which --shard cuts some of them."""
         found = dict(vars(self))
         for axis in vars(self).values():
             found.update({part.name: part for part in axis.shard_sharing or ()})
@@ -192,7 +173,7 @@ class Mesh:
 
 
 def ranks_of_axes(pp, dp, cp, tp, ep):
-    """Return a table (groups, ranks in a group) for each axis: {name: table}.
+    """Return for each axis the ranks of its groups: {name: [(rank, ...), ...]}.
 
     The order of the ranks, slowest first, is pp, dp, cp, tp. For the experts, the same ranks of a
     stage are ordered as (edp, ep).
@@ -200,7 +181,7 @@ def ranks_of_axes(pp, dp, cp, tp, ep):
     grid = torch.arange(pp * dp * cp * tp).view(pp, dp, cp, tp)
     expert_grid = grid.view(pp, -1, ep)  # (pp, edp, ep)
     ends = grid[::max(1, pp - 1)]  # the first and the last stage: (2, dp, cp, tp), or (1, ...)
-    return {
+    tables = {  # (groups, ranks in a group)
         "world": grid.view(1, -1),
         "tp": grid.view(-1, tp),
         "cp": grid.transpose(2, 3).reshape(-1, cp),
@@ -212,17 +193,18 @@ def ranks_of_axes(pp, dp, cp, tp, ep):
         "edp": expert_grid.transpose(1, 2).flatten(0, 1),
         "tied": ends.permute(3, 0, 1, 2).reshape(tp, -1),
     }
+    return {name: [tuple(ranks) for ranks in table.tolist()] for name, table in tables.items()}
 
 
-def cut_into_blocks(table, block, stage):
-    """Return the tables (shards, replicas) into which --shard cuts the groups of an axis.
+def cut_into_blocks(groups, block, stage):
+    """Return the groups (shards, replicas) into which --shard cuts the groups of an axis.
 
     A block is `block` consecutive ranks of a stage of `stage` ranks. The ranks of a group that are
     in one block keep different slices; those at the same place in their blocks, the same slice.
     """
     shards = []
     replicas = []
-    for group in table:
+    for group in groups:
         in_block = {}
         for rank in group:
             in_block.setdefault(rank % stage // block, []).append(rank)
@@ -232,46 +214,42 @@ def cut_into_blocks(table, block, stage):
 
 
 def make_mesh(world, tp=1, pp=1, ep=1, *, cp=1, n_experts=0, shard=0, groups=True):
-    """Return this rank's Mesh. world: a runtime.launch.World, or what has its rank, size, calls
-    and, with groups, its tree and timeout.
+    """Return this rank's Mesh. world: a runtime.launch.World.
 
-    world describes this process; the axis mesh.world has the collectives over all processes.
-    shard: see --shard. groups=False makes no process groups, for plans. ValueError: the sizes do
-    not fit (interface.layout.check_ranks).
+    shard: see --shard. groups=False makes no process groups, for plans: there world has only rank,
+    size and calls. ValueError: the sizes do not fit (interface.layout.check_ranks).
     """
     dp = check_ranks(world.size, tp, pp, ep, n_experts, cp, shard=shard)
-    tables = {}
-    for name, table in ranks_of_axes(pp, dp, cp, tp, ep).items():
-        tables[name] = [tuple(ranks) for ranks in table.tolist()]
-    cut_axes = []  # all that sum gradients
-    if shard not in (0, dp * cp):  # A block is `shard` neighbours among dp x cp, with their tp.
-        cut_axes = ["dp" if cp == 1 else "dpcp", "stage", "edp", "tied"]
-    for name in cut_axes:
-        shards, replicas = cut_into_blocks(tables[name], shard * tp, dp * cp * tp)
-        tables[f"{name}.shard"] = shards
-        tables[f"{name}.replicas"] = replicas
     made = {}  # (is pp, ranks): process group
-    # Stages between the first and the last have no tied embedding.
-    axes = {"tied": Axis("tied", ranks=(world.rank,))}
+
     # Every rank creates every group, in the same order. Axes with the same ranks share a group, but
     # pp has groups of its own: NCCL matches the calls on a communicator by their order, and the
     # stages mix sends and sums in different orders.
-    for name, table in tables.items():
+    def axis_of(name, table, **more):
+        own = Axis(name, ranks=(world.rank,))  # stages in the middle have no tied embedding
         for ranks in table:
             key = (name == "pp", ranks)
             if groups and len(ranks) > 1 and key not in made:
-                is_world = len(ranks) == world.size and name != "pp"
                 made[key] = dist.group.WORLD
-                if not is_world:
+                if len(ranks) < world.size or name == "pp":
                     made[key] = dist.new_group([*ranks], timeout=world.timeout)
             if world.rank in ranks:
-                rank = ranks.index(world.rank)
-                tree = world.tree if name == "world" and groups else None
-                axes[name] = Axis(name, rank, len(ranks), made.get(key), ranks, world.calls, tree)
-    for name in cut_axes:
-        if f"{name}.shard" in axes:
-            sharing = Sharing(axes.pop(f"{name}.shard"), axes.pop(f"{name}.replicas"))
-            axes[name] = replace(axes[name], shard_sharing=sharing)
+                own = Axis(name, ranks.index(world.rank), len(ranks), made.get(key), ranks,
+                           world.calls, **more)
+        return own
+
+    axes = {}
+    for name, table in ranks_of_axes(pp, dp, cp, tp, ep).items():
+        more = {}
+        if name == "world" and groups:
+            more["tree"] = world.tree
+        sums_gradients = name in ("dp" if cp == 1 else "dpcp", "stage", "edp", "tied")
+        if sums_gradients and shard not in (0, dp * cp):
+            # A block is `shard` neighbours among dp x cp, with their tp.
+            shards, replicas = cut_into_blocks(table, shard * tp, dp * cp * tp)
+            more["shard_sharing"] = Sharing(axis_of(f"{name}.shard", shards),
+                                            axis_of(f"{name}.replicas", replicas))
+        axes[name] = axis_of(name, table, **more)
     return Mesh(**axes)
 
 
@@ -301,22 +279,22 @@ def reduction_axis(mesh, tp_dim, expert=False, tied=False):
     return "dp" if mesh.cp.size == 1 else "dpcp"
 
 
-# Whether parameter() gives its parameters memory. Within parameters_without_memory() it does not.
-_gives_memory = contextvars.ContextVar("gives_memory", default=True)
+_gives_memory = True  # whether parameter() gives its parameters memory
 
 
 @contextlib.contextmanager
 def parameters_without_memory():
     """Within this context `parameter` makes parameters of 0 bytes.
 
-    They have a shape, a dtype and a device. Nothing may read or write them before
-    ddp.DataParallel.draw_weights has given them memory: torch does not check that.
+    Nothing may read or write them before ddp.DataParallel.draw_weights has given them memory: torch
+    does not check that.
     """
-    token = _gives_memory.set(False)
+    global _gives_memory
+    _gives_memory = False
     try:
         yield
     finally:
-        _gives_memory.reset(token)
+        _gives_memory = True
 
 
 def parameter(shape, mesh, tp_dim=None, expert=False, *, used=None, tied=False):
@@ -324,8 +302,7 @@ def parameter(shape, mesh, tp_dim=None, expert=False, *, used=None, tied=False):
 
     The tensor is cut along tp_dim over tp or, if it belongs to experts, along dim 0 over ep.
     used: the number of rows of dim 0 that are not padding of the vocabulary. tied: whether another
-    stage has a copy. p.reduction_axis is the one rule's answer for this parameter. It decides over
-    which ranks ddp.DataParallel.add_bucket sums the gradient.
+    stage has a copy. ddp.DataParallel.add_bucket sums the gradient over p.reduction_axis.
     """
     dim = 0 if expert else tp_dim
     local = list(shape)
@@ -336,7 +313,7 @@ def parameter(shape, mesh, tp_dim=None, expert=False, *, used=None, tied=False):
         local[dim] = shape[dim] // axis.size
         offset[dim] = local[dim] * axis.rank
     p = torch.nn.Parameter(torch.empty(local))
-    if not _gives_memory.get():
+    if not _gives_memory:
         p.untyped_storage().resize_(0)
     p.full_shape = tuple(shape)
     p.offset = tuple(offset)
@@ -382,11 +359,7 @@ class _ScatterRows(torch.autograd.Function):
 
 
 def _uncompiled(function, *args):
-    """Call an autograd function. fast/compile.py keeps this call out of compiled graphs.
-
-    _AllToAll does not need this, because experts and their dispatchers are never compiled.
-    """
-    return function.apply(*args)
+    return function.apply(*args)  # fast/compile.py keeps this call out of compiled graphs
 
 
 def gather_rows(x, axis):
@@ -449,4 +422,4 @@ def all_to_all(x, axis, send=None, receive=None):
     """Axis.all_to_all with a gradient."""
     if axis.size == 1:
         return x
-    return _AllToAll.apply(x, axis, send, receive)
+    return _AllToAll.apply(x, axis, send, receive)  # Experts are never compiled.

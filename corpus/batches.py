@@ -90,7 +90,8 @@ def micro_batches(cfg, mesh, source, first, count, device):
         batch = source.batch(number, cfg.micro_batch)
         if source.has_documents:
             batch = (*batch, source.places(number, batch[0]))
-        batch = tuple(mesh.cp.own_segments(tensor, 1) for tensor in batch)
+        if mesh.cp.size > 1:
+            batch = tuple(mesh.cp.own_segments(tensor, 1) for tensor in batch)
         if device.type != "cpu":
             batch = tuple(to_device(tensor, device) for tensor in batch)
         batches.append(batch)
