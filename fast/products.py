@@ -79,7 +79,6 @@ class FastProducts:
         return found if isinstance(found, dict) else {}
 
     def made_for(self):
-        """Return the name of the GPU, and the version of the library."""
         return [device_name(self.device), cublas_lt.version()]
 
     def choose(self):
@@ -102,10 +101,9 @@ class FastProducts:
             self.save()
 
     def save(self):
-        """Write the choices to the run's folder. Where that fails, the next run measures again."""
         gpu, version = self.made_for()
         kept = {"gpu": gpu, "cublaslt": version, "products": cublas_lt.choices}
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # then the next run measures again
             unfinished = self.path.with_suffix(".tmp")
             unfinished.write_text(json.dumps(kept, indent=1))
             unfinished.replace(self.path)
@@ -147,21 +145,15 @@ def make_candidates(plan):
     with torch.cuda.stream(stream):
         for proposal in (None, *plan.proposals):
             plan.chosen = proposal
-            if can_run(call):
-                stream.synchronize()
-                found.append(Candidate(plan, call, pool))
+            try:
+                call()
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError:  # the library has refused it
+                continue
+            stream.synchronize()
+            found.append(Candidate(plan, call, pool))
     return found
-
-
-def can_run(call):
-    """Call a product once. Return whether the library did not refuse it."""
-    try:
-        call()
-    except torch.OutOfMemoryError:
-        raise
-    except RuntimeError:
-        return False
-    return True
 
 
 class Candidate:
@@ -185,7 +177,6 @@ class Candidate:
             self.graph.capture_end()
 
     def run(self):
-        """Run all calls once more, and keep how long they take."""
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
         self.graph.replay()
@@ -194,7 +185,6 @@ class Candidate:
         self.times.append(begin.elapsed_time(end))
 
     def milliseconds(self):
-        """Return the median of the times."""
         return statistics.median(self.times)
 
 
@@ -210,14 +200,10 @@ def take_turns(candidates, rounds):
 def bytes_needed(shape):
     """Return how many bytes measuring may take: the matrices, and what one call keeps and another writes."""
     numbers = 5 * shape.m * shape.n
-    numbers += numbers_with_gaps(shape.m, shape.k, shape.a)
-    numbers += numbers_with_gaps(shape.k, shape.n, shape.b)
+    # Factors with the gaps between their strides
+    numbers += shape.a.stride * (shape.k if shape.a.by_column else shape.m)
+    numbers += shape.b.stride * (shape.n if shape.b.by_column else shape.k)
     return 2 * numbers + 2 * cublas_lt.MOST_WORKSPACE
-
-
-def numbers_with_gaps(rows, width, factor):
-    """Return how many numbers a matrix (rows, width) takes in memory, with the gaps between its strides."""
-    return factor.stride * (width if factor.by_column else rows)
 
 
 def example(shape):

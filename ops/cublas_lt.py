@@ -49,8 +49,7 @@ class Proposal(ctypes.Structure):
     _fields_ = [("algorithm", c_uint64 * 8), ("workspace", c_size_t), ("status", c_int), ("waves", c_float),
                 ("reserved", c_int * 4)]
 
-    def name(self):
-        """Return the algorithm as hexadecimal digits. The same version of the library gives the same."""
+    def name(self):  # The same version of the library gives the same.
         return bytes(self.algorithm).hex()
 
 
@@ -75,7 +74,6 @@ class Shape(NamedTuple):
     device: torch.device
 
     def words(self):
-        """Return the shape as text, without the device."""
         what = {PRODUCT_ONLY: "plus" if self.adds else "only", GELU_AUX: "gelu", DGELU: "gelu backward"}
         return f"{self.m} x {self.k} x {self.n}, {self.a.words()}, {self.b.words()}, {what[self.epilogue]}"
 
@@ -91,24 +89,24 @@ def library():
     return None
 
 
-def version():
-    """Return the library's version, such as 130100."""
+def version():  # such as 130100
     library().cublasLtGetVersion.restype = c_size_t
     return library().cublasLtGetVersion()
 
 
-def check(status, what):
-    """Raise RuntimeError if a function of the library did not return 0."""
+def call(name, *args):
+    """Call a function of the library. RuntimeError if it does not return 0."""
+    status = getattr(library(), f"cublasLt{name}")(*args)
     if status:
-        raise RuntimeError(f"cuBLASLt: {what} returned {status}")
+        raise RuntimeError(f"cuBLASLt: {name} returned {status}")
 
 
 @functools.cache
 def handle(device):
-    """Return the library's handle for a torch device."""
+    """The library's handle for a torch device."""
     made = c_void_p()
     with torch.cuda.device(device):
-        check(library().cublasLtCreate(byref(made)), "cublasLtCreate")
+        call("Create", byref(made))
     return made
 
 
@@ -126,7 +124,7 @@ class Plan:
     def __init__(self, shape):
         self.shape = shape
         self.product = c_void_p()
-        check(library().cublasLtMatmulDescCreate(byref(self.product), SUM_IN_FP32, FP32), "MatmulDescCreate")
+        call("MatmulDescCreate", byref(self.product), SUM_IN_FP32, FP32)
         self.set(TRANSPOSE_B, c_int32(shape.b.by_column))
         self.set(TRANSPOSE_A, c_int32(shape.a.by_column))
         self.set(EPILOGUE, c_uint32(shape.epilogue))
@@ -143,41 +141,37 @@ class Plan:
             self.choose(choices[shape.words()])
 
     def destroy(self):
-        """Give back what the library keeps for this Plan, which is not used any more."""
         for layout in (self.a, self.b, self.out):
-            check(library().cublasLtMatrixLayoutDestroy(layout), "MatrixLayoutDestroy")
-        check(library().cublasLtMatmulDescDestroy(self.product), "MatmulDescDestroy")
+            call("MatrixLayoutDestroy", layout)
+        call("MatmulDescDestroy", self.product)
 
     def choose(self, name):
         """Multiply by the proposal of this name, or by torch if there is none."""
         self.chosen = next((proposal for proposal in self.proposals if proposal.name() == name), None)
 
     def set(self, attribute, value):
-        """Set an attribute of the product."""
-        check(library().cublasLtMatmulDescSetAttribute(self.product, attribute, byref(value),
-                                                       c_size_t(sizeof(value))), "MatmulDescSetAttribute")
+        call("MatmulDescSetAttribute", self.product, attribute, byref(value), c_size_t(sizeof(value)))
 
     def layout(self, rows, width, factor):
         """Return the library's description of a matrix (rows, width), in bf16."""
         contiguous, other = (rows, width) if factor.by_column else (width, rows)
         made = c_void_p()
-        check(library().cublasLtMatrixLayoutCreate(byref(made), BF16, c_uint64(contiguous), c_uint64(other),
-                                                   c_int64(factor.stride)), "MatrixLayoutCreate")
+        call("MatrixLayoutCreate", byref(made), BF16, c_uint64(contiguous), c_uint64(other),
+             c_int64(factor.stride))
         return made
 
     def ask(self):
         """Return the Proposals of the library: none if it cannot multiply so."""
         preference = c_void_p()
-        check(library().cublasLtMatmulPreferenceCreate(byref(preference)), "MatmulPreferenceCreate")
+        call("MatmulPreferenceCreate", byref(preference))
         most = c_uint64(MOST_WORKSPACE)
-        check(library().cublasLtMatmulPreferenceSetAttribute(preference, WORKSPACE, byref(most), c_size_t(8)),
-              "MatmulPreferenceSetAttribute")
+        call("MatmulPreferenceSetAttribute", preference, WORKSPACE, byref(most), c_size_t(8))
         found = (Proposal * PROPOSALS)()
         count = c_int()
         status = library().cublasLtMatmulAlgoGetHeuristic(
             handle(self.shape.device), self.product, self.b, self.a, self.out, self.out, preference,
             PROPOSALS, found, byref(count))
-        check(library().cublasLtMatmulPreferenceDestroy(preference), "MatmulPreferenceDestroy")
+        call("MatmulPreferenceDestroy", preference)
         return [] if status else [proposal for proposal in found[:count.value] if proposal.status == 0]
 
     def multiply(self, a, b, out, *, aux=None, summand=None):
@@ -191,11 +185,10 @@ class Plan:
         stream = c_void_p(torch.cuda.current_stream(device).cuda_stream)
         # `out = 1 * product + beta * added`
         beta = c_float(0.0 if summand is None else 1.0)
-        check(library().cublasLtMatmul(
-            handle(device), self.product, byref(c_float(1.0)), c_void_p(b.data_ptr()), self.b,
-            c_void_p(a.data_ptr()), self.a, byref(beta), c_void_p(added.data_ptr()), self.out,
-            c_void_p(out.data_ptr()), self.out, byref(proposal.algorithm), c_void_p(workspace.data_ptr()),
-            c_size_t(proposal.workspace), stream), "Matmul")
+        call("Matmul", handle(device), self.product, byref(c_float(1.0)), c_void_p(b.data_ptr()), self.b,
+             c_void_p(a.data_ptr()), self.a, byref(beta), c_void_p(added.data_ptr()), self.out,
+             c_void_p(out.data_ptr()), self.out, byref(proposal.algorithm),
+             c_void_p(workspace.data_ptr()), c_size_t(proposal.workspace), stream)
 
 
 def factor_of(matrix):
@@ -218,11 +211,6 @@ def factor_of(matrix):
     return factor if is_as_wanted else None
 
 
-def is_served(matrix):
-    """Whether the library adds or writes a matrix: its rows are contiguous, one after the other."""
-    return matrix.is_contiguous() and factor_of(matrix) is not None
-
-
 def plan_for(a, b, epilogue=PRODUCT_ONLY, aux=None, summand=None):
     """Return the Plan for a (m, k) times b (k, n), or None where torch multiplies.
 
@@ -235,7 +223,9 @@ def plan_for(a, b, epilogue=PRODUCT_ONLY, aux=None, summand=None):
     if None in factors:
         return None
     for matrix in (aux, summand):
-        if matrix is not None and not (matrix.shape == (a.size(0), b.size(1)) and is_served(matrix)):
+        if matrix is None:
+            continue
+        if matrix.shape != (a.size(0), b.size(1)) or not matrix.is_contiguous() or factor_of(matrix) is None:
             return None
     shape = Shape(*a.shape, b.size(1), *factors, epilogue, summand is not None, a.device)
     if shape not in plans:

@@ -433,8 +433,11 @@ def test_a_capture_ends_and_want_of_memory_is_told(stand_in, monkeypatch):  # no
     with pytest.raises(torch.OutOfMemoryError):
         products.Candidate(plan, call, "pool")
     assert len(ended) == 1
+    for place, name in ((products, "side_stream"), (torch.cuda, "stream"), (torch.cuda, "graph_pool_handle")):
+        monkeypatch.setattr(place, name, mock.MagicMock())
+    monkeypatch.setattr(products, "example", lambda shape: call)
     with pytest.raises(torch.OutOfMemoryError):
-        products.can_run(call)
+        products.make_candidates(plan)
 
 
 def test_the_memory_that_measuring_needs():
