@@ -85,8 +85,7 @@ def micro_batches(cfg, mesh, source, first, count, device):
     n_batches = count // (cfg.micro_batch * mesh.dp.size)
     start = first + mesh.dp.rank * n_batches * cfg.micro_batch
     batches = []
-    for j in range(n_batches):
-        number = start + j * cfg.micro_batch
+    for number in range(start, start + n_batches * cfg.micro_batch, cfg.micro_batch):
         batch = source.batch(number, cfg.micro_batch)
         if source.has_documents:
             batch = (*batch, source.places(number, batch[0]))
