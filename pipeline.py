@@ -140,19 +140,15 @@ def dropout_seeds(cfg, mesh, step, n_micro_batches):
 # -----------------------------------------------------------------------------
 # Who does what when
 
+DURATION = {"F": 1, "B": 2}
+DIRECTION = {"F": 1, "B": -1}  # where a result goes: to the next stage, or to the previous one
+
+
 class Op(NamedTuple):
-    """The forward or the backward of one micro-batch through one chunk of a rank."""
-    kind: str  # "F" or "B"
+    """The forward ("F") or backward ("B") of one micro-batch through one chunk of a rank."""
+    kind: str
     micro_batch: int
     chunk: int
-
-    @property
-    def direction(self):  # where its result goes: to the next stage, or to the previous one
-        return 1 if self.kind == "F" else -1
-
-    @property
-    def duration(self):
-        return 1 if self.kind == "F" else 2
 
 
 def schedule(rank, pp, chunks, micro_batches, backward=True):
@@ -189,10 +185,11 @@ def timetable(pp, chunks, micro_batches, backward=True):
             while ops:
                 op = ops[0]
                 stage = op.chunk * pp + rank
-                needed = op.kind, op.micro_batch, stage - op.direction
-                if 0 <= stage - op.direction < pp * chunks and needed not in ended:
+                before = stage - DIRECTION[op.kind]
+                needed = op.kind, op.micro_batch, before
+                if 0 <= before < pp * chunks and needed not in ended:
                     break
-                free[rank] = max(free[rank], ended.get(needed, 0)) + op.duration
+                free[rank] = max(free[rank], ended.get(needed, 0)) + DURATION[op.kind]
                 ended[op.kind, op.micro_batch, stage] = free[rank]
                 table.setdefault(free[rank], [None] * pp)[rank] = ops.popleft()
         assert len(ended) > n_before, f"ranks wait for each other: {[list(q)[:1] for q in todo]}"
@@ -205,7 +202,7 @@ def messages_between(ended_ops, chunks):
     messages = []
     for sender, op in enumerate(ended_ops):
         if op is not None:
-            stage = op.chunk * pp + sender + op.direction
+            stage = op.chunk * pp + sender + DIRECTION[op.kind]
             if 0 <= stage < pp * chunks:
                 messages.append((sender, stage % pp, op._replace(chunk=stage // pp)))
     return messages

@@ -8,7 +8,7 @@ from cost.plan_flags import PlanFlags
 from cost.step_time import bubble
 from interface.command_line import help_comments
 from interface.presets import PRESETS
-from pipeline import timetable
+from pipeline import DURATION, timetable
 
 FORM = {  # the flags that the page asks for, in groups
     "where": ("gpus", "gpu", "tokens"),
@@ -75,7 +75,7 @@ def schedule(cfg):
     for end, ops in timetable(cfg.pp, cfg.pp_chunks, min(count, MOST_MICRO_BATCHES)).items():
         for rank, op in enumerate(ops[:MOST_RANKS]):
             if op is not None:
-                drawn.append({"rank": rank, "begin": end - op.duration, "end": end, "kind": op.kind,
+                drawn.append({"rank": rank, "begin": end - DURATION[op.kind], "end": end, "kind": op.kind,
                               "micro_batch": op.micro_batch, "chunk": op.chunk})
     return {"ranks": min(cfg.pp, MOST_RANKS), "chunks": cfg.pp_chunks, "micro_batches": count,
             "idle": bubble(cfg.pp, cfg.pp_chunks, count), "ops": drawn}
