@@ -100,6 +100,22 @@ def test_a_rank_that_is_gone_or_elsewhere_is_named():
     assert "mismatch over the world: rank 0 is in barrier, rank 1 in any" in str(results[0]), results
 
 
+@pytest.mark.parametrize("wrong", [{0}, {8}, {3, 5}, set(range(9))], ids=str)
+@pytest.mark.parametrize("word", ["barrier", "broadcast_object", "gather_objects", "first"])
+def test_wrong_input_of_some_ranks_reaches_all_whatever_they_say(wrong, word):
+    """Each learns of the lowest of these ranks."""
+    def speak(own):
+        own.any(False)
+        if own.rank in wrong:
+            own.fail(f"of rank {own.rank}")
+        getattr(own, word)(*[own.rank] * (word != "barrier"))
+        return "goes on"
+
+    lowest = min(wrong)
+    for said in on_threads(9, 4, speak):
+        assert isinstance(said, tree.WrongInput) and said.args == ((lowest, f"of rank {lowest}"),), said
+
+
 def test_a_rank_that_cannot_be_reached_is_named_with_the_way_out():
     store = Store()
     store.set("tree", '["secret", 2]')
