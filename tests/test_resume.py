@@ -263,7 +263,7 @@ def test_the_file_stop_is_looked_at_once_per_second_and_removed_at_the_start(mon
     assert stop.poll(World(), now[0]) is None
     (tmp_path / "stop").touch()
     assert stop.poll(World(), now[0]) is None  # within the same second
-    now[0] += 1.5
+    now[0] += agree.LOOK_EVERY
     assert stop.poll(World(), now[0]) == "the file stop" and other.poll(World(), now[0]) is None
     (tmp_path / "stop").unlink()
     (tmp_path / "stop").mkdir()

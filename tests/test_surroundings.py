@@ -18,8 +18,7 @@ from pool import ROOT
 from config import Config
 from interface.layout import check_batch, check_ramp
 from interface.schema import ChangedFile
-from runtime import abort, address, agree, debugger, guardian, launch, launcher, mpi, session, tracker
-from runtime.launch import World
+from runtime import abort, address, debugger, guardian, launch, launcher, mpi, session, tracker
 from runtime.launcher import bare_environment
 
 # -----------------------------------------------------------------------------
@@ -41,30 +40,6 @@ def test_a_ramp_reaches_the_batch_in_at_most_a_thousand_increments(full, ramp, w
         check()
     with pytest.raises(ValueError, match=wrong):
         check_batch(Config(micro_batch=1, rampup_batch_size=ramp), 1, full)
-
-
-# -----------------------------------------------------------------------------
-# How a run is asked to stop
-
-def test_the_file_stop_is_looked_for_again_after_a_whole_second(tmp_path, monkeypatch):
-    now = [100.0]
-    monkeypatch.setattr("time.monotonic", lambda: now[0])
-    stop = agree.Stop(2.0)
-    stop.watch_file(tmp_path)
-    assert stop.poll(World(), now[0]) is None
-    (tmp_path / "stop").touch()
-    now[0] = 100.0 + agree.LOOK_EVERY
-    assert stop.poll(World(), now[0]) == "the file stop"
-
-
-def test_a_run_stops_when_its_minutes_have_passed(monkeypatch):
-    now = [100.0]
-    monkeypatch.setattr("time.monotonic", lambda: now[0])
-    stop = agree.Stop(2.0)
-    now[0] = 219.9
-    assert stop.poll(World(), now[0]) is None
-    now[0] = 220.1
-    assert stop.poll(World(), now[0]) == "max-minutes"
 
 
 # -----------------------------------------------------------------------------
