@@ -28,20 +28,16 @@ TILES = {
 PROGRAMS_PER_SM = 2  # at least what runs at once, so that no program waits for the slowest one
 
 
-@functools.cache
-def has_grouped_mm(device):
-    """Whether torch's grouped_mm is one kernel on this GPU. Elsewhere it reads the row counts on the host."""
-    # AMD's MI250X and MI300X report capability 9, too.
-    if device.type != "cuda" or torch.version.hip is not None or not hasattr(F, "grouped_mm"):
-        return False
-    return torch.cuda.get_device_capability(device)[0] in (9, 10)
-
-
 def use_torch(x, shape):
-    """Whether torch's grouped_mm multiplies x by matrices of a shape: bf16, rows of whole 16 bytes."""
-    if x.dtype != torch.bfloat16 or not has_grouped_mm(x.device):
+    """Whether torch's grouped_mm is one kernel for x and matrices of a shape: bf16, rows of whole 16 bytes.
+
+    Elsewhere than on NVIDIA's Hopper and Blackwell it reads the row counts on the host.
+    """
+    # AMD's MI250X and MI300X report capability 9, too.
+    if x.dtype != torch.bfloat16 or x.device.type != "cuda" or torch.version.hip is not None:
         return False
-    return all(width % 8 == 0 for width in shape)
+    is_new = torch.cuda.get_device_capability(x.device)[0] in (9, 10) and hasattr(F, "grouped_mm")
+    return is_new and all(width % 8 == 0 for width in shape)
 
 
 def use_grouped_mm(x, w):
