@@ -1,8 +1,8 @@
 """Self-attention: which keys a query sees, rotary positions, norms of queries and keys.
 
-    Attention       the heads of one layer, split over tp
-    visible_keys    which keys a query sees, in training, under cp and in generation
-    rope_cache      the angles of the rotary positions; rotate() turns queries and keys by them
+    Attention     the heads of one layer, split over tp
+    attend        which keys a query sees, in training, under cp and in generation
+    rope_cache    the angles of the rotary positions; rotate() turns queries and keys by them
 
 The shapes are in the letters of model.py's legend.
 """
@@ -13,7 +13,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from config import head_width
-from layers import ColumnLinear, Gain, RowLinear, factor, fused_linear, select_rows
+from layers import ColumnLinear, Gain, RowLinear, select_rows
 from parallel import gather_rows, gather_segments, sum_over_ranks
 
 # -----------------------------------------------------------------------------
@@ -50,11 +50,6 @@ def rotate(x, cos, sin):
     return turned.type_as(x)
 
 
-def is_nth(layer, period):
-    """Whether a layer, counted from 0, is the last of `period` layers. With period 0 none is."""
-    return period > 0 and (layer + 1) % period == 0
-
-
 # -----------------------------------------------------------------------------
 # Norms of queries and keys
 
@@ -77,80 +72,53 @@ def norm_of_all_heads(q, k, q_gain, k_gain, eps, axis):
 # -----------------------------------------------------------------------------
 # Which keys a query sees
 
-def visible_keys(cfg, q, k, window=0, places=None):
-    """Return (mask, is_causal) for torch's attention: which keys each query sees.
-
-    Training, generation and context parallelism all ask here.
-
-    q (B, h, queries, D), k (B, g, keys, D): the keys stand side by side in the sequence, and the
-    last query has the position of the last key. mask (queries, keys) is True where a query sees a
-    key. If mask is None, is_causal chooses between the flash kernel's own causal mask and no mask
-    at all. window: the keys that a query of this layer sees at most, the last of which is its own
-    position; 0 is all. places (B, queries): each query's place in its document, from 1; None where
-    nothing separates documents. A place is also a window: as far back as the document goes. The
-    mask is then (B, 1, queries, keys). To add a rule, put it before the lines of --objective mlm,
-    which return. Or put it after them, and let config.py refuse the rule's flag together with mlm.
-    """
-    if cfg.objective == "mlm":
-        return None, False
-    n_queries = q.size(2)
-    n_keys = k.size(2)
-    if places is not None:
-        windows = places.clamp(max=window or n_keys)[:, None, :, None]  # (B, 1, queries, 1)
-        return window_mask(n_queries, n_keys, windows, q.device), False
-    if 0 < window < n_keys:
-        return window_mask(n_queries, n_keys, window, q.device), False
-    if n_queries == n_keys:
-        return None, True
-    if n_queries == 1:
-        return None, False
-    return lower_right_mask(n_queries, n_keys), False
-
-
-def lower_right_mask(n_queries, n_keys):
-    """Return the causal mask of a sequence's last tokens, the last of which sees all keys so far.
-    No tensor is made for it on a GPU."""
-    # Imported here, because this import takes as long as all the others together.
-    from torch.nn.attention.bias import causal_lower_right
-    return causal_lower_right(n_queries, n_keys)
-
-
-def window_mask(n_queries, n_keys, window, device):
-    """Return the causal mask (queries, keys) in which a query sees `window` keys at most.
-
-    window: an int, or a tensor (B, 1, queries, 1) with a window for each query.
-    """
-    keys = torch.arange(n_keys, device=device)
-    queries = keys[n_keys - n_queries:].unsqueeze(1)
-    return (keys <= queries) & (keys > queries - window)
-
-
-def attend(q, k, v, cfg, window=0, places=None, *, flex=None, flash=None, **options):
+def attend(q, k, v, cfg, window=0, places=None, *, flex=None, flash=None, dropout=0.0):
     """Attention of queries (B, h, queries, D) to the keys (B, g, keys, D) that they see.
 
-    Two faster functions give the same result: flex, a fast.flex.FlexAttention, in the place of a
-    mask, and flash, a fast.flash.FlashAttention, where there is none. Either can be None.
+    Training, generation and context parallelism all ask here. The keys stand side by side in the
+    sequence, and the last query has the position of the last key. window: the keys that a query
+    sees at most, the last of which is its own position; 0 is all. places (B, queries): each query's
+    place in its document, from 1; None where nothing separates documents. flex, a
+    fast.flex.FlexAttention, attends in the place of a mask, and flash, a fast.flash.FlashAttention,
+    where there is none.
     """
+    n_queries = q.size(2)
     if window:  # the first query sees the keys before it that fit into its window, and none earlier
-        reach = q.size(2) + window - 1
+        reach = n_queries + window - 1
         k = k[:, :, -reach:]
         v = v[:, :, -reach:]
-    hides_early_keys = places is not None or 0 < window < k.size(2)
-    if flex is not None and hides_early_keys:
-        return flex(q, k, v, window, places, options["enable_gqa"])
-    mask, is_causal = visible_keys(cfg, q, k, window, places)
+    n_keys = k.size(2)
+    mask = None  # (queries, keys) or (B, 1, queries, keys): True where a query sees a key
+    is_causal = False  # torch's own causal mask, for as many queries as keys
+    if cfg.objective == "mlm":
+        pass  # A query sees all keys.
+    elif places is not None or 0 < window < n_keys:
+        if flex is not None:
+            return flex(q, k, v, window, places)
+        windows = window or n_keys
+        if places is not None:  # as far back as the document goes
+            windows = places.clamp(max=windows)[:, None, :, None]  # (B, 1, queries, 1)
+        keys = torch.arange(n_keys, device=q.device)
+        queries = keys[n_keys - n_queries:].unsqueeze(1)
+        mask = (keys <= queries) & (keys > queries - windows)
+    elif n_queries == n_keys:
+        is_causal = True
+    elif n_queries > 1:  # the last query sees all keys so far
+        # Imported here, because this import takes as long as all the others together.
+        from torch.nn.attention.bias import causal_lower_right
+        mask = causal_lower_right(n_queries, n_keys)  # no tensor is made for it on a GPU
     if flash is not None and mask is None:
         return flash(q, k, v, is_causal)
-    return F.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal, **options)
+    return F.scaled_dot_product_attention(q, k, v, mask, dropout_p=dropout, is_causal=is_causal,
+                                          enable_gqa=q.size(1) != k.size(1))
 
 
-def attend_segments(q, k, v, cfg, axis, *, window=0, places=None, **options):
+def attend_segments(q, k, v, cfg, axis, *, places=None, **options):
     """Attention of this rank's two segments (Axis.own_segments) of each sequence to all keys.
 
     q (B, h, t, D), k and v (B, g, t, D) -> (B, h, t, D). In causal attention the queries of a
-    segment get the keys up to the segment's own end. places (B, t): see visible_keys.
+    segment get the keys up to the segment's own end. places (B, t), options: those of attend.
     """
-    options["window"] = window
     kv = torch.cat([k.permute(2, 0, 1, 3), v.permute(2, 0, 1, 3)], dim=2)  # (t, B, 2g, D)
     kv = gather_segments(kv, axis)  # (T, B, 2g, D): t positions from each rank to all, over cp
     k, v = kv.permute(1, 2, 0, 3).chunk(2, dim=1)  # (B, g, T, D) each
@@ -189,8 +157,11 @@ class Attention(nn.Module):
         self.mesh = mesh
         self.flex = None
         self.flash = None
-        self.rotates = cfg.pos == "rope" and not is_nth(layer, cfg.no_rope_every)
-        self.window = 0 if is_nth(layer, cfg.full_every) else cfg.window
+        number = layer + 1
+        is_full = cfg.full_every > 0 and number % cfg.full_every == 0
+        is_unrotated = cfg.no_rope_every > 0 and number % cfg.no_rope_every == 0
+        self.rotates = cfg.pos == "rope" and not is_unrotated
+        self.window = 0 if is_full else cfg.window
 
         C = cfg.n_embd
         G = cfg.n_kv_head
@@ -200,14 +171,13 @@ class Attention(nn.Module):
         cuts_kv = G % tp.size == 0
         self.g = G // tp.size if cuts_kv else 1
         head = tp.rank * G // tp.size  # the head that this rank uses of replicated wk and wv
-        self.kv_rows = None if cuts_kv else slice(head * self.D, (head + 1) * self.D)
+        rows = None if cuts_kv else slice(head * self.D, (head + 1) * self.D)
 
         has_bias = cfg.bias or cfg.qkv_bias
-        in_fp8 = cfg.fp8
-        self.wq = ColumnLinear(C, cfg.n_head * self.D, has_bias, mesh, in_fp8=in_fp8)
-        self.wk = ColumnLinear(C, G * self.D, has_bias, mesh, cut=cuts_kv, in_fp8=in_fp8)
-        self.wv = ColumnLinear(C, G * self.D, has_bias, mesh, cut=cuts_kv, in_fp8=in_fp8)
-        self.wo = RowLinear(cfg.n_head * self.D, C, cfg.bias, mesh, in_fp8=in_fp8)
+        self.wq = ColumnLinear(C, cfg.n_head * self.D, has_bias, mesh)
+        self.wk = ColumnLinear(C, G * self.D, has_bias, mesh, cuts_kv, rows)
+        self.wv = ColumnLinear(C, G * self.D, has_bias, mesh, cuts_kv, rows)
+        self.wo = RowLinear(cfg.n_head * self.D, C, cfg.bias, mesh)
         self.q_norm = self.k_norm = None
         if cfg.qk_norm == "head":  # one weight of D numbers for all heads
             self.q_norm = Gain(cfg, self.D, mesh)
@@ -219,15 +189,7 @@ class Attention(nn.Module):
     def forward(self, x, t, cos, sin, cache=None, places=None):  # (n, C) -> (n, C)
         # Every rank sees all tokens, for its own heads: n rows from each rank to all, over tp.
         x = gather_rows(x, self.mesh.tp)  # (B*t, C)
-        q, k, v = self.project(x, t, cos, sin)  # (B, h, t, D), twice (B, g, t, D)
-        if cache is not None:
-            k, v = cache.append(self, k, v)  # (B, g, positions so far, D) each
-        y = self.attend_own_heads(q, k, v, cache, places)  # (B, h, t, D)
-        return self.wo(y.transpose(1, 2).reshape(-1, self.h * self.D))  # (B*t, h*D) -> (n, C)
-
-    def project(self, x, t, cos, sin):  # (B*t, C) -> (B, h, t, D), twice (B, g, t, D)
-        layers = [(self.wq, None), (self.wk, self.kv_rows), (self.wv, self.kv_rows)]
-        x = fused_linear(x, layers, self.cfg.zero)  # (B*t, (h + 2g)*D)
+        x = self.wq(x, self.wk, self.wv)  # (B*t, (h + 2g)*D)
         x = x.view(-1, t, self.h + 2 * self.g, self.D)
         if self.rotates and self.q_norm is None:  # queries and keys turn together
             qk, v = x.split([self.h + self.g, self.g], dim=2)
@@ -239,25 +201,28 @@ class Attention(nn.Module):
             if self.rotates:
                 q = rotate(q, cos, sin)
                 k = rotate(k, cos, sin)
-        return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # views: nothing is copied
+        q = q.transpose(1, 2)  # (B, h, t, D): a view, as k and v are
+        k = k.transpose(1, 2)  # (B, g, t, D)
+        v = v.transpose(1, 2)
+
+        options = {"window": self.window, "places": places,
+                   "dropout": self.cfg.dropout if self.training else 0.0}
+        if cache is not None:  # each cp rank has whole sequences
+            k, v = cache.append(self, k, v)  # (B, g, positions so far, D) each
+            y = attend(q, k, v, self.cfg, **options)  # (B, h, t, D)
+        elif self.mesh.cp.size > 1:
+            y = attend_segments(q, k, v, self.cfg, self.mesh.cp, flex=self.flex, flash=self.flash,
+                                **options)
+        else:
+            y = attend(q, k, v, self.cfg, flex=self.flex, flash=self.flash, **options)
+        return self.wo(y.transpose(1, 2).reshape(-1, self.h * self.D))  # (B*t, h*D) -> (n, C)
 
     def normed(self, q, k):
         """Return RMSNorm of queries (B, t, h, D) and keys (B, t, g, D), before they are turned."""
         eps = self.cfg.norm_eps
         if self.cfg.qk_norm == "head":
-            q = F.rms_norm(q, (self.D,), factor(self.q_norm), eps)
-            return q, F.rms_norm(k, (self.D,), factor(self.k_norm), eps)
-        q_gain = factor(self.q_norm).view(self.h, self.D)
-        k_gain = select_rows(factor(self.k_norm), self.kv_rows).view(self.g, self.D)
+            q = F.rms_norm(q, (self.D,), self.q_norm.gain(), eps)
+            return q, F.rms_norm(k, (self.D,), self.k_norm.gain(), eps)
+        q_gain = self.q_norm.gain().view(self.h, self.D)
+        k_gain = select_rows(self.k_norm.gain(), self.wk.rows).view(self.g, self.D)
         return norm_of_all_heads(q, k, q_gain, k_gain, eps, self.mesh.tp)
-
-    def attend_own_heads(self, q, k, v, cache, places):
-        """Attention of this rank's heads: (B, h, t, D), twice (B, g, keys, D) -> (B, h, t, D)."""
-        options = {"enable_gqa": self.h != self.g, "window": self.window, "places": places,
-                   "dropout_p": self.cfg.dropout if self.training else 0.0}
-        if cache is None:
-            options["flex"] = self.flex
-            options["flash"] = self.flash
-        if cache is None and self.mesh.cp.size > 1:
-            return attend_segments(q, k, v, self.cfg, self.mesh.cp, **options)
-        return attend(q, k, v, self.cfg, **options)

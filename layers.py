@@ -1,94 +1,141 @@
 """The layers that attention, the MLP and the head are made of, in the letters of model.py's legend.
 
-    Norm                      LayerNorm or RMSNorm over the width
+    NORMS, Norm               LayerNorm or RMSNorm over the width
     ColumnLinear, RowLinear   matrices that are cut over tp
     vocab_embedding           rows of an embedding that is cut over tp
     vocab_cross_entropy       logits that are cut over tp; three numbers per token are sent
-    Adapter                   --lora: two narrow matrices beside one that is not trained
+    Adapter, add_lora         --lora: two narrow matrices beside one that is not trained
 """
-import math
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from ops import fp8, norms
 from ops.cross_entropy import IGNORE
 from parallel import MAX, parameter, scatter_rows
 
 # -----------------------------------------------------------------------------
 # Norms
 
+def rms_norm(x, gain, bias, eps):  # arXiv:1910.07467
+    return F.rms_norm(x, gain.shape, gain, eps)
+
+
+def layer_norm(x, gain, bias, eps):  # arXiv:1607.06450
+    return F.layer_norm(x, gain.shape, gain, bias, eps)
+
+
+class NormKind(NamedTuple):
+    """What --norm NAME is."""
+    formula: Callable  # (rows x (n, C), gain (C,), bias (C,) or None, eps) -> (n, C)
+    takes_bias: bool = False    # with --bias
+    has_offset: bool = False    # its parameter is `offset`, from 0, and the gain is 1 + offset
+    kernel: str | None = None   # which norm of ops/norms.py computes its gradients on a GPU
+    # How much more often torch's kernels go over a block's rows without --compile, for the planner:
+    # of the ladders of W1, G2 and W2b (bench/ladder.py)
+    passes: int = 47
+
+
+# A new name also goes into the list at `norm` in config.py.
+NORMS = {"rms": NormKind(rms_norm, kernel="rms"),
+         "layer": NormKind(layer_norm, takes_bias=True, kernel="layer", passes=12),
+         "rms1p": NormKind(rms_norm, has_offset=True, kernel="rms")}
+
 
 class Gain(nn.Module):
-    """The factor of a norm of queries or keys: its weight or, with --norm rms1p, 1 + its offset."""
+    """What a norm multiplies by, alone in a norm of queries or keys."""
 
     def __init__(self, cfg, size, mesh, tp_dim=None):
         super().__init__()
         self.weight = self.offset = None
-        if cfg.norm == "rms1p":
+        if NORMS[cfg.norm].has_offset:
             self.offset = parameter((size,), mesh, tp_dim=tp_dim)
         else:
             self.weight = parameter((size,), mesh, tp_dim=tp_dim)
 
+    def gain(self):
+        return self.weight if self.offset is None else 1 + self.offset
 
-def factor(norm):
-    return norm.weight if norm.offset is None else 1 + norm.offset
 
+class Norm(Gain):
+    """The norm that --norm names, over the width. Statistics are in at least fp32.
 
-class Norm(nn.Module):
-    """LayerNorm or RMSNorm over the width. The kernel computes statistics in at least fp32."""
+    fast.choose.Choice.install() may set kernel, a function of ops/norms.py.
+    """
 
     def __init__(self, cfg, mesh):
-        super().__init__()
-        self.weight = self.offset = None
-        if cfg.norm == "rms1p":
-            self.offset = parameter((cfg.n_embd,), mesh)
-        else:
-            self.weight = parameter((cfg.n_embd,), mesh)
-        self.is_layer_norm = cfg.norm == "layer"
+        super().__init__(cfg, cfg.n_embd, mesh)
+        kind = NORMS[cfg.norm]
+        self.formula = kind.formula
         self.eps = cfg.norm_eps
-        has_bias = self.is_layer_norm and cfg.bias
-        self.bias = parameter((cfg.n_embd,), mesh) if has_bias else None
+        self.bias = parameter((cfg.n_embd,), mesh) if kind.takes_bias and cfg.bias else None
+        self.kernel = None
 
     def forward(self, x):  # (n, C) -> (n, C)
-        if self.is_layer_norm:
-            return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
-        gain = factor(self)
-        return F.rms_norm(x, gain.shape, gain, self.eps)
+        return self.formula(x, self.gain(), self.bias, self.eps)
 
     def input_and_norm(self, x):  # (n, C) -> (n, C) twice
         """Return x, with which the caller goes on, and its norm.
 
-        In backward, x has a gradient from each. On a GPU one kernel adds them up: ops/norms.py.
+        In backward, x has a gradient from each, which a kernel adds up.
         """
-        if norms.has_kernel(x):
-            gain = factor(self)
-            return norms.InputAndNorm.apply(x, gain, self.bias, self.eps, self.is_layer_norm)
+        if self.kernel is not None:
+            return self.kernel(x, self.gain(), self.bias, self.eps)
         return x, self(x)
 
 
 # -----------------------------------------------------------------------------
 # Matrices that are cut over tp (Megatron-LM, arXiv:1909.08053, section 3)
 
+def linear(x, weights, bias=None):
+    """Return x W^T + bias, (B*t, n_out), where W is the matrices of a list, one below the other.
+
+    x (B*t, n_in), weights (rows, n_in) each. One product reads x once.
+    """
+    weight = weights[0] if len(weights) == 1 else torch.cat(weights)
+    return F.linear(x, weight, bias)
+
+
+def linear_without_copy(x, weights, bias=None):
+    """linear() for ZeRO-3, which concatenates the outputs.
+
+    Autograd would keep concatenated weights until backward, so ZeRO-3 could free nothing.
+    """
+    if len(weights) == 1:
+        return F.linear(x, weights[0], bias)
+    biases = [None] * len(weights)
+    if bias is not None:
+        biases = bias.split([weight.size(0) for weight in weights])
+    pairs = zip(weights, biases, strict=True)
+    return torch.cat([F.linear(x, weight, bias) for weight, bias in pairs], dim=-1)
+
+
 class ColumnLinear(nn.Module):
     """Computes y = x W^T, with the rows of W, the output features, split over tp.
 
     Rank r holds W_r of W = [W_0; W_1; ...] and computes x W_r^T, which is its own columns of y.
-    With cut=False every rank holds all of W. in_fp8: see product().
+    With cut=False every rank holds all of W, and uses `rows` of it, a slice, or all with None.
     """
 
-    def __init__(self, n_in, n_out, bias, mesh, cut=True, *, in_fp8=False):
+    def __init__(self, n_in, n_out, bias, mesh, cut=True, rows=None):
         super().__init__()
-        self.in_fp8 = in_fp8
         tp_dim = 0 if cut else None
         self.weight = parameter((n_out, n_in), mesh, tp_dim=tp_dim)
         self.bias = parameter((n_out,), mesh, tp_dim=tp_dim) if bias else None
-        self.lora = None  # with --lora, an Adapter
+        self.rows = rows
+        self.linear = linear  # or fp8.linear, or linear_without_copy: see Block
 
-    def forward(self, x):  # (B*t, n_in) -> (B*t, n_out/tp)
-        y = product(x, [self.weight], self.bias, self.in_fp8)
-        return y if self.lora is None else y + self.lora(x)
+    def forward(self, x, *others):  # (B*t, n_in) -> (B*t, n_out/tp)
+        """others: ColumnLinears of the same x, whose outputs stand beside this one's."""
+        layers = [self, *others]
+        weights = [select_rows(layer.weight, layer.rows) for layer in layers]
+        bias = None
+        if self.bias is not None:
+            biases = [select_rows(layer.bias, layer.rows) for layer in layers]
+            bias = torch.cat(biases) if others else self.bias
+        return self.linear(x, weights, bias)
 
 
 class RowLinear(nn.Module):
@@ -99,70 +146,21 @@ class RowLinear(nn.Module):
     each rank. The bias is added once, after the sum, so it is replicated.
     """
 
-    def __init__(self, n_in, n_out, bias, mesh, *, in_fp8=False):
+    def __init__(self, n_in, n_out, bias, mesh):
         super().__init__()
-        self.in_fp8 = in_fp8
         self.tp = mesh.tp
         self.weight = parameter((n_out, n_in), mesh, tp_dim=1)
         self.bias = parameter((n_out,), mesh) if bias else None
-        self.lora = None  # with --lora, an Adapter
+        self.linear = linear
 
     def forward(self, x):  # (B*t, n_in/tp) -> (n, n_out)
-        partial_sum = product(x, [self.weight], None, self.in_fp8)  # (B*t, n_out)
-        if self.lora is not None:
-            partial_sum = partial_sum + self.lora(x)
-        return self.add_up(partial_sum)
-
-    def add_up(self, partial_sum):  # (B*t, n_out) -> (n, n_out)
+        partial_sum = self.linear(x, [self.weight])  # (B*t, n_out)
         y = scatter_rows(partial_sum, self.tp)  # SUM of B*t rows, n of them to each rank, over tp
         return y if self.bias is None else y + self.bias
 
 
-def product(x, weights, bias, in_fp8):
-    """Return x W^T + bias, where W is the matrices of a list, one below the other.
-
-    x (B*t, n_in) -> (B*t, n_out). weights: (rows, n_in) each, n_out rows in all. bias (n_out,), or
-    None. in_fp8: whether x, W and the gradients are rounded to numbers of 8 bits, with --fp8.
-    """
-    if in_fp8:
-        return fp8.linear(x, weights, bias)
-    weight = weights[0] if len(weights) == 1 else torch.cat(weights)
-    return F.linear(x, weight, bias)
-
-
-def fused_linear(x, layers, zero):
-    """Return the outputs of several ColumnLinears of the same input, side by side.
-
-    x (B*t, n_in) -> (B*t, all rows that are used). layers: pairs of a layer and the rows of its
-    weight to use, a slice, or None for all of them.
-    """
-    y = fused_product(x, layers, zero)
-    if layers[0][0].lora is None:
-        return y
-    return y + torch.cat([layer.lora(x, rows) for layer, rows in layers], dim=-1)
-
-
-def fused_product(x, layers, zero):
-    """Return the products with the weights of several ColumnLinears, plus their biases.
-
-    Arguments and shapes are those of fused_linear(). One product with the concatenated weights
-    reads x once. Autograd would keep the concatenated copy alive until backward, so ZeRO-3 could
-    free nothing. It concatenates the outputs instead. With --fp8 no copy is kept.
-    """
-    weights = [select_rows(layer.weight, rows) for layer, rows in layers]
-    biases = [select_rows(layer.bias, rows) for layer, rows in layers]
-    in_fp8 = layers[0][0].in_fp8
-    if zero == 3 and not in_fp8:
-        pairs = zip(weights, biases, strict=True)
-        return torch.cat([F.linear(x, weight, bias) for weight, bias in pairs], dim=-1)
-    bias = None if biases[0] is None else torch.cat(biases)
-    return product(x, weights, bias, in_fp8)
-
-
 def select_rows(p, rows):
-    if p is None or rows is None:
-        return p  # backward of p[:] would fill and copy a zero tensor of full size
-    return p[rows]
+    return p if rows is None else p[rows]  # backward of p[:] would fill a zero tensor of full size
 
 
 # -----------------------------------------------------------------------------
@@ -266,18 +264,26 @@ class Adapter(nn.Module):
         return F.linear(narrow, select_rows(self.B, rows))
 
 
-def add_adapters(model):
+class AdaptedColumn(ColumnLinear):
+    def forward(self, x, *others):
+        layers = [self, *others]
+        y = super().forward(x, *others)
+        return y + torch.cat([layer.lora(x, layer.rows) for layer in layers], dim=-1)
+
+
+class AdaptedRow(RowLinear):
+    def forward(self, x):
+        partial_sum = self.linear(x, [self.weight]) + self.lora(x)  # (B*t, n_out)
+        y = scatter_rows(partial_sum, self.tp)  # SUM, as in RowLinear
+        return y if self.bias is None else y + self.bias
+
+
+def add_lora(model):
     """Freeze the model, and give every linear layer of its blocks an adapter."""
     for p in model.parameters():
         p.requires_grad_(False)
+    adapted = {ColumnLinear: AdaptedColumn, RowLinear: AdaptedRow}
     for layer in list(model.blocks.modules()):
-        if isinstance(layer, (ColumnLinear, RowLinear)):
+        if type(layer) in adapted:
             layer.lora = Adapter(layer, model.cfg, model.mesh)
-
-
-def initial_std(role, full_shape):
-    """The standard deviation of a new A (that of peft, uniform up to 1/sqrt(n_in)) or B."""
-    if role == "B":
-        return 0.0
-    n_in = full_shape[1]
-    return 1 / math.sqrt(3 * n_in)
+            layer.__class__ = adapted[type(layer)]

@@ -38,17 +38,15 @@ from layers import (
     ColumnLinear,
     Norm,
     RowLinear,
-    add_adapters,
-    fused_linear,
-    initial_std,
+    add_lora,
+    linear_without_copy,
     vocab_cross_entropy,
     vocab_embedding,
 )
 from moe import MoE
-from ops import gelu_mlp
+from ops import fp8
 from ops.activations import ACTIVATIONS, GATED, gelu
-from ops.cross_entropy import LinearCrossEntropy
-from parallel import gather_rows, parameter
+from parallel import gather_rows, parameter, scatter_rows
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16,
           "fp16": torch.float16}
@@ -60,26 +58,21 @@ class MLP(nn.Module):
     def __init__(self, cfg, mesh, hidden):
         super().__init__()
         self.tp = mesh.tp
-        self.zero = cfg.zero
         self.act = ACTIVATIONS[cfg.mlp]  # see ops/activations.py
-        is_gated = cfg.mlp in GATED
-        self.w1 = ColumnLinear(cfg.n_embd, hidden, cfg.bias, mesh, in_fp8=cfg.fp8)
-        self.w3 = None
-        if is_gated:
-            self.w3 = ColumnLinear(cfg.n_embd, hidden, cfg.bias, mesh, in_fp8=cfg.fp8)
-        self.w2 = RowLinear(hidden, cfg.n_embd, cfg.bias, mesh, in_fp8=cfg.fp8)
-        # On a Hopper GPU, in bf16 and without biases, a product computes GELU: ops/gelu_mlp.py.
-        self.gelu_in_products = gelu_mlp.is_possible(cfg, self.w1.weight.device)
+        self.w1 = ColumnLinear(cfg.n_embd, hidden, cfg.bias, mesh)
+        self.w3 = ColumnLinear(cfg.n_embd, hidden, cfg.bias, mesh) if cfg.mlp in GATED else None
+        self.w2 = RowLinear(hidden, cfg.n_embd, cfg.bias, mesh)
+        self.products = None  # what Choice.install() may give: all of it but the sum, for training
 
     def forward(self, x):  # (n, C) -> (n, C)
         x = gather_rows(x, self.tp)  # (B*t, C): n rows from each rank to all, over tp
-        if self.gelu_in_products and torch.is_grad_enabled():
-            partial_sum = gelu_mlp.GeluMLP.apply(x, self.w1.weight, self.w2.weight)
-            return self.w2.add_up(partial_sum)
+        if self.products is not None and torch.is_grad_enabled():
+            partial_sum = self.products(x, self.w1.weight, self.w2.weight)  # (B*t, C)
+            return scatter_rows(partial_sum, self.tp)  # SUM, n of B*t rows to each rank, over tp
         if self.w3 is None:
             hidden = self.w1(x)  # (B*t, f)
         else:
-            hidden = fused_linear(x, [(self.w1, None), (self.w3, None)], self.zero)  # (B*t, 2f)
+            hidden = self.w1(x, self.w3)  # (B*t, 2f)
         # A gated act splits its input in two halves, and multiplies one by act of the other.
         return self.w2(self.act(hidden))  # (B*t, f) -> (n, C)
 
@@ -118,51 +111,51 @@ class Block(nn.Module):
             self.moe = MoE(cfg, mesh, shared)
         else:
             self.mlp = MLP(cfg, mesh, cfg.ffn_hidden)
+        if cfg.fp8 or cfg.zero == 3:
+            for layer in self.modules():
+                if isinstance(layer, (ColumnLinear, RowLinear)):
+                    layer.linear = fp8.linear if cfg.fp8 else linear_without_copy
 
     def forward(self, x, t, cos, sin, cache=None, places=None):
-        """(n, C) -> (n, C), and this rank's part of the router loss: () or, without experts,
-        None."""
+        """(n, C) -> (n, C), and this rank's part of the router loss: () or, without experts, None.
+
+        With --recompute, autograd keeps the input of the whole block. With experts it keeps that of
+        attention, and of what moe.MoE recomputes, but routes once: rounding could lead to others.
+        """
         if self.moe is None:
-            return self.maybe_recompute(self.dense_block, x, t, cos, sin, cache, places), None
-        x, inner, routing = self.before_experts(x, t, cos, sin, cache, places)
-        y = self.moe(inner, routing)
-        return self.after_experts(x, y, routing.shared), routing.router_loss
+            return self.maybe_recompute(self.compute, x, t, cos, sin, cache, places)
+        return self.compute(x, t, cos, sin, cache, places)
 
-    def before_experts(self, x, t, cos, sin, cache, places):
-        """(n, C) -> (n, C), what the experts read of it, (n, C), and where it goes: a Routing."""
-        x, inner = self.maybe_recompute(self.attention_half, x, t, cos, sin, cache, places)
-        return x, inner, self.moe.before_experts(inner)
-
-    def after_experts(self, x, y, shared):  # (n, C) each, shared or None -> (n, C)
-        return self.add_output(x, y if shared is None else y + shared)
+    def compute(self, x, t, cos, sin, cache, places):  # as forward
+        if self.moe is None:
+            x, y = self.attention_half(x, t, cos, sin, cache, places)
+            y = self.mlp(y)  # (n, C)
+            router_loss = None
+        else:
+            x, y = self.maybe_recompute(self.attention_half, x, t, cos, sin, cache, places)
+            routing = self.moe.before_experts(y)
+            y = self.moe(y, routing)  # (n, C)
+            if routing.shared is not None:
+                y = y + routing.shared
+            router_loss = routing.router_loss
+        if self.norm_place == "after":
+            y = self.norm2(y)
+        elif self.norm_place == "both":
+            y = self.out_norm2(y)
+        return x + F.dropout(y, self.dropout, self.training), router_loss
 
     def attention_half(self, x, t, cos, sin, cache, places):
         """(n, C) -> (n, C), and what the MLP or the experts read of it, (n, C)."""
-        x, inner = self.residual_and_norm(x, self.norm1)
-        y = self.attn(inner, t, cos, sin, cache, places)
-        y = self.norm_after(y, self.norm1, self.out_norm1)
+        y = x
+        if self.norm_place != "after":
+            x, y = self.norm1.input_and_norm(x)
+        y = self.attn(y, t, cos, sin, cache, places)
+        if self.norm_place == "after":
+            y = self.norm1(y)
+        elif self.norm_place == "both":
+            y = self.out_norm1(y)
         x = x + F.dropout(y, self.dropout, self.training)
-        return self.residual_and_norm(x, self.norm2)
-
-    def dense_block(self, x, t, cos, sin, cache, places):  # (n, C) -> (n, C)
-        x, inner = self.attention_half(x, t, cos, sin, cache, places)
-        # In one line, torch 2.8 would hold a method while tp sends, and compile it anew each time.
-        y = self.mlp(inner)  # (n, C)
-        return self.add_output(x, y)
-
-    def add_output(self, x, y):  # y: of the MLP or the experts, (n, C)
-        y = self.norm_after(y, self.norm2, self.out_norm2)
-        return x + F.dropout(y, self.dropout, self.training)
-
-    def residual_and_norm(self, x, norm):  # (n, C) -> (n, C) twice
-        """Return x and its norm, or x twice with --norm-place after."""
-        return (x, x) if self.norm_place == "after" else norm.input_and_norm(x)
-
-    def norm_after(self, y, norm, out_norm):  # (n, C) -> (n, C)
-        """Return y, normed only if --norm-place is after or both."""
-        if self.norm_place == "before":
-            return y
-        return norm(y) if self.norm_place == "after" else out_norm(y)
+        return (x, x) if self.norm_place == "after" else self.norm2.input_and_norm(x)
 
     def maybe_recompute(self, f, *args):
         """Return f(*args). Under --recompute, autograd keeps only the arguments (with selective
@@ -260,9 +253,10 @@ class GPT(nn.Module):
             self.norm = Norm(cfg, mesh)
             self.head = None if cfg.tied else Weight((V, C), mesh, tp_dim=0, used=vocab_size)
             self.mlm = MaskedHead(cfg, mesh, V, vocab_size) if cfg.objective == "mlm" else None
+        self.fused_loss = None  # what Choice.install() may give: head and loss in one function
         self.base = {}  # of --lora: which checkpoint the frozen weights are from
         if cfg.lora:
-            add_adapters(self)
+            add_lora(self)
 
     def provide_weights(self, module, x=None):
         """Wait for the newest weights of a module before it reads them. x: the module's input."""
@@ -296,7 +290,32 @@ class GPT(nn.Module):
                 router_loss = router_loss + block_loss
         if end < self.cfg.n_layer:
             return x, router_loss
-        return self._loss_or_logits(x, targets), router_loss
+
+        # The norm is the first module of the last part: its input is where ZeRO-3 hooks backward.
+        head = self.wte if self.head is None else self.head
+        self.provide_weights(self.norm, x)
+        self.provide_weights(head)
+        x = self.norm(x)
+        x = gather_rows(x, self.mesh.tp)  # (B*t, C): n rows from each rank to all, over tp
+        bias = None
+        if self.mlm is not None:
+            self.provide_weights(self.mlm)
+            if targets is not None:  # only the masked tokens have one
+                x, targets = self.mlm.masked_rows(x, targets, self.mesh.cp)
+            x = self.mlm(x)
+            bias = self.mlm.bias
+        if targets is not None:
+            targets = targets.reshape(-1)
+            if self.fused_loss is not None:
+                loss = self.fused_loss(x, head.weight, targets, self.vocab_size, bias)
+                return loss, router_loss
+        logits = F.linear(x, head.weight, bias)  # (B*t, local_vocab)
+        if self.cfg.logit_softcap:
+            logits = self.cfg.logit_softcap * torch.tanh(logits / self.cfg.logit_softcap)
+        if targets is None:
+            return logits, router_loss
+        loss = vocab_cross_entropy(logits, targets, self.vocab_size, self.mesh.tp)
+        return loss, router_loss
 
     def _positions(self, t, cache, device):
         """Return an index: the positions of t tokens in their sequences."""
@@ -318,13 +337,12 @@ class GPT(nn.Module):
             D = head_width(cfg)
             dtype = torch.promote_types(DTYPES[cfg.dtype], torch.float32)
             rope = rope_cache(cfg.seq_len, D, cfg.rope_base, device, dtype, cfg.rope_scaling)
-            self.rope = {False: rope}
+            self.rope = {False: rope, True: rope}
             if cfg.window_rope_base:
                 self.rope[True] = rope_cache(cfg.seq_len, D, cfg.window_rope_base, device, dtype)
         found = {}
         for has_window, (cos, sin) in self.rope.items():  # (T, D/2) each
             found[has_window] = cos[positions], sin[positions]
-        found.setdefault(True, found[False])
         return found
 
     def _embed(self, tokens, positions):  # (B, t) -> (n, C)
@@ -346,32 +364,6 @@ class GPT(nn.Module):
         index = torch.arange(first, first + n, device=x.device) % t  # (n,)
         return x + F.embedding(index, position_rows)
 
-    def _loss_or_logits(self, x, targets):  # (n, C), (B, t) or None -> () or (B*t, local_vocab)
-        head = self.wte if self.head is None else self.head
-        bias = None
-        # The norm is the first module of the last part: its input is where ZeRO-3 hooks backward.
-        self.provide_weights(self.norm, x)
-        self.provide_weights(head)
-        x = self.norm(x)
-        x = gather_rows(x, self.mesh.tp)  # (B*t, C): n rows from each rank to all, over tp
-        if self.mlm is not None:
-            self.provide_weights(self.mlm)
-            if targets is not None:  # only the masked tokens have one
-                x, targets = self.mlm.masked_rows(x, targets, self.mesh.cp)
-            x = self.mlm(x)
-            bias = self.mlm.bias
-        cap = self.cfg.logit_softcap
-        is_fused = x.device.type != "cpu" and self.mesh.tp.size == 1 and not cap
-        if targets is not None and is_fused:
-            targets = targets.reshape(-1)
-            return LinearCrossEntropy.apply(x, head.weight, targets, self.vocab_size, bias)
-        logits = F.linear(x, head.weight, bias)  # (B*t, local_vocab)
-        if cap:
-            logits = cap * torch.tanh(logits / cap)
-        if targets is None:
-            return logits
-        return vocab_cross_entropy(logits, targets.reshape(-1), self.vocab_size, self.mesh.tp)
-
 
 # Where a parameter of one dimension starts, by the last part of its name.
 VECTOR_STARTS = {"weight": 1.0, "bias": 0.0, "offset": 0.0}
@@ -386,48 +378,39 @@ def init_weights(model, seed):
 
 @torch.no_grad()
 def initial_weights(p, name, model, seed):
-    """Return what the parameter p of that name starts from, independently of the layout.
+    """Return what the parameter p of that name starts from, of p's shape, in any layout the same.
 
-    The result has p's shape. p itself is not read, and may have no memory. The *full* tensor is
-    drawn from a generator seeded by (seed, name). Then this rank keeps its share. Matrices are
-    drawn from N(0, 0.02), in fp32. The two matrices of a block that write into the residual stream
-    are divided by sqrt(2 L) (GPT-2 paper, section 2.3). Norms are one; biases, norms' offsets and
-    padding are zero. ValueError: no start is known for a parameter
-    of one dimension.
+    The *full* tensor is drawn from N(0, 0.02) in fp32, by (seed, name), and this rank keeps its
+    share. What writes into the residual stream is divided by sqrt(2 L) (GPT-2 paper, section 2.3).
+    Norms are one; biases, norms' offsets and padding are zero. p may have no memory.
     """
-    path, _, role = name.rpartition(".")
-    module = path.rpartition(".")[2]  # "" for a parameter of the model itself
+    *_, module, role = ["", *name.split(".")]
     if p.ndim == 1:
         if role not in VECTOR_STARTS:
             raise ValueError(f"nothing says where {name} starts; give {role!r} a number in "
                              "VECTOR_STARTS of model.py, 1.0 for a factor, 0.0 for a summand")
         return torch.full_like(p, VECTOR_STARTS[role])
-    # An expert's w2 is itself a parameter. Elsewhere w2 is a layer, with a weight.
-    writes_residual = module in ("wo", "w2") or role == "w2"
-    std = 0.02 / math.sqrt(2 * model.cfg.n_layer) if writes_residual else 0.02
-    if module == "lora":
-        std = initial_std(role, p.full_shape)
-    if p.expert:
+    std = 0.02
+    if module in ("wo", "w2") or role == "w2":  # An expert's w2 is itself a parameter.
+        std = 0.02 / math.sqrt(2 * model.cfg.n_layer)
+    if module == "lora":  # A as that of peft, uniform up to 1/sqrt(n_in); B is zero
+        std = 1 / math.sqrt(3 * p.full_shape[1]) if role == "A" else 0.0
+    if p.expert:  # each expert has its own key
         own = torch.empty(p.shape, dtype=torch.float32, device=p.device)
-        for i in range(p.size(0)):  # each expert has its own key: (seed, name, number)
+        for i in range(p.size(0)):
             key = f"{seed}/{name}/{p.offset[0] + i}"
             own[i] = normal_from_key(p.shape[1:], std, key, p.device)
         return own
     full = torch.zeros(p.full_shape, dtype=torch.float32, device=p.device)
     used_shape = (p.used, *p.full_shape[1:])
     full[:p.used] = normal_from_key(used_shape, std, f"{seed}/{name}", p.device)
-    return full[own_share(p)]
-
-
-def own_share(p):
-    """Return the index of this rank's share of a parameter in the full tensor."""
-    pairs = zip(p.offset, p.shape, strict=True)
-    return tuple(slice(start, start + size) for start, size in pairs)
+    for dim, (start, size) in enumerate(zip(p.offset, p.shape, strict=True)):
+        full = full.narrow(dim, start, size)
+    return full
 
 
 def normal_from_key(shape, std, key, device):
     """Return N(0, std) of this shape, fp32, from a generator seeded by the text `key`."""
     digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
-    seed = int.from_bytes(digest, "little") >> 1
-    rng = torch.Generator(device).manual_seed(seed)
+    rng = torch.Generator(device).manual_seed(int.from_bytes(digest, "little") >> 1)
     return torch.empty(shape, dtype=torch.float32, device=device).normal_(0.0, std, generator=rng)

@@ -35,7 +35,7 @@ from speed import LAYOUTS, WORKLOADS, forget_memory
 from training import Training
 from tyro.conf import Positional
 
-import model
+import fast.choose
 from fast.choose import choose
 from interface.command_line import one_line, parse
 from ops import backend
@@ -99,7 +99,7 @@ def turned_off(names):
         if "triton" in names:
             stack.enter_context(mock.patch.object(backend, "TRITON_DEVICES", ()))
         if "head" in names:
-            stack.enter_context(mock.patch.object(model, "LinearCrossEntropy", PlainHead))
+            stack.enter_context(mock.patch.object(fast.choose, "LinearCrossEntropy", PlainHead))
         yield [field for name in names for field in not_chosen.get(name, ())]
 
 

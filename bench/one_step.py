@@ -32,8 +32,7 @@ SMALL = 2  # lines, its docstring left out: a function without calls that is not
 # Shown only if they call something: without that, they have nothing to do.
 IDLE = {"GPT.provide_weights", "DataParallel.provide_weights", "gather_rows", "scatter_rows", "select_rows",
         "reset_stats", "update_router_bias", "FlatBuffers.after_update", "DataParallel.on_updated",
-        "FlatBuffers.filled", "FlatBuffers.count_factor", "Block.norm_after",
-        "Bucket.complete_grad"}
+        "FlatBuffers.filled", "FlatBuffers.count_factor", "Bucket.complete_grad"}
 PASSED_OVER = {"Block.maybe_recompute", "MoE.maybe_recompute"}  # What they call is shown in their place.
 OF_MICRO_BATCH = {"several_stages.<locals>.forward", "several_stages.<locals>.backward"}
 WIDTH = 110

@@ -31,6 +31,7 @@ from cost.parameters import (
     unwidened_gradients,
 )
 from fast.choose import choose, needs_row_limit
+from layers import NORMS
 from ops.accelerator import device_name
 from ops.activations import GATED
 from pipeline import timetable
@@ -57,9 +58,6 @@ SEGMENT = 0.18  # of peak
 SEGMENTS = 4096, 16384  # tokens of a segment, between which the rate grows
 SEGMENT_GROWTH = 0.25  # exponent: the rate at 16384 tokens is 1.41 times that at 4096
 TOUCHES = 3  # times a saved tensor passes through memory outside products: write, read, gradient
-# Without --compile torch's own kernels go over a block's rows this much more often, both ways, each reading
-# and writing them once: from the ladders of W1, G2 and W2b (bench/ladder.py).
-UNCOMPILED = {"rms": 47, "rms1p": 47, "layer": 12}
 STREAM = 0.95  # of hbm, kernels over flat buffers: AdamW 4.17, gradients to fp32 4.0 of 4.28 TB/s
 # Bytes per parameter that is stepped. AdamW moves 30: it reads gradient, master and two moments, and
 # writes the last three and bf16 weights. The norm of the gradient reads 4 more. If the gradient is bf16,
@@ -277,7 +275,7 @@ def other_seconds(cfg, mesh, gpu, saved, uneven=False):
     n = rank_tokens(cfg, mesh) // mesh.tp.size
     seconds = attention_seconds(cfg, mesh, gpu)
     if not cfg.compile:
-        seconds += UNCOMPILED[cfg.norm] * (2 * n * cfg.n_embd * weight_bytes / gpu.hbm + KERNEL_GAP)
+        seconds += NORMS[cfg.norm].passes * (2 * n * cfg.n_embd * weight_bytes / gpu.hbm + KERNEL_GAP)
     dense, _ = matmul_shapes(cfg, mesh)
     for rows, outputs, inputs, _ in dense:
         if cfg.lora:  # six narrow products and two sums go over a matrix' inputs and outputs

@@ -16,8 +16,11 @@ from fast.flex import FlexAttention
 from fast.padded import PaddedAllToAll
 from fast.peer import CopyStream, PeerComm, PeerSlotComm
 from interface.terminal import say
-from model import DTYPES
-from ops import backend
+from layers import NORMS, Norm
+from model import DTYPES, MLP
+from ops import backend, gelu_mlp, norms
+from ops.activations import SwiGLU
+from ops.cross_entropy import LinearCrossEntropy
 from zero import SlotComm, uses_slot
 
 
@@ -33,12 +36,26 @@ class Choice(NamedTuple):
 
     def install(self, model):
         """Put what is fast into a plain model. Nothing else knows of it."""
+        cfg = model.cfg
+        device = next(model.parameters()).device
         flex = FlexAttention() if self.flex else None  # All layers share its lists.
         for block in model.blocks.values():
             block.attn.flex = flex
             block.attn.flash = flash.FlashAttention() if self.flash else None
             if block.moe is not None:
                 self.install_dispatcher(block.moe)
+        dtype = DTYPES[cfg.dtype]
+        has_kernels = device.type in backend.TRITON_DEVICES and dtype in backend.DTYPES
+        gelu_in_products = gelu_mlp.is_possible(cfg, device)
+        for module in model.modules():
+            if isinstance(module, Norm) and has_kernels and norms.fits(cfg.n_embd, dtype):
+                module.kernel = norms.KERNELS.get(NORMS[cfg.norm].kernel)
+            elif isinstance(module, MLP) and has_kernels and cfg.mlp == "swiglu":
+                module.act = SwiGLU.apply
+            elif isinstance(module, MLP) and gelu_in_products:
+                module.products = gelu_mlp.GeluMLP.apply
+        if device.type != "cpu" and model.mesh.tp.size == 1 and not cfg.logit_softcap:
+            model.fused_loss = LinearCrossEntropy.apply
 
     def install_dispatcher(self, layer):  # a moe.MoE
         cfg = layer.cfg
@@ -98,8 +115,7 @@ def choose(cfg, mesh, device, reach=None):
 
 
 def has_cuda_api(device):
-    """Whether the device has the graphs and peer access of CUDA or HIP, which torch's symmetric memory
-    needs."""
+    """Whether the device has the graphs and peer access of CUDA or HIP."""
     return device.type == "cuda"
 
 
@@ -117,8 +133,7 @@ def static_shapes(cfg, mesh, device):
 
 
 def needs_row_limit(cfg, mesh):
-    """Whether only the GPUs know how many rows reach a rank's experts, in dropless runs over several
-    ranks."""
+    """Whether only the GPUs know how many rows reach a rank's experts: dropless, over several ranks."""
     return cfg.n_experts > 0 and cfg.capacity_factor == 0 and mesh.ep.size > 1
 
 
@@ -145,63 +160,44 @@ HIDDEN = ("note: the processes of {} see different GPUs and cannot be shown all 
 NO_ACCESS = "note: the GPUs of {} cannot access each other's memory: NCCL is used (nvidia-smi topo -p2p r)"
 
 
-class Place(NamedTuple):
-    """What a rank tells all others about its GPU."""
-    group: int       # the first rank of its group
-    host: str
-    gpu: int | None  # the index of its GPU as this process counts them; None on a CPU
-    n_seen: int      # how many GPUs this process sees
-    reachable: list  # the indices of the GPUs whose memory its GPU reaches
-
-
 def peer_access(mesh, axis, device):
     """Whether the ranks of each group of `axis` reach each other's memory.
 
-    They do if they are on one host, each has a GPU of its own that all of them see, these GPUs have peer
-    access, and a first allocation succeeds. On a CPU, one host is enough. Collective over the world; all
-    ranks get the same answer. Rank 0 prints what the GPUs lack.
+    On one host, each with a GPU of its own that all see and that has peer access, where a first allocation
+    succeeds; on a CPU, one host is enough. Collective over the world. Rank 0 prints what the GPUs lack.
     """
     world = mesh.world
+    n_seen = 0 if device.index is None else torch.cuda.device_count()
+    reached = [gpu for gpu in range(n_seen)
+               if gpu == device.index or torch.cuda.can_device_access_peer(device.index, gpu)]
+    place = socket.gethostname(), device.index, n_seen, reached
+    groups = {}
     # A few words go from each rank to all, over the world.
-    places = world.tree.gather_objects(place_of(axis, device))
-    for first in dict.fromkeys(place.group for place in places):
-        group = [place for place in places if place.group == first]
-        if len({place.host for place in group}) > 1:
+    for first, theirs in world.tree.gather_objects((axis.ranks[0], place)):
+        groups.setdefault(first, []).append(theirs)
+    for group in groups.values():
+        hosts, gpus, seen, reachable = zip(*group, strict=True)
+        if len(set(hosts)) > 1:
             return False
-        obstacle = obstacle_between(group)
+        if gpus[0] is None:
+            continue
+        obstacle = None
+        # An index that two ranks share, or that one does not know, means another GPU in each process.
+        if len(set(gpus)) < len(gpus) or max(gpus) >= min(seen):
+            obstacle = HIDDEN
+        elif any(set(gpus) - set(reached) for reached in reachable):
+            obstacle = NO_ACCESS
         if obstacle:
             if world.rank == 0:
                 say(obstacle.format(f"{axis.name} {axis.size}"))
             return False
     if device.index is None:
         return True
-    # A bool from each rank, over the world, twice: a rank that has no memory to share must not let the others
-    # wait for it where they share theirs.
+    # A bool from each rank, twice: one that has no memory to share must not let the others wait for it.
     rows = 1, 128, torch.float32, device
     if world.tree.any(fails(RuntimeError, symm_mem.shareable, *rows)):
         return False
     return not world.tree.any(fails(ValueError, symm_mem.SymmetricBuffer, axis, *rows))
-
-
-def place_of(axis, device):
-    """Return the Place of this rank. If the device is a CPU, no GPU is queried."""
-    n_seen = 0 if device.index is None else torch.cuda.device_count()
-    reachable = [gpu for gpu in range(n_seen)
-                 if gpu == device.index or torch.cuda.can_device_access_peer(device.index, gpu)]
-    return Place(axis.ranks[0], socket.gethostname(), device.index, n_seen, reachable)
-
-
-def obstacle_between(group):
-    """Return what keeps the ranks of one host, [Place], from each other's memory: a message, or None."""
-    if group[0].gpu is None:
-        return None
-    gpus = {place.gpu for place in group}
-    # An index that two ranks share, or that some rank does not know, means a different GPU in each process.
-    if len(gpus) < len(group) or max(gpus) >= min(place.n_seen for place in group):
-        return HIDDEN
-    if any(gpus - set(place.reachable) for place in group):
-        return NO_ACCESS
-    return None
 
 
 def fails(error, function, *args):

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 import attention
+import moe
 import parallel
 
 
@@ -26,6 +27,7 @@ def compile_blocks(model):
     keep_eager(parallel, "_uncompiled")
     keep_eager(parallel.Axis, "start_all_reduce")
     keep_eager(attention, "attend_segments")
+    keep_eager(moe.MoE, "forward")  # the experts
 
     for block in model.blocks.values():
         if block.attn.flex is not None:
@@ -45,24 +47,20 @@ def compile_block(block, whole):
     calls them is not: torch 2.8 would compile that anew for each method that it is given. With --recompute
     selective, which looks for single operations, what runs again is not compiled then.
     """
-    if whole and block.moe is None:
-        block.compile(fullgraph=True)
-    elif whole:
-        compile_methods(block, "before_experts", "after_experts", fullgraph=True)
-    else:
-        if block.recompute_mode != "selective":
-            compile_methods(block, "dense_block" if block.moe is None else "attention_half")
-        if block.moe is not None:
-            compile_methods(block.moe, "route")
-            if block.moe.shared is not None:
-                block.moe.shared.compile()
-            compile_methods(block, "after_experts")
+    if whole:
+        block.compile(fullgraph=block.moe is None)
+        return
+    if block.recompute_mode != "selective":
+        compile_method(block, "compute" if block.moe is None else "attention_half")
+    if block.moe is not None:
+        compile_method(block.moe, "route")
+        if block.moe.shared is not None:
+            block.moe.shared.compile()
 
 
-def compile_methods(module, *names, fullgraph=False):
-    """Replace methods of a module by compiled ones. fullgraph: each must be one graph."""
-    for name in names:
-        setattr(module, name, torch.compile(getattr(module, name), fullgraph=fullgraph))
+def compile_method(module, name):
+    """Replace a method of a module by a compiled one."""
+    setattr(module, name, torch.compile(getattr(module, name)))
 
 
 def prepare_compiler():

@@ -1,4 +1,4 @@
-"""Attention to the keys of a window or a document in a flash kernel: the fast twin of attention.window_mask.
+"""Attention to the keys of a window or a document in a flash kernel: the fast twin of attend's mask.
 
 torch's flash kernels take no mask, and a mask has a number for each pair of tokens. flex_attention is
 compiled into a flash kernel that gets two lists for each block of queries: the blocks of keys that all its
@@ -35,14 +35,14 @@ class FlexAttention:
         self.places = None  # of that micro-batch; while they are here, no other tensor gets their address
         self.memory = None  # where it is, and how often it had been written
 
-    def __call__(self, q, k, v, window, places, enable_gqa):
+    def __call__(self, q, k, v, window, places):
         """q (B, h, queries, D), k and v (B, g, keys, D) -> (B, h, queries, D).
 
-        window, places: see attention.visible_keys. Places rise by 1 or start again at 1.
+        window, places: see attention.attend. Places rise by 1 or start again at 1.
         """
         self.prepare()
         mask = self.mask(q, k, window, places)
-        return self.kernel(q, k, v, block_mask=mask, enable_gqa=enable_gqa)
+        return self.kernel(q, k, v, block_mask=mask, enable_gqa=q.size(1) != k.size(1))
 
     def prepare(self):
         """Make the kernel, once: fast.compile calls this before it compiles what calls the kernel."""

@@ -30,8 +30,6 @@ def relu2(x):
 def swiglu(gate, up=None):
     """Return silu(gate) * up, (..., f). gate and up are (..., f), or side by side in gate (R, 2f)."""
     if up is None:
-        if backend.use_triton(gate):
-            return _SwiGLU.apply(gate)
         gate, up = gate.chunk(2, dim=1)
     return F.silu(gate) * up
 
@@ -50,7 +48,7 @@ ACTIVATIONS = {"swiglu": swiglu, "geglu": geglu, "gelu": gelu, "relu2": relu2}
 GATED = {"swiglu", "geglu"}
 
 
-class _SwiGLU(torch.autograd.Function):
+class SwiGLU(torch.autograd.Function):
     """swiglu of gate and up side by side, in one kernel."""
 
     @staticmethod

@@ -11,16 +11,27 @@ import torch.nn.functional as F
 from config import ceil_div
 from ops import backend
 
-# Bytes of a row at most. The kernel loads rows of x and of two gradients ahead, two of each at a time, and
-# these six must fit into the memory of a multiprocessor, of which small GPUs have 99 KiB.
+# Bytes of a row at most: six that are loaded ahead must fit into the 99 KiB of a small GPU's multiprocessor.
 ROW_BYTES = 16_384
 
 
-def has_kernel(x):
-    """Whether the kernel serves x: rows (n, C), and no tensor of more dimensions."""
-    if x.ndim != 2 or not x.is_contiguous() or not backend.use_triton(x):
-        return False
-    return backend.next_power_of_2(x.size(1)) * x.element_size() <= ROW_BYTES
+def fits(width, dtype):
+    """Whether the kernel serves rows (n, width)."""
+    return backend.next_power_of_2(width) * dtype.itemsize <= ROW_BYTES
+
+
+def input_and_rms_norm(x, gain, bias, eps):
+    """Return x (n, C) itself and its RMSNorm, (n, C). gain (C,), bias None."""
+    return InputAndNorm.apply(x, gain, bias, eps, False)
+
+
+def input_and_layer_norm(x, gain, bias, eps):
+    """Return x (n, C) itself and its LayerNorm, (n, C). gain (C,), bias (C,) or None."""
+    return InputAndNorm.apply(x, gain, bias, eps, True)
+
+
+# By the name that layers.NORMS gives
+KERNELS = {"rms": input_and_rms_norm, "layer": input_and_layer_norm}
 
 
 def launch(width):
@@ -50,7 +61,7 @@ class InputAndNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, bias, eps, is_layer_norm):
-        ctx.save_for_backward(x, weight)
+        ctx.save_for_backward(x.contiguous(), weight)
         ctx.has_bias = bias is not None
         ctx.eps = eps
         ctx.is_layer_norm = is_layer_norm

@@ -389,18 +389,18 @@ def test_a_row_of_the_ladder_that_fails(monkeypatch):
 
 
 def test_what_the_ladder_turns_off_is_off():
-    import model
+    from fast import choose
     from ops import backend
     with ladder.turned_off(ladder.NAMES) as without:
         assert without == ["graph", "peer_copies", "symm_mem", "measured"]
-        assert backend.TRITON_DEVICES == () and model.LinearCrossEntropy is ladder.PlainHead
+        assert backend.TRITON_DEVICES == () and choose.LinearCrossEntropy is ladder.PlainHead
         assert Choice(True, True, True, True)._replace(**dict.fromkeys(without, False))[:3] == (False,) * 3
     with ladder.turned_off([]) as without:
-        assert without == [] and model.LinearCrossEntropy is not ladder.PlainHead
+        assert without == [] and choose.LinearCrossEntropy is not ladder.PlainHead
 
     x, w = torch.randn(6, 8, dtype=torch.float64), torch.randn(16, 8, dtype=torch.float64)
     target, found = torch.tensor([1, 2, -100, 4, 11, 0]), []
-    for head in (model.LinearCrossEntropy, ladder.PlainHead):
+    for head in (choose.LinearCrossEntropy, ladder.PlainHead):
         leaves = x.clone().requires_grad_(), w.clone().requires_grad_()
         loss = head.apply(*leaves, target, 12)
         found.append([loss.detach(), *torch.autograd.grad(loss, leaves)])

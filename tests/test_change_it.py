@@ -25,9 +25,9 @@ def test_typed(argv, tmp_path, capsys):
 """
 
 
-def test_the_page_shows_five_changes():
+def test_the_page_shows_six_changes():
     sections = PAGE.split("\n## ")[1:]
-    assert len(sections) == len(DIFFS) == 5
+    assert len(sections) == len(DIFFS) == 6
     for section in sections:
         assert section.count("```diff\n") == 1 and "python -m pytest" in section, section[:40]
     assert PAGE.count("python -m pytest") == len(TESTS) and PAGE.count("\npython train.py") == len(TRAIN)

@@ -15,13 +15,14 @@ from runs import TINY as FLAGS
 from runs import rows, session
 
 import attention
+import moe
 import parallel
 from config import Config
 from fast import compile as compile_
 from fast.choose import choose
 from fast.flex import FlexAttention
 from fast.graph import make_step
-from ops.activations import _SwiGLU
+from ops.activations import SwiGLU
 from runtime.launch import World
 from train import Step, build
 
@@ -75,7 +76,8 @@ def test_the_number_of_graphs_does_not_grow_with_the_layers(flags, graphs):
     assert counts[0] == counts[1] <= 4, counts
 
 
-PLACES = (parallel, "_uncompiled"), (parallel.Axis, "start_all_reduce"), (attention, "attend_segments")
+PLACES = ((parallel, "_uncompiled"), (parallel.Axis, "start_all_reduce"), (attention, "attend_segments"),
+          (moe.MoE, "forward"))
 
 
 def train_traced(world, flags):
@@ -133,29 +135,6 @@ def test_what_backward_runs_again_is_compiled_between_collectives(flags):
         check_same_training(compiled, eager)
 
 
-@pytest.mark.parametrize("tp, mode, parts", [
-    (1, "none", ["dense", "before", "after"]), (1, "selective", ["dense", "before", "after"]),
-    (2, "none", ["dense block", "attention half", "route", "shared", "after"]),
-    (2, "full", ["dense block", "attention half", "route", "shared", "after"]),
-    (2, "selective", ["route", "shared", "after"])])
-def test_a_block_without_collectives_is_compiled_whole(tp, mode, parts, monkeypatch):
-    """And of another one each function by itself: torch 2.8 would compile anew what is given a method."""
-    asked = []
-    monkeypatch.setattr(compile_, "keep_eager", lambda place, name: None)
-    monkeypatch.setattr(torch, "compile", lambda function, fullgraph: asked.append((function, fullgraph)))
-
-    def module(name, **others):
-        return SimpleNamespace(compile=lambda fullgraph=False: asked.append((name, fullgraph)),
-                               recompute_mode=mode, attn=SimpleNamespace(flex=None), **others)
-    dense = module("dense", moe=None, dense_block="dense block")
-    experts = SimpleNamespace(route="route", shared=module("shared"))
-    expert = module("not this", moe=experts, attention_half="attention half", before_experts="before",
-                    after_experts="after")
-    mesh = SimpleNamespace(tp=SimpleNamespace(size=tp), cp=SimpleNamespace(size=1))
-    compile_.compile_blocks(SimpleNamespace(mesh=mesh, blocks={"0": dense, "1": expert}, norm=module("norm")))
-    assert asked == [*((part, tp == 1) for part in parts), ("norm", True)]
-
-
 @pytest.mark.long  # A C++ compiler takes a minute.
 @pytest.mark.parametrize("flags", ["--tp=2 --recompute=full", "--pp=2"])
 def test_what_the_compiler_makes_of_it_trains_the_same(flags, tmp_path):
@@ -200,7 +179,7 @@ def test_the_cache_keeps_graphs_with_functions_of_our_own(monkeypatch, tmp_path)
         for _ in range(2):
             torch._dynamo.reset()
             counters.clear()
-            y = torch.compile(lambda x: _SwiGLU.apply(x))(x)
+            y = torch.compile(lambda x: SwiGLU.apply(x))(x)
             found.append((counters["aot_autograd"]["autograd_cache_hit"], *torch.autograd.grad(y.sum(), x)))
     torch._dynamo.reset()
     (first, grad), (second, again) = found

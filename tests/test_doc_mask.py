@@ -116,13 +116,13 @@ def test_a_window_of_documents_is_each_document_alone(form):
     assert (masked - unmasked).abs().max() > 0.01, "without the mask the losses are others"
 
 
-def one_key_more(original, n_queries, n_keys, window, device):
-    """window_mask in which a query sees the last token before its document, or window."""
-    return original(n_queries, n_keys, window + 1, device)
+def one_key_more(original, *args, places=None, **options):
+    """attend in which a query sees the last token before its document."""
+    return original(*args, places=None if places is None else places + 1, **options)
 
 
 def test_a_fault_in_the_mask_is_found():
-    with planted("attention.window_mask", one_key_more), pytest.raises(AssertionError):
+    with planted("attention.attend", one_key_more), pytest.raises(AssertionError):
         check_against_documents_alone("llama")
 
 

@@ -142,7 +142,7 @@ def next_kv_head(original, attention, cfg, mesh, *args):
     """Attention.__init__ with the key/value heads dealt out one by one."""
     original(attention, cfg, mesh, *args)
     head = mesh.tp.rank % cfg.n_kv_head
-    attention.kv_rows = slice(head * attention.D, (head + 1) * attention.D)
+    attention.wk.rows = attention.wv.rows = slice(head * attention.D, (head + 1) * attention.D)
 
 
 def keys_of_next_rank(original, q, k, v, cfg, axis, **options):

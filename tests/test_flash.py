@@ -110,7 +110,7 @@ def test_it_attends_as_torch_does(h, g, objective):
     cfg = Config(objective=objective)
 
     def attend(q, k, v, kernel=None):
-        return attention.attend(q, k, v, cfg, flash=kernel, enable_gqa=h != g)
+        return attention.attend(q, k, v, cfg, flash=kernel)
     got = results(lambda *qkv: attend(*qkv, FlashAttention()), h, g)
     for mine, torchs in zip(got, results(attend, h, g), strict=True):
         torch.testing.assert_close(mine, torchs, rtol=1e-12, atol=1e-12)

@@ -10,6 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.nn.functional as F
 from faults import planted, run_with_faults
 from runs import TINY, rows, session
 from test_doc_mask import FORMS, Documents, check_against_documents_alone
@@ -80,7 +81,7 @@ def check_case(case, dtype, tolerance):
     weights = torch.randn_like(q)
     results = []
     for each in (cpu_flex(), None):
-        y = attention.attend(q, k, v, Config(), window, places, flex=each, enable_gqa=h != g)
+        y = attention.attend(q, k, v, Config(), window, places, flex=each)
         results.append([y, *torch.autograd.grad((y * weights).sum(), [q, k, v])])
     for got, want in zip(*results, strict=True):
         torch.testing.assert_close(got, want, rtol=0, atol=tolerance * want.abs().max().item())
@@ -112,7 +113,7 @@ def test_the_compiled_kernel_reads_the_lists():
     kernel = FlexAttention()
     for window in (0, 200):
         with torch.no_grad():
-            got = attention.attend(q, k, v, Config(), window, places, flex=kernel, enable_gqa=False)
+            got = attention.attend(q, k, v, Config(), window, places, flex=kernel)
             want = attention.attend(q, k, v, Config(), window, places)
         torch.testing.assert_close(got, want, rtol=0, atol=1e-4)
         assert kernel.of_documents
@@ -131,7 +132,7 @@ def test_the_kernel_inside_a_compiled_graph():
     def attend(flex):
         turned = [attention.rotate(x, angles.cos(), angles.sin()).transpose(1, 2) for x in (q, k)]
         values = v.transpose(1, 2)
-        return attention.attend(*turned, values, Config(), 200, places, flex=flex, enable_gqa=False)
+        return attention.attend(*turned, values, Config(), 200, places, flex=flex)
     with torch.no_grad():
         got = torch.compile(attend, fullgraph=True, dynamic=False)(kernel)
         torch.testing.assert_close(got, attend(None), rtol=0, atol=1e-4)
@@ -154,7 +155,11 @@ def check_lists(n_queries, n_keys, window, mean):
     k = torch.empty(2, 1, n_keys, 8)
     places = random_places(2, n_keys, mean)[:, -n_queries:] if mean else None
     found = flex.block_mask(q, k, window, places)
-    mask, _ = attention.visible_keys(Config(), q, k, window, places)
+    with mock.patch.object(attention.F, "scaled_dot_product_attention", lambda q, k, v, mask, **_: mask):
+        mask = attention.attend(q, k, k, Config(), window, places)
+    if mask is None:  # one query, which sees all keys of its window
+        mask = torch.ones(1, window, dtype=torch.bool)
+    mask = F.pad(mask, (n_keys - mask.size(-1), 0))  # attend leaves out what no query's window reaches
     mask = mask.expand(2, 1, n_queries, n_keys)[:, 0]
     n_rows, n_columns = -(-n_queries // flex.BLOCK), -(-n_keys // flex.BLOCK)
     whole = torch.zeros(2, n_rows * flex.BLOCK, n_columns * flex.BLOCK, dtype=torch.bool)

@@ -16,6 +16,7 @@ from pool import run_ranks
 from runs import TINY, go, rows, same, session
 from test_layouts import equality
 
+import layers
 import plan
 import sample
 from config import Config, check
@@ -296,13 +297,12 @@ def test_attention_and_mlp_use_it_and_nothing_else_does():
         cfg = Config(**flags)
         model = GPT(cfg, mesh, 100).double()
         tokens = torch.zeros(2, cfg.seq_len, dtype=torch.int64)
-        for on in (True, False):
-            for module in model.modules():
-                if hasattr(module, "in_fp8"):
-                    module.in_fp8 = on and module.in_fp8
-            with mock.patch.object(fp8, "linear", wraps=fp8.linear) as used:
-                model(tokens, tokens)
-            assert used.call_count == count * cfg.n_layer * on, flags
+        used = mock.Mock(wraps=fp8.linear)
+        for module in model.modules():
+            if getattr(module, "linear", None) is fp8.linear:
+                module.linear = used
+        model(tokens, tokens)
+        assert used.call_count == count * cfg.n_layer, flags
 
 
 @pytest.mark.parametrize("base,n,tolerance,layout", [
@@ -348,7 +348,7 @@ def test_a_model_is_sampled_without_it():
     reader = SimpleNamespace(fill=lambda *_: None, check_finite=lambda *_: None)
     cfg = Config(**LLAMA)
     made = sample.load_model(cfg, 100, reader)
-    assert cfg.fp8 and not made.cfg.fp8 and not made.blocks["0"].mlp.w2.in_fp8
+    assert cfg.fp8 and not made.cfg.fp8 and made.blocks["0"].mlp.w2.linear is layers.linear
 
 
 # -----------------------------------------------------------------------------

@@ -189,11 +189,10 @@ class NormedAttention(Attention):
     def __init__(self, cfg, mesh, *args):
         super().__init__(cfg, mesh, *args)
         self.qk_norm = parameter((cfg.n_embd // cfg.n_head,), mesh)
+        self.q_norm = torch.nn.Identity()  # normed() is called
 
-    def project(self, *args):
-        q, k, v = super().project(*args)
-        shape = self.qk_norm.shape
-        return F.rms_norm(q, shape, self.qk_norm), F.rms_norm(k, shape, self.qk_norm), v
+    def normed(self, *qk):
+        return [F.rms_norm(x, self.qk_norm.shape, self.qk_norm) for x in qk]
 
 
 def test_a_parameter_that_starts_dead_is_found(monkeypatch):
@@ -298,18 +297,18 @@ def test_generate_draws(cfg):
 # -----------------------------------------------------------------------------
 # What a query sees is said in one place
 
-WINDOW = "attention.visible_keys"
+WINDOW = "attention.attend"
 
 
-def window_mask(original, cfg, q, k, *options):
-    """visible_keys of a sliding window: a query sees its own position and the two before it."""
+def window_mask(original, q, k, v, cfg, *args, **options):
+    """attend in a sliding window: a query sees its own position and the two before it."""
     keys = torch.arange(k.size(2))
-    queries = keys[-q.size(2) :].unsqueeze(1)
-    return (keys <= queries) & (keys > queries - 3), False
+    back = keys[-q.size(2) :].unsqueeze(1) - keys
+    return F.scaled_dot_product_attention(q, k, v, (back >= 0) & (back < 3), enable_gqa=True)
 
 
 @family
-def test_a_window_in_visible_keys_reaches_training_and_generation(cfg):
+def test_a_window_in_attend_reaches_training_and_generation(cfg):
     """On one rank it is the window of the written-out model, whether or not keys come from a cache."""
     model = random_model(cfg)
     tokens = torch.randint(100, (1, 8), generator=torch.Generator().manual_seed(2))
@@ -330,13 +329,14 @@ def test_a_window_in_visible_keys_reaches_training_and_generation(cfg):
     torch.testing.assert_close(torch.cat(pieces), whole, rtol=0, atol=1e-10)
 
 
-def window_to_both_sides(original, cfg, q, k, *options):
-    """visible_keys that shows a query its own position and one on each side."""
+def window_to_both_sides(original, q, k, v, cfg, *args, **options):
+    """attend that shows a query its own position and one on each side."""
     keys = torch.arange(k.size(2))
-    return (keys - keys.unsqueeze(1)).abs() <= 1, False
+    near = (keys - keys.unsqueeze(1)).abs() <= 1
+    return F.scaled_dot_product_attention(q, k, v, near, enable_gqa=True)
 
 
-def test_a_window_in_visible_keys_reaches_a_masked_model():
+def test_a_window_in_attend_reaches_a_masked_model():
     cfg = dataclasses.replace(FAMILIES["llama"], objective="mlm")
     model = random_model(cfg)
     tokens = torch.randint(99, (2, 8), generator=torch.Generator().manual_seed(2))
@@ -352,7 +352,7 @@ def test_a_window_in_visible_keys_reaches_a_masked_model():
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
-def test_a_window_in_visible_keys_reaches_cp(recompute):
+def test_a_window_in_attend_reaches_cp(recompute):
     flags = dict(test_layouts.LLAMA, micro_batch=2, seq_len=16, recompute=recompute)
     fault = [(WINDOW, window_mask)]
     causal = run_ranks(1, test_layouts.run, flags, 4)

@@ -77,14 +77,14 @@ def own_part_alone(original, x, axis):
     return x * axis.size
 
 
-def first_layer(original, layer, n):
-    """is_nth that takes each layer for the first."""
-    return original(0, n)
+def first_layer(original, attention, cfg, mesh, layer):
+    """Attention.__init__ that takes each layer for the first."""
+    original(attention, cfg, mesh, 0)
 
 
 FAULTS = {  # name: (form, (ranks, layout), a fault as arguments of planted)
     "the mean square of a rank's own heads": ("olmo2", TP, ("parallel.sum_over_ranks", own_part_alone)),
-    "the layers of a stage counted from 0": ("windows", PP, ("attention.is_nth", first_layer)),
+    "the layers of a stage counted from 0": ("windows", PP, ("attention.Attention.__init__", first_layer)),
 }
 
 
@@ -97,9 +97,10 @@ def test_a_fault_in_a_layout_is_found(name):
 # -----------------------------------------------------------------------------
 # On one rank: faults against the model that is written out, refusals
 
-def norm_of_the_sum(original, block, x, y):
-    """Block.add_output with its norm after the sum."""
-    return block.norm2(x + y)
+def norm_of_the_sum(original, block, x, *args):
+    """Block.compute with its last norm after the sum."""
+    x, y = block.attention_half(x, *args)
+    return block.norm2(x + block.mlp(y)), None
 
 
 def angles_of_windows(original, *args):
@@ -110,7 +111,7 @@ def angles_of_windows(original, *args):
 
 PLAIN_FAULTS = {  # name: (form, a fault as arguments of planted)
     "every layer turns by the windows' base": ("gemma3", "model.GPT._rotation", angles_of_windows),
-    "the norm after the sum": ("olmo2", "model.Block.add_output", norm_of_the_sum),
+    "the norm after the sum": ("olmo2", "model.Block.compute", norm_of_the_sum),
 }
 
 

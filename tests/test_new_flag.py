@@ -247,7 +247,7 @@ def check_that_it_is_read(name):
         before, after = trained(before), trained(after)
         assert before.shape != after.shape or not torch.equal(before, after), (
             f"{typed(name)} {getattr(models[1], name)} is ignored in a model like {base}: a line that stands "
-            "before the one that reads it, such as that of mlm in visible_keys (attention.py), may leave the "
+            "before the one that reads it, such as that of mlm in attend (attention.py), may leave the "
             "function; or refuse the flag there in check() of config.py")
     assert compared, f"no model of BASES in tests/test_new_flag.py can have {typed(name)}"
 

@@ -1,19 +1,20 @@
 """Norms by the kernels of ops/norms.py in a model; test_kernels.py compares them with their torch twins."""
+import dataclasses
 import subprocess
 import sys
-from unittest import mock
+import typing
 
 import pytest
 import torch
 from pool import ROOT
-from test_kernels import DEVICE, assert_near, few_programs, kernels, randn
+from test_kernels import DEVICE, few_programs, kernels, randn
 from test_model import random_model
 
+import plan
 from config import Config
-from layers import Norm
+from fast.choose import Choice
+from layers import NORMS, NormKind
 from ops import backend, norms
-from parallel import make_mesh
-from runtime.launch import World
 
 __all__ = ["few_programs", "kernels"]  # fixtures
 
@@ -33,41 +34,57 @@ def test_a_norms_weight_has_a_gradient_that_is_rounded_once(monkeypatch):
     assert (found == want.to(found.dtype)).float().mean() > 0.95
 
 
-@pytest.mark.parametrize("flags", [{"norm": "rms"}, {"norm": "rms1p"}, {"norm": "layer", "bias": True}],
-                         ids=str)
-def test_a_norm_of_a_model_by_the_kernel_and_without(flags, few_programs, monkeypatch):
-    norm = Norm(Config(n_embd=40, norm_eps=0.1, **flags), make_mesh(World())).to(DEVICE)
-    for p in norm.parameters():
-        torch.nn.init.normal_(p)
-    x = randn(9, 40, dtype=torch.float32).requires_grad_()
-    grads = [randn(9, 40, dtype=torch.float32), randn(9, 40, dtype=torch.float32)]
-
-    def results():
-        outputs = norm.input_and_norm(x)
-        return [*outputs, *torch.autograd.grad(outputs, [x, *norm.parameters()], grads)]
-    with mock.patch.object(norms.InputAndNorm, "backward", wraps=norms.InputAndNorm.backward) as called:
-        got = results()
-    assert called.call_count == 1
-    monkeypatch.setattr(backend, "use_triton", lambda x: False)
-    for mine, theirs in zip(got, results(), strict=True):
-        assert_near(mine, theirs, 1e-5)
+def install_kernels(model, devices, monkeypatch):
+    monkeypatch.setattr(backend, "TRITON_DEVICES", devices)
+    model.cfg = dataclasses.replace(model.cfg, dtype="fp32")
+    Choice(False, False, False, False).install(model)
 
 
 @pytest.mark.parametrize("recompute", ["full", "selective"])
-def test_a_recomputed_block_has_the_same_gradients(recompute, few_programs):
+def test_a_recomputed_block_has_the_same_gradients(recompute, few_programs, monkeypatch):
     """By the kernel, whose input backward computes again."""
     tokens = torch.randint(64, (2, 17), device=DEVICE)
     found = []
     for how in ("none", recompute):
         torch.manual_seed(0)
         cfg = Config(n_layer=2, n_embd=16, n_head=2, ffn_hidden=24, mlp="gelu", seq_len=16, vocab_size=64,
-                     recompute=how)
+                     recompute=how, dtype="fp32")
         model = random_model(cfg).float().to(DEVICE).train()
+        install_kernels(model, (DEVICE,), monkeypatch)
+        assert model.norm.kernel is norms.input_and_rms_norm
         loss, *_ = model(tokens[:, :-1], tokens[:, 1:])
         loss.backward()
         found.append([loss.detach(), *(p.grad for p in model.parameters())])
     for mine, without in zip(*reversed(found), strict=True):
         assert torch.equal(mine, without)
+
+
+def test_every_name_of_norm_has_a_formula():
+    in_one_place = set(typing.get_args(Config.__annotations__["norm"])) ^ set(NORMS)
+    assert not in_one_place, f"{in_one_place}: not in NORMS, or not in the list at `norm` in config.py"
+
+
+def norm_by_largest(x, gain, bias, eps):
+    return x / (x.abs().amax(-1, keepdim=True) + eps) * gain
+
+
+@pytest.mark.parametrize("norm", [*NORMS, "further"])
+def test_a_norm_is_trained_by_its_formula_where_kernels_serve(norm, few_programs, monkeypatch):
+    """... and it has a plan. A norm that names the kernel of another one has other gradients."""
+    monkeypatch.setitem(NORMS, "further", NormKind(norm_by_largest))
+    cfg = Config(norm=norm, n_layer=1, n_embd=16, n_head=2, ffn_hidden=24, mlp="gelu", seq_len=16,
+                 vocab_size=64, bias=True, global_batch=8)
+    tokens = torch.randint(64, (2, 17), device=DEVICE)
+    found = []
+    for devices in ((), (DEVICE,)):
+        model = random_model(cfg).float().to(DEVICE).train()
+        install_kernels(model, devices, monkeypatch)
+        assert (model.norm.kernel is None) == (devices == () or NORMS[norm].kernel is None)
+        loss, _ = model(tokens[:, :-1], tokens[:, 1:])
+        found.append(torch.autograd.grad(loss, list(model.parameters())))
+    for by_torch, by_kernels in zip(*found, strict=True):
+        torch.testing.assert_close(by_kernels, by_torch, rtol=1e-4, atol=1e-5 * by_torch.abs().max().item())
+    assert plan.estimate(cfg, 1, "h200", 64)["ms"] > 0
 
 
 LEAST_SHARED_MEMORY = 99 * 1024  # bytes of a block, of GPUs of capability 8.6, 8.9 and 12.0

@@ -129,7 +129,7 @@ FAMILY.update({"norms of heads, cp": dict(qk_norm="head", cp=2)})
 FAMILY.update({"swiglu, cp": dict(cp=2), "gelu, cp": dict(FAMILY["gelu"], cp=2)})
 
 
-@mock.patch.dict(activations.ACTIVATIONS, swiglu=activations._SwiGLU.apply)
+@mock.patch.dict(activations.ACTIVATIONS, swiglu=activations.SwiGLU.apply)
 @mock.patch.object(moe, "use_grouped_mm", lambda x, w: True)
 # On a GPU, one kernel does this: it keeps x and a number per row, not fp32 copies
 @mock.patch.object(model_.F, "rms_norm", lambda x, shape, w, e: torch.layer_norm(x, shape, w, None, e))
