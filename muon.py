@@ -1,10 +1,5 @@
 """Muon: the matrices inside blocks move along their orthogonalised momentum. AdamW does the rest.
 
-    orthogonalise  the Newton-Schulz iteration, for many matrices at once, cut over tp or whole
-    Matrix         where the elements of one matrix are
-    WholeMatrices  under ZeRO, brings each matrix to one rank and its update back
-    Muon           the update; optim.Optimizer calls it
-
 Sources: kellerjordan.github.io/posts/muon; the size of an update is that of arXiv:2502.16982. The
 formula is that of torch.optim.Muon with adjust_lr_fn="match_rms_adamw".
 
@@ -33,7 +28,6 @@ the result back. The drawing shows a bucket of three matrices, cut for four rank
     all_to_all    rank 0 has w2, rank 1 has w1, rank 2 has wo; other buckets' matrices go to rank 3
     all_to_all    each rank has its slice of the update
 """
-import itertools
 import math
 from typing import NamedTuple
 
@@ -60,43 +54,37 @@ ALONE = Axis("alone")  # the axis of a matrix that is not cut
 # -----------------------------------------------------------------------------
 # The iteration
 
-def orthogonalise(x, cut=None, axis=ALONE, *, scale=1.0, out=None):
+def orthogonalise(x, cut=None, axis=ALONE, *, scale=1.0):
     """Set all singular values of each matrix to about scale: (k, rows, columns) -> the same shape.
 
     With x = U S V^T the result is near U V^T. Each of five steps replaces every singular value s by
     a s + b s^3 + c s^5. cut: the dimension of a matrix, 0 or 1, that is cut over `axis`, or None.
-    out: the tensor to write, which may share x's memory; in fp16 for an x in bf16.
+    The memory of x is overwritten. For an x in bf16 the result is in fp16.
     """
-    if out is None:
-        out = torch.empty(x.shape, dtype=iteration_dtype(x.dtype), device=x.device)
     is_tall = x.size(1) > x.size(2) if cut is None else cut == 0
     side = x.size(2 if is_tall else 1)  # of the Gram matrix
     stretches = steps_per_gram(side, x[0].numel() // side)
-    # Two tensors take turns as the target of a product, so that the last product writes `out`.
-    target = out
-    spare = torch.empty_like(out)
-    if len(stretches) % 2 == 1:
-        target, spare = spare, target
 
-    x = normalised(x, axis, target)
+    x = normalised(x, axis)
+    spare = torch.empty_like(x)
     for i, n_steps in enumerate(stretches):
         gram = x.mT @ x if is_tall else x @ x.mT
         gram = axis.all_reduce(gram)  # SUM of k (C, C), over tp
         polynomial = product_of_polynomials(gram, n_steps)
         pair = (x, polynomial) if is_tall else (polynomial, x)
-        target, spare = spare, target
         if i < len(stretches) - 1:
-            x = torch.bmm(*pair, out=target)
+            x, spare = torch.bmm(*pair, out=spare), x
     # The last product also multiplies by a number: beta=0 leaves out the sum.
-    return torch.baddbmm(x, *pair, beta=0, alpha=scale / NORM, out=target)
+    return torch.baddbmm(x, *pair, beta=0, alpha=scale / NORM, out=spare)
 
 
-def normalised(x, axis, out):
-    """Write each matrix of x with the norm NORM into out, which may share x's memory."""
+def normalised(x, axis):
+    """Give each matrix of x the norm NORM, in the memory of x."""
     wide = torch.promote_types(x.dtype, torch.float32)
     norms = torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True, dtype=wide)
     squares = axis.all_reduce(norms.square())  # SUM of k numbers, over tp
-    return torch.mul(x, NORM / squares.sqrt().clamp(min=EPS), out=out)
+    factors = NORM / squares.sqrt().clamp(min=EPS)
+    return torch.mul(x, factors, out=x.view(iteration_dtype(x.dtype)))
 
 
 def product_of_polynomials(gram, n_steps):
@@ -161,6 +149,11 @@ class Matrix(NamedTuple):
             work += (4 * n_steps - 3) * side**3  # product_of_polynomials()
         return work
 
+    @property
+    def workspace(self):  # elements: two tensors like the matrix, six like its Gram matrix
+        side, other = self.sides
+        return 2 * side * other + 6 * side * side
+
 
 def shapes_of(params):
     """Return (shape on this rank, full shape) of each matrix among a bucket's parameters.
@@ -170,8 +163,7 @@ def shapes_of(params):
     shapes = []
     for p in params:
         shape = tuple(p.shape[-2:])
-        n_matrices = p.numel() // math.prod(shape)
-        shapes += itertools.repeat((shape, tuple(p.full_shape[-2:])), n_matrices)
+        shapes += [(shape, tuple(p.full_shape[-2:]))] * (p.numel() // math.prod(shape))
     return shapes
 
 
@@ -197,70 +189,28 @@ def owned_matrices(shapes, lengths, n_ranks):
 
     owned = [[] for _ in range(n_ranks)]
     busy = [0] * n_ranks
-    for matrix in sorted(matrices, key=lambda matrix: -matrix.work):
+    # Of a rank's matrices, those of one shape stand together.
+    for matrix in sorted(matrices, key=lambda matrix: (-matrix.work, matrix[:2])):
         rank = busy.index(min(busy))
         owned[rank].append(matrix)
         busy[rank] += matrix.work
     return owned
 
 
-class Batch(NamedTuple):
-    """Matrices of one shape that are computed together."""
-    matrix: Matrix  # the first of them
-    count: int
-    places: list    # slices of the received numbers, which hold the matrices one after the other
+def batches_of(matrices, elements):
+    """Return lists of numbers of matrices: those of one shape that are computed together.
 
-
-def iteration_elements(matrix):
-    """The elements that the iteration of a Matrix needs: two like it, six like its Gram matrix."""
-    side, other = matrix.sides
-    return 2 * side * other + 6 * side * side
-
-
-def matrices_together(matrix, elements, count):
-    """How many of `count` matrices like this one are computed together: all, or a power of two.
-
-    elements: those of this rank's slices, in all matrices. The batch needs no more than these, so
-    in a 16-bit model directions and batch need no more memory than AdamW's second moment would.
-    Experts come in powers of two.
+    elements: those of this rank's slices. A batch needs no more, so in a 16-bit model directions
+    and batch need no more memory than AdamW's second moment would.
     """
-    most = min(BATCH_ELEMENTS // math.prod(matrix.shape), elements // iteration_elements(matrix))
-    if count <= most:
-        return count
-    return 2 ** (max(1, most).bit_length() - 1)
-
-
-def received_places(matrices, n_ranks):
-    """Return where an owner receives the parts of its matrices, and the elements from each rank.
-
-    The first is a list of slices for each matrix.
-    """
-    places = [[] for _ in matrices]
-    received = []
-    end = 0
-    for rank in range(n_ranks):
-        start = end
-        for matrix, slices in zip(matrices, places, strict=True):
-            if rank in matrix.parts:
-                begin, end = end, end + length_of(matrix.parts[rank])
-                slices.append(slice(begin, end))
-        received.append(end - start)
-    return places, received
-
-
-def batches_of(matrices, places, elements):
-    """Return the Batches of an owner's matrices. places: the slices of each matrix."""
-    alike = {}  # (shape, full shape): numbers of matrices
-    for i, matrix in enumerate(matrices):
-        alike.setdefault((matrix.shape, matrix.full_shape), []).append(i)
     batches = []
-    for numbers in alike.values():
-        first = matrices[numbers[0]]
-        size = matrices_together(first, elements, len(numbers))
-        for begin in range(0, len(numbers), size):
-            chosen = numbers[begin:begin + size]
-            in_order = itertools.chain.from_iterable(places[i] for i in chosen)
-            batches.append(Batch(first, len(chosen), list(in_order)))
+    for i, matrix in enumerate(matrices):
+        most = min(BATCH_ELEMENTS // math.prod(matrix.shape), elements // matrix.workspace)
+        is_alike = i > 0 and matrix[:2] == matrices[i - 1][:2]
+        if is_alike and len(batches[-1]) < most:
+            batches[-1].append(i)
+        else:
+            batches.append([i])
     return batches
 
 
@@ -275,66 +225,66 @@ class WholeMatrices:
         self.buckets = buckets
         self.tp = tp
         self.axis = buckets[0].shard
-        self.is_shared = buckets[0].n_slices > 1
         self.sizes = [bucket.master.numel() for bucket in buckets]
         shapes = [shapes_of(bucket.params) for bucket in buckets]
-        owned = owned_matrices(shapes, self.sizes, buckets[0].n_slices)
-        rank = self.axis.rank
-        self.outgoing = []  # slices of this rank's vector, in the order in which they are sent
-        self.sent = []      # elements for each rank
-        for others in owned:
-            parts = [matrix.parts[rank] for matrix in others if rank in matrix.parts]
-            self.outgoing += parts
-            self.sent.append(sum(map(length_of, parts)))
-        # self.received has the number of elements that come from each rank.
-        places, self.received = received_places(owned[rank], len(owned))
-        if not self.is_shared:
-            places = [[matrix.parts[0]] for matrix in owned[rank]]
-        self.batches = batches_of(owned[rank], places, sum(self.sizes))
+        owned = owned_matrices(shapes, self.sizes, self.axis.size)
+        self.matrices = owned[self.axis.rank]
+        self.batches = batches_of(self.matrices, sum(self.sizes))
+        self.outgoing = []                # slices of this rank's vector, in the order of sending
+        self.sent = [0] * len(owned)      # elements to each rank
+        self.pieces_of = [[] for _ in self.matrices]  # numbers of the pieces that arrive
+        self.lengths = []                 # elements of each piece
+        self.received = [0] * len(owned)  # elements from each rank
+        for other, matrices in enumerate(owned):
+            for matrix in matrices:
+                if self.axis.rank in matrix.parts:
+                    part = matrix.parts[self.axis.rank]
+                    self.outgoing.append(part)
+                    self.sent[other] += length_of(part)
+            for i, matrix in enumerate(self.matrices):
+                if other in matrix.parts:
+                    length = length_of(matrix.parts[other])
+                    self.pieces_of[i].append(len(self.lengths))
+                    self.lengths.append(length)
+                    self.received[other] += length
 
     def orthogonalise(self, vector):
         """Return the updates of this rank's slices, in the memory of vector. Collective.
 
         In a 16-bit model the vector is in bf16, and the updates are in fp16.
         """
-        received = vector
-        if self.is_shared:
-            parts = [vector[part] for part in self.outgoing]
-            outgoing = torch.cat([vector[:0], *parts])  # A slice that is all padding has no parts.
-            # Each rank sends the others their matrices' elements in its slices, over the shard.
-            received = self.axis.all_to_all(outgoing, self.sent, self.received)
         dtype = iteration_dtype(vector.dtype)
-        updates = received.view(dtype)
-        for batch in self.batches:
-            self.orthogonalise_batch(batch, received, updates)
-        if self.is_shared:
-            self.hand_back(updates, vector.view(dtype))
+        pieces = [vector[part] for part in self.outgoing]
+        if self.axis.size == 1:
+            self.compute_updates(pieces)
+            return vector.view(dtype)
+        # Each rank sends the others their matrices' elements in its slices, over the shard.
+        outgoing = torch.cat([vector[:0], *pieces])  # A slice that is all padding has no pieces.
+        received = self.axis.all_to_all(outgoing, self.sent, self.received)
+        self.compute_updates(received.split(self.lengths))
+        self.hand_back(received.view(dtype), [piece.view(dtype) for piece in pieces])
         return vector.view(dtype)
 
-    def orthogonalise_batch(self, batch, received, updates):
-        """Write a batch's updates where its directions are. Both are (n,).
+    def compute_updates(self, pieces):
+        """Write updates where directions are. pieces: (n,) each, parts of matrices."""
+        for batch in self.batches:
+            of_batch = [pieces[i] for number in batch for i in self.pieces_of[number]]
+            self.compute_batch(self.matrices[batch[0]], of_batch)
 
-        This is a function of its own so that its tensors are freed before the next batch.
-        """
-        matrix = batch.matrix
-        x = torch.cat([received[place] for place in batch.places]).view(-1, *matrix.shape)
+    def compute_batch(self, matrix, pieces):  # a function: its tensors are freed before the next
+        x = torch.cat(pieces).view(-1, *matrix.shape)
+        axis = ALONE if matrix.cut is None else self.tp
         scale = UPDATE_RMS * math.sqrt(max(matrix.full_shape))  # of the whole matrix
-        found = orthogonalise(x, matrix.cut, ALONE if matrix.cut is None else self.tp,
-                              scale=scale, out=x.view(updates.dtype))
-        copy_into([updates[place] for place in batch.places], found.view(-1))
+        update = orthogonalise(x, matrix.cut, axis, scale=scale).view(-1)
+        torch._foreach_copy_([piece.view(update.dtype) for piece in pieces],
+                             update.split([piece.numel() for piece in pieces]))
 
-    def hand_back(self, found, vector):
-        """Send the updates to where their elements came from, into the ranks' vectors."""
+    def hand_back(self, updates, pieces):
+        """Send the updates to where their elements came from."""
         # As many elements go back to the slices, over the shard.
-        updates = self.axis.all_to_all(found, self.received, self.sent)
-        copy_into([vector[part] for part in self.outgoing], updates)
-
-
-def copy_into(parts, numbers):
-    """Fill the tensors `parts`, (n,) each, one after the other with numbers (sum of n,)."""
-    if parts:
-        pieces = numbers.split([part.numel() for part in parts])
-        torch._foreach_copy_(parts, list(pieces))
+        updates = self.axis.all_to_all(updates, self.received, self.sent)
+        if pieces:
+            torch._foreach_copy_(pieces, updates.split([piece.numel() for piece in pieces]))
 
 
 def length_of(part):

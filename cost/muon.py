@@ -7,15 +7,7 @@ from collections import Counter
 from cost.parameters import element_bytes, muon_buckets
 from cost.step_time import STREAM, matmul_seconds, ring_bandwidth, stride_of
 from model import DTYPES
-from muon import (
-    batches_of,
-    iteration_dtype,
-    iteration_elements,
-    length_of,
-    owned_matrices,
-    received_places,
-    steps_per_gram,
-)
+from muon import batches_of, iteration_dtype, length_of, owned_matrices, steps_per_gram
 from ops.flat import padded_elements
 
 # Bytes per element of a rank's slices that the update moves more than AdamW's 30, in a 16-bit model: 14 for
@@ -79,12 +71,9 @@ def workspace_bytes(cfg, mesh, vocab_size):
     most = 0
     for _, elements, owned in shares(cfg, mesh, vocab_size):
         matrices = max(owned, key=len)
-        places, _ = received_places(matrices, len(owned))
-        if len(owned) == 1:
-            places = [[matrix.parts[0]] for matrix in matrices]
-        batches = batches_of(matrices, places, elements)
+        batches = batches_of(matrices, elements)
         vectors = 3 if len(owned) > 1 else 1
-        needed = max((batch.count * iteration_elements(batch.matrix) for batch in batches), default=0)
+        needed = max((len(batch) * matrices[batch[0]].workspace for batch in batches), default=0)
         most = max(most, vectors * elements + needed)
     return most * iteration_bytes(cfg)
 
