@@ -337,9 +337,10 @@ def rope_fields(cfg, kind):
 MOST_BYTES = 2**22  # of a config.json: that of a model with 1,000 labels has 60,000
 LLAMA3_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 SAME = {"gelu_new": "gelu_pytorch_tanh", "swish": "silu"}  # two names of one function
-# transformers makes lists as long as these say.
-LENGTHS = {"model_type": str, "num_hidden_layers?": Range(1, 2**12), "n_layer?": Range(1, 2**12),
-           "num_attention_heads?": Range(1, 2**12), "num_labels?": Range(0, 2**12)}
+# What no class of transformers checks: it makes lists as long as some of these say.
+UNCHECKED = {"model_type": str, "num_hidden_layers?": Range(1, 2**12), "n_layer?": Range(1, 2**12),
+             "num_attention_heads?": Range(1, 2**12), "num_labels?": Range(0, 2**12),
+             "head_dim?": (int, type(None))}
 # Logits do not depend on these, nor on what PreTrainedConfig has for every model and GenerationConfig for
 # text: how a model was saved and is to be run, heads of other tasks; training; what another field decides.
 HARMLESS = """
@@ -363,7 +364,7 @@ def read_config(path, dtype, seq_len=0):
     ValueError names the fields by which the model would be another function than ours.
     """
     given = load_json_of_others(path, MOST_BYTES)
-    check_schema(given, LENGTHS, path)
+    check_schema(given, UNCHECKED, path)
     kind = read_kind(path, given)
     family = FAMILIES[kind]
     theirs = by_transformers(path, kind, given)

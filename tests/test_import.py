@@ -135,7 +135,7 @@ def test_harmless_fields_change_nothing(name, hf, tmp_path):
 ONLY = {  # {model_type: {field: a value by which the model is another one}}
     "llama": {"hidden_act": "gelu", "head_dim": 0, "attention_bias": True, "mlp_bias": True,
               "rope_scaling": {"rope_type": "linear", "factor": 2.0}, "sliding_window": 8},
-    "qwen2": {"hidden_act": "gelu", "use_sliding_window": 1, "attention_multiplier": 2.0,
+    "qwen2": {"hidden_act": "gelu", "use_sliding_window": 1, "attention_multiplier": 2.0, "head_dim": "4",
               "rope_scaling": {"rope_type": "llama3", "factor": 2.0}},
     "qwen3": {"attention_bias": True, "use_sliding_window": 1, "hidden_act": "relu"},
     "qwen3_moe": {"attention_bias": True, "decoder_sparse_step": 2, "mlp_only_layers": [0],
