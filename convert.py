@@ -362,9 +362,8 @@ def model_card(cfg, kind, weights, run, dtype, settings):
     # Of the flags that say nothing about the training, only the skipped steps are interesting here.
     flags = flag_words(cfg, {"data", *SILENT} - {"train_range_to_skip"})
     began = ""
-    if cfg.init_from:
-        began = (f"- started from the weights of {Path(cfg.init_from).name}; what follows counts this run "
-                 "alone\n")
+    if source := load_json(run / "config.json").get("init_from"):  # a resume empties it
+        began = f"- started from the weights of {Path(source).name}; what follows counts this run alone\n"
     note = ""
     if cfg.capacity_factor:
         note = (f"Training dropped what exceeded a capacity of {cfg.capacity_factor} per expert; here no "
