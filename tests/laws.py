@@ -53,9 +53,9 @@ TEXTS = {"bench": (".py", ".sh", ".js", ".html", ".pbs", ".slurm"),
 
 # What is larger today: a number here only falls, and what is within its limit leaves the list.
 OVER = {
-    "reading path": (4446, 13), "ops, fast": (3657, 25), "runtime, interface": (8844, 47),
-    "corpus, cost, programs": (10143, 37), "house": (27090, 122), "bench": (5013, 24),
-    "tests": (34106, 111), "pages": (4081, 23)}
+    "reading path": (4400, 13), "ops, fast": (3656, 25), "runtime, interface": (8844, 47),
+    "corpus, cost, programs": (10141, 37), "house": (27041, 122), "bench": (5012, 24),
+    "tests": (34098, 111), "pages": (4081, 23)}
 LONG_FILES = {
     "tests/test_chat.py": 659, "tests/test_checkpoint.py": 707, "tests/test_cli.py": 636,
     "tests/test_convert.py": 629, "tests/test_data.py": 749, "tests/test_import.py": 655,
