@@ -384,8 +384,9 @@ def test_a_source_that_trains_every_token_has_a_constant_number_of_them():
 
 
 def test_a_plan_counts_the_symbol_of_the_mask(monkeypatch):
-    assert plan.vocabulary(Config(data="synthetic")) == 256
-    assert plan.vocabulary(Config(data="synthetic", objective="mlm")) == 257
+    assert plan.from_data(Config(data="synthetic"))[1] == 256
+    assert plan.from_data(Config(data="synthetic", objective="mlm"))[1] == 257
     monkeypatch.setattr(plan, "load_blend_meta", lambda data: {"vocab_size": 1000})
-    assert plan.vocabulary(Config(data="x")) == 1000
-    assert plan.vocabulary(Config(data="x", objective="mlm")) == 1001
+    monkeypatch.setattr(plan, "settled_doc_mask", lambda data, doc_mask: doc_mask)
+    assert plan.from_data(Config(data="x"))[1] == 1000
+    assert plan.from_data(Config(data="x", objective="mlm"))[1] == 1001

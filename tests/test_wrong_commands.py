@@ -218,8 +218,8 @@ WRONG = [
      f"try --n-head 8 --n-experts 8 --pp-chunks 1, on 4 ranks: {MPI} 4 python train.py --tp 4 --ep 4", ""),
     ("train.py --ep 2", f"try --n-experts 8, on 2 ranks: {MPI} 2 python train.py --ep 2 --n-experts 8", ""),
     ("plan.py gpt2 --gpus 8 --tp 8", "--tp 4", ""),
-    ("plan.py gpt2 --nnodes 2", "--gpus", ""),
-    ("plan.py gpt2 --num_gpus 2", "--gpus", ""),
+    ("plan.py tiny --nnodes 2", "--gpus", ""),
+    ("plan.py tiny --num_gpus 2", "--gpus", ""),
     # slips
     ("train.py shakespeare_char", "shakespeare-char", "train.py shakespeare-char"),
     ("train.py tinny", "tiny", "train.py tiny"),
@@ -288,8 +288,8 @@ ALSO = {
     "prepare.py input.txt --name x --tokenizer data/chras":
         "prepare.py input.txt --name x --tokenizer data/chars",
     "plan.py gpt2 --gpus 8 --tp 8": "plan.py gpt2 --gpus 8 --micro-batch 30 --tp 4",
-    "plan.py gpt2 --nnodes 2": "plan.py gpt2 --gpus 2",
-    "plan.py gpt2 --num_gpus 2": "plan.py gpt2 --gpus 2",
+    "plan.py tiny --nnodes 2": "plan.py tiny --gpus 2",
+    "plan.py tiny --num_gpus 2": "plan.py tiny --gpus 2",
     "prepare.py input.txt --name x --seed 1 --batch_size 3": "prepare.py input.txt --name x --seed 1",
     "plot.py out/run --logy": "plot.py out/run --log",
     "prepare.py input.txt": "prepare.py input.txt --name input",
