@@ -9,7 +9,7 @@ of tensors, as (name, data, full shape, offset of the rectangle). index.json lis
 reader copies what overlaps with the rectangle that it asks for: every layout reads what any other wrote.
 
     step_000123.RUN_ID.tmp/rank_00000.safetensors   each rank writes its pieces,
-    step_000123.RUN_ID.tmp/node_HOST.jsonl          then their list, in a line: its part is complete
+    step_000123.RUN_ID.tmp/rank_00000.json          then their list: its part is complete
     step_000123.RUN_ID.tmp/index.json               rank 0, when the lists of all ranks are there
     step_000123/                                    the commit is a rename: complete, or absent
 
@@ -24,42 +24,22 @@ import time
 import zlib
 from contextlib import suppress
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 if sys.flags.safe_path:  # python -I leaves out the program's own folder
     sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from interface import checkpoint_report as report
-from interface import host_lines
-from interface.command_line import as_program, one_line, wrap, wrong_input
-from interface.files import remove_folder, remove_parts, sync, write_whole
+from interface.command_line import as_program, one_line, printable, wrap, wrong_input
+from interface.files import new_part, remove_folder, remove_parts, set_aside, sync, write_whole
 from interface.paths import meant_checkpoint, meant_run
-from interface.schema import Range, check_schema, load_json
-from interface.tensor_file import BLOCK, SAFETENSORS_DTYPE, dtype_name, write_safetensors
+from interface.schema import check_schema, load_json
+from interface.tensor_file import BLOCK, dtype_name, write_safetensors
+from interface.terminal import say
 
 FORMAT = 2
 HINT = "use an older step_N"
-COUNT = Range(0, 10**12)
-
-
-def flag_value(value):
-    """a number, text, true, false, null, or a list of them"""
-    values = value if isinstance(value, list) else [value]
-    return all(one is None or isinstance(one, (str, int, float)) for one in values)
-
-
-SIZES = [Range(0, 2**48)]
-# What index.json must hold, and its meta where the checkpoint is a run's; see interface/schema.py.
-PIECE = {"file": str, "key": str, "offset": SIZES, "size": SIZES}
-INDEX = {"step": COUNT, "meta": dict, "files": {"*": {"bytes": Range(), "crc32": Range()}},
-         "tensors": {"*": {"dtype": Literal[tuple(SAFETENSORS_DTYPE)], "shape": SIZES, "pieces": [PIECE]}}}
-FLAGS = {"*": flag_value, **dict.fromkeys(("tp?", "pp?", "cp?", "micro_batch?", "global_batch?"), COUNT)}
-RUN = {"step": COUNT, "samples": Range(0, 10**15), "skipped": COUNT, "nan_steps": COUNT, "world": COUNT,
-       "seed": int, "adam_t": COUNT, "data": str, "skip": [COUNT], "window?": [[float, float]],
-       "streak?": COUNT, "shape": {"n_experts": int, "bias": bool}, "flags?": FLAGS,
-       "best?": {"step?": COUNT, "val_loss?": float}, "base?": {"path?": str, "hash?": str}}
 LEFT_BEHIND = re.compile(r"step_[0-9]+(\.[0-9a-z]+)?\.(tmp|del|old)")  # by a save or prune that was killed
-# All that a save writes, or wrote when there was a rank_R.json for each rank.
+# All that a save writes, and node_HOST.jsonl, which older ones wrote. A commit removes all lists of pieces.
 OUR_FILES = re.compile(r"index\.json|failed|rank_[0-9]+\.(json|safetensors|part)|node_[\w.-]*\.jsonl")
 
 
@@ -95,8 +75,9 @@ def save(root, step, pieces, meta, writers=ALONE):
 
 
 def write_part(tmp, rank, pieces):
-    """Write this rank's pieces as rank_R.safetensors, then their list as a line, which ends the part."""
+    """Write this rank's pieces as rank_R.safetensors, then their list, rank_R.json, which ends the part."""
     tmp.mkdir(parents=True, exist_ok=True)
+    (tmp / f"rank_{rank:05d}.json").unlink(missing_ok=True)  # of a save of this step that failed
     file = f"rank_{rank:05d}.safetensors"
     tensors = {}
     records = []
@@ -104,10 +85,11 @@ def write_part(tmp, rank, pieces):
         key = name if tuple(tensor.shape) == tuple(full) else f"{name}#{i}"
         tensors[key] = tensor
         records.append([name, key, dtype_name(tensor), list(full), list(offset), list(tensor.shape)])
-    part = {"rank": rank, "file": file if tensors else None, "records": records}
+    part = {"file": file if tensors else None, "records": records}
     if tensors:
         part["bytes"], part["crc32"] = write_safetensors(tmp / file, tensors)
-    host_lines.append(tmp, part)
+    with new_part(tmp / f"rank_{rank:05d}.json") as path:
+        path.write_text(json.dumps(part))
 
 
 def commit(tmp, step, meta, writers, stopped=None):
@@ -126,7 +108,8 @@ def commit(tmp, step, meta, writers, stopped=None):
     index = {"format": FORMAT, "step": step, "meta": meta, "files": files, "tensors": tensors}
     body = json.dumps(index, sort_keys=True)
     write_whole(tmp / "index.json", json.dumps({"crc32": zlib.crc32(body.encode()), **index}, sort_keys=True))
-    host_lines.remove(tmp)
+    for path in list(tmp.glob("rank_*.json")):
+        path.unlink()
     sync(tmp)
     rename_to_final(tmp, tmp.with_name(f"step_{step:06d}"))
 
@@ -134,16 +117,18 @@ def commit(tmp, step, meta, writers, stopped=None):
 def wait_for_parts(tmp, writers, stopped):
     """Return the parts of all ranks when their lists are in tmp. TimeoutError: some did not come."""
     parts = {}
-    ends = {}
     started = time.monotonic()
     while True:
         began = time.monotonic()
-        parts.update((part["rank"], part) for part in host_lines.read_new(tmp, ends))
+        there = set(os.listdir(tmp))
+        for rank in range(writers.size):
+            if rank not in parts and f"rank_{rank:05d}.json" in there:
+                parts[rank] = load_json(tmp / f"rank_{rank:05d}.json")
         missing = [rank for rank in range(writers.size) if rank not in parts]
         if not missing:
             return [parts[rank] for rank in range(writers.size)]
         waited = time.monotonic() - started
-        gives_up = waited > writers.timeout or (tmp / "failed").exists()
+        gives_up = waited > writers.timeout or "failed" in there
         if gives_up or (stopped is not None and stopped()):
             names = ", ".join(f"rank_{rank:05d}" for rank in missing)
             raise TimeoutError(f"{tmp.name}: no part from {names} after {waited:.0f} s; not committed")
@@ -212,13 +197,7 @@ def archive_later(root, step):
     for path in steps(root):
         if step_of(path) <= step:
             continue
-        new = path.with_name(f"{path.name}.aside")
-        number = 0
-        while new.exists():
-            number += 1
-            new = path.with_name(f"{path.name}.aside{number}")
-        os.rename(path, new)
-        moved.append(new.name)
+        moved.append(set_aside(path, f"{path.name}.aside").name)
     return moved
 
 
@@ -277,35 +256,9 @@ def check_index(index):
     crc = index.pop("crc32", None)
     if zlib.crc32(json.dumps(index, sort_keys=True).encode()) != crc:
         raise ValueError("index.json differs from its crc32, it was damaged")
-    check_schema(index, INDEX, "index.json")
-    meta = index["meta"]
-    if "shape" in meta:
-        check_schema(meta, RUN, "its meta")
-        if meta.get("scaler") is not None:
-            check_schema(meta["scaler"], [Range(2.0**-100, 2.0**100), COUNT], "its meta", "scaler")
-        if meta["step"] != index["step"]:
-            raise ValueError(f"it is of step {index['step']}, its meta of step {meta['step']}")
-    check_pieces(index)
-
-
-def check_pieces(index):
-    """Raise ValueError unless files and pieces fit.
-
-    Every file is in the directory. The pieces of each tensor lie in the tensor, are together as large as the
-    tensor, and are not larger than their files.
-    """
-    room = {name: file["bytes"] for name, file in index["files"].items()}
-    for name in room:
-        if not re.fullmatch(r"rank_[0-9]+\.safetensors", name):
-            raise ValueError(f"it names the file {name!r}, no rank_R.safetensors")
+    check_schema(index, {"step": int, "meta": dict, "files": dict, "tensors": dict}, "index.json")
     for name, tensor in index["tensors"].items():
-        left = math.prod(tensor["shape"])
-        for piece in tensor["pieces"]:
-            elements = math.prod(piece["size"])
-            left -= elements
-            room[piece["file"]] = room.get(piece["file"], 0) - elements
-            if not lies_inside(piece, tensor["shape"]) or room[piece["file"]] < 0:
-                raise ValueError(f"a piece of {name} lies outside of the tensor or of {piece['file']}")
+        left = math.prod(tensor["shape"]) - sum(math.prod(piece["size"]) for piece in tensor["pieces"])
         if left:
             raise ValueError(f"the pieces of {name} lack {left} of its elements")
         if pieces_overlap(tensor["pieces"]):
@@ -330,14 +283,6 @@ def pieces_overlap(pieces):
                 return True
         under_way.append(piece)
     return False
-
-
-def lies_inside(piece, shape):
-    """Whether a piece is a rectangle of a tensor of this shape."""
-    if not len(piece["offset"]) == len(piece["size"]) == len(shape):
-        return False
-    return all(begin + size <= full
-               for begin, size, full in zip(piece["offset"], piece["size"], shape, strict=True))
 
 
 def check(path, rank=0, size=1, patience=0.0):
@@ -386,7 +331,7 @@ def damage(path):
     return None
 
 
-def newest(root, say=print):
+def newest(root, say=say):
     """Return the newest sound checkpoint under root, or None. Say what is wrong with newer ones."""
     for path in steps(root):
         wrong = damage(path)
@@ -543,19 +488,73 @@ def full_tensors(path):
 # -----------------------------------------------------------------------------
 # The command line
 
-def show(path, say=report.print_folded):
+def show(path):
     """Say which counters and tensors a checkpoint has."""
-    report.describe(path, check(path), say)
+    index = check(path)
+    megabytes = sum(file["bytes"] for file in index["files"].values()) / 1e6
+    say(printable(f"{path}: step {index['step']}, {len(index['tensors'])} tensors in {len(index['files'])} "
+                  f"files, {megabytes:.1f} MB, all checksums right"))
+    counters = {key: value for key, value in index["meta"].items() if not isinstance(value, dict)}
+    say("  " + " ".join(f"{printable(key)}={brief(value)}" for key, value in counters.items()))
+    for name, entry in sorted(index["tensors"].items()):
+        say(printable(f"  {name:45} {entry['dtype']:8} {tuple(entry['shape'])!s:16} "
+                      f"{len(entry['pieces'])} piece(s)"))
 
 
-def diff(path_a, path_b, say=report.print_folded):
+def brief(value):
+    """Return a value of the meta as text; of a long one, such as the losses of --skip-spikes, the begin."""
+    return printable(str(value)[:80])
+
+
+def diff(path_a, path_b, say=say):
     """Say which tensors and counters differ, and by how much. Return the number of differences.
 
-    Layouts may differ; tensors are read block by block.
+    Layouts may differ; tensors are read block by block. Other flags or another number of ranks do not count.
     """
     a = read_newest(path_a, open_checked)
     b = read_newest(path_b, open_checked)
-    return report.compare(a, b, say)
+    found = 0
+    meta_a = a.index["meta"]
+    meta_b = b.index["meta"]
+    for key in sorted(meta_a.keys() | meta_b.keys()):
+        x = meta_a.get(key, "absent")
+        y = meta_b.get(key, "absent")
+        if x != y:
+            found += key not in ("world", "flags", "best")
+            say(f"  meta {printable(key)}: {brief(x)} -> {brief(y)}")
+    tensors = a.index["tensors"]
+    for name in sorted(tensors.keys() | b.index["tensors"].keys()):
+        text = difference(a, b, name)
+        if text:
+            found += 1
+            say(printable(f"  {name:45} {text}"))
+    say(f"{found} differences" if found else f"equal: all {len(tensors)} tensors, step {a.index['step']}")
+    return found
+
+
+def difference(a, b, name):
+    """Return in words how a tensor of two Readers differs, or "". -0.0 and 0.0 differ; NaN equals NaN."""
+    x = a.index["tensors"].get(name)
+    y = b.index["tensors"].get(name)
+    if x is None or y is None:
+        return f"only in {b.path if x is None else a.path}"
+    if x["shape"] != y["shape"]:
+        return f"shape {tuple(x['shape'])} -> {tuple(y['shape'])}"
+    said = []
+    if x["dtype"] != y["dtype"]:
+        said.append(f"{x['dtype']} -> {y['dtype']}")
+    count = 0
+    most = 0.0
+    for (_, p), (_, q) in zip(a.blocks(name), b.blocks(name), strict=True):
+        p = p.double()
+        q = q.double()
+        apart = ((p != q) | (p.signbit() != q.signbit())) & ~(p.isnan() & q.isnan())
+        if apart.any():
+            count += int(apart.sum())
+            most = max(most, (p - q).abs().nan_to_num(math.inf)[apart].max().item())
+    if count:
+        said.append(f"{count} of {math.prod(x['shape'])} elements, max abs {most:.3g}")
+    return ", ".join(said)
 
 
 def open_checked(path):

@@ -172,19 +172,31 @@ def move_aside(out):
     when = time.strftime("%Y-%m-%d_%H%M", time.localtime(last_file.stat().st_mtime))
     step = max((row["step"] for row in sound_rows(metrics)[0]), default=0)
     name = f"{out.name}.{when}_step{step}"
-    new = out.with_name(name)
-    number = 1
-    while new.exists():
-        number += 1
-        new = out.with_name(f"{name}.{number}")
     try:
-        os.rename(out, new)
+        new = set_aside(out, name)
     except OSError as e:
         if e.errno != errno.EBUSY:
             raise
         raise ValueError(f"--out {named} holds another run and is a mount point, which cannot be renamed; "
                          "give another --out, or --resume auto to go on") from None
     hold_inside(out, new)
+    return new
+
+
+def set_aside(path, name):
+    """Rename a file or a folder to `name`, or that with a number if it is taken. Return the new path."""
+    new = free_name(path.with_name(name))
+    os.rename(path, new)
+    return new
+
+
+def free_name(path):
+    """Return a path, with a number behind it if it is taken."""
+    new = path
+    number = 0
+    while os.path.lexists(new):
+        number += 1
+        new = path.with_name(f"{path.name}.{number}")
     return new
 
 
@@ -197,11 +209,7 @@ def copy_rows(out):
     for name in ("metrics.jsonl", "experts.jsonl", "notes.jsonl"):
         if not (out / name).exists():
             continue
-        new = out / f"{name}.aside"
-        number = 0
-        while new.exists():
-            number += 1
-            new = out / f"{name}.aside{number}"
+        new = free_name(out / f"{name}.aside")
         write_whole(new, read_file(out / name))
         names.append(new.name)
     return names

@@ -12,7 +12,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import zlib
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -522,11 +521,6 @@ def test_pieces_that_overlap_and_leave_a_gap_are_refused():
     assert checkpoint.pieces_overlap(pieces(([], []), ([], [])))
     assert checkpoint.pieces_overlap(pieces(([0, 0], [2, 3]), ([0, 2], [2, 2]), ([2, 0], [2, 3])))
     assert checkpoint.pieces_overlap(pieces(([0], [6]), ([1], [1]), ([5], [2])))
-    index = {"files": {"rank_00000.safetensors": {"bytes": 100}}, "tensors": {"w": {"shape": [4], "pieces": [
-        {"file": "rank_00000.safetensors", "offset": [0], "size": [2]},
-        {"file": "rank_00000.safetensors", "offset": [1], "size": [2]}]}}}
-    with pytest.raises(ValueError, match="two pieces of w overlap"):
-        checkpoint.check_pieces(index)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
@@ -536,23 +530,6 @@ def test_a_checkpoint_of_any_dtype_is_refused_with_nan(dtype):
     bad = torch.tensor([1.0, float("nan")], dtype=dtype)
     with pytest.raises(ValueError, match="bad holds values that are not finite"):
         checksum.refuse_not_finite([good, ("bad", bad, (2,), (0,))])
-
-
-@pytest.mark.parametrize("change", [
-    {"flags": {"micro_batch": "aaaa", "global_batch": 0, "tp": 1, "pp": 1}}, {"flags": {"zero": {"a": 1}}},
-    {"flags": {"lr": [[1]]}}, {"flags": [1]}, {"scaler": [-1.0, 0]}, {"scaler": [1e300, 0]},
-    {"scaler": [1.0, -1]}, {"samples": 2**62}])
-def test_a_crafted_meta_is_refused(change):
-    meta = {"step": 1, "samples": 4, "skipped": 0, "nan_steps": 0, "world": 1, "seed": 1, "adam_t": 1,
-            "data": "x", "skip": [], "shape": {"n_experts": 0, "bias": False},
-            "flags": {"lr": 0.1, "betas": [0.9, 0.95]}}
-
-    def index(meta):
-        body = {"format": 2, "step": 1, "meta": meta, "files": {}, "tensors": {}}
-        return {**body, "crc32": zlib.crc32(json.dumps(body, sort_keys=True).encode())}
-    checkpoint.check_index(index({**meta, "scaler": [65536.0, 3]}))
-    with pytest.raises(ValueError, match="^its meta: "):
-        checkpoint.check_index(index({**meta, **change}))
 
 
 def test_a_checkpoint_that_is_pruned_while_it_is_read(tmp_path, capsys):

@@ -95,7 +95,7 @@ def test_the_rows_of_checkpoints_that_are_moved_aside_stay_beside_them(tmp_path)
     """With other flags they would never be written again."""
     go(1, tmp_path, "--steps=4", "--save-every=2")
     losses = []
-    for lr, copy in (("0.5", "metrics.jsonl.aside"), ("0.1", "metrics.jsonl.aside1")):
+    for lr, copy in (("0.5", "metrics.jsonl.aside"), ("0.1", "metrics.jsonl.aside.1")):
         losses.append([row["loss"] for row in rows(tmp_path)])
         said = go(1, tmp_path, "--steps=4", "--save-every=2", f"--resume={tmp_path}/step_000002",
                   f"--lr={lr}")["out"]
