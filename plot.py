@@ -11,7 +11,6 @@ import itertools
 import json
 import os
 import shlex
-import socket
 import string
 import sys
 import textwrap
@@ -39,14 +38,14 @@ from interface.command_line import (
 )
 from interface.files import (
     best_effort,
+    in_use,
     must_write,
     new_part,
-    read_holder,
     sound_rows,
     write_whole,
 )
 from interface.presets import PRESETS
-from interface.schema import load_json, open_file, read_file
+from interface.schema import load_json, read_file
 from interface.terminal import columns
 
 AT_END = ("loss", "val_loss", "grad_norm", "lr", "tok_s", "ms", "mem_gb")  # a text file for each, in OUT
@@ -241,9 +240,8 @@ def state(run, last, asked):
 
     last: the last step that the run logged. asked: the number of steps that were asked for.
     """
-    running = in_use(run)
-    if running:
-        return running
+    if in_use(run):
+        return "running"
     if last == asked:
         return "done"
     saved = checkpoint.steps(run)
@@ -251,18 +249,6 @@ def state(run, last, asked):
         return "no checkpoint"
     step = int(saved[0].name[5:])
     return f"stopped at {step}" if step else "imported"
-
-
-def in_use(run):
-    """Return "running", or "running?" if only another machine knows; "" if no process holds the run."""
-    run = run.resolve()
-    for path in (run.with_name(f".{run.name}.lock"), run / ".lock"):
-        with contextlib.suppress(OSError, ValueError):
-            with open_file(path) as f:
-                holder, is_gone = read_holder(f.fileno())
-            if not is_gone:
-                return "running" if f" on {socket.gethostname()} " in holder else "running?"
-    return ""
 
 
 def last_value(rows, metric):

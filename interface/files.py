@@ -1,10 +1,10 @@
-"""The directory of a run, OUT: one run at a time works in it, and a torn line in its files ends no later run.
+"""The directory of a run, OUT: one run at a time works in it, and what is in it is whole.
 
-    write_whole     write a small file so that a reader finds all of it
-    lock, unlock    claim OUT for this process, by locks on files next to it and in it; read_holder: its owner
-    move_aside      rename OUT by what the run in it was
-    sound_rows      the rows of a .jsonl file, without the lines that a kill or a full disk damaged
-    Rows            appends rows to such a file; those that cannot be written wait in memory
+    write_whole     write a small file so that a reader finds all of it; new_part: a large one
+    Rows            appends rows to a .jsonl file; those that a full disk does not take wait in memory
+    sound_rows      the rows of such a file, without the lines that a kill damaged
+    lock, unlock    claim OUT for this process
+    set_aside       rename what is in the way; move_aside: OUT, by what the run in it was
 """
 import contextlib
 import errno
@@ -15,7 +15,7 @@ import re
 import secrets
 import shutil
 import socket
-import stat
+import sys
 import time
 from pathlib import Path
 
@@ -41,12 +41,11 @@ def best_effort(what, errors=OSError):
         warn(f"{what}: {e}; going on without it")
 
 
-def write_whole(path, content):
-    """Write a small file, str or bytes, under another name and rename it.
+# -----------------------------------------------------------------------------
+# Whole files
 
-    A reader finds all of it, or the file as it was before. Other names of the old file, such as a hard link
-    in a backup, keep the old content.
-    """
+def write_whole(path, content):
+    """Write a small file, str or bytes, under another name and rename it."""
     with new_part(path) as part:
         part.write_bytes(content.encode() if isinstance(content, str) else content)
         sync(part)
@@ -56,10 +55,10 @@ def write_whole(path, content):
 def new_part(path):
     """Yield the path of a new, empty file beside `path`, whose name it gets if the body succeeds.
 
-    Its own name is random and is made here: nothing that lay there before is written to, or through.
+    A reader finds all of it, or the file as it was before.
     """
     part = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
-    os.close(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
+    part.touch(exist_ok=False)
     try:
         yield part
         os.replace(part, path)
@@ -158,30 +157,8 @@ def must_write(path, flag="--out", reads=False, left=None):
         raise OSError(f"{path} cannot be written: {e}; {fix}{stays}") from None
 
 
-def move_aside(out):
-    """Rename the directory of a run, and return its new name, NAME.DATE_TIME_stepN.
-
-    It says when the run last wrote a row, and of which step. Where OUT is a symbolic link, the folder that it
-    leads to gets the new name, and the link stays: the next run goes to the same disk.
-    """
-    named = out
-    if out.is_symlink() or out.name == "..":
-        out = out.resolve()
-    metrics = out / "metrics.jsonl"
-    last_file = metrics if metrics.exists() else out
-    when = time.strftime("%Y-%m-%d_%H%M", time.localtime(last_file.stat().st_mtime))
-    step = max((row["step"] for row in sound_rows(metrics)[0]), default=0)
-    name = f"{out.name}.{when}_step{step}"
-    try:
-        new = set_aside(out, name)
-    except OSError as e:
-        if e.errno != errno.EBUSY:
-            raise
-        raise ValueError(f"--out {named} holds another run and is a mount point, which cannot be renamed; "
-                         "give another --out, or --resume auto to go on") from None
-    hold_inside(out, new)
-    return new
-
+# -----------------------------------------------------------------------------
+# What is in the way is renamed
 
 def set_aside(path, name):
     """Rename a file or a folder to `name`, or that with a number if it is taken. Return the new path."""
@@ -200,6 +177,23 @@ def free_name(path):
     return new
 
 
+def move_aside(out):
+    """Rename the directory of a run, and return its new name, NAME.DATE_TIME_stepN. OUT is locked again.
+
+    It says when the run last wrote a row, and of which step. Where OUT is a symbolic link, the folder that it
+    leads to gets the new name, and the link stays: the next run goes to the same disk.
+    """
+    if out.is_symlink() or out.name == "..":
+        out = out.resolve()
+    metrics = out / "metrics.jsonl"
+    last_file = metrics if metrics.exists() else out
+    when = time.strftime("%Y-%m-%d_%H%M", time.localtime(last_file.stat().st_mtime))
+    step = max((row["step"] for row in sound_rows(metrics)[0]), default=0)
+    new = set_aside(out, f"{out.name}.{when}_step{step}")
+    lock(out)
+    return new
+
+
 def copy_rows(out):
     """Copy the rows of a run, NAME.jsonl, as NAME.jsonl.aside. Return the new names.
 
@@ -207,211 +201,105 @@ def copy_rows(out):
     """
     names = []
     for name in ("metrics.jsonl", "experts.jsonl", "notes.jsonl"):
-        if not (out / name).exists():
-            continue
-        new = free_name(out / f"{name}.aside")
-        write_whole(new, read_file(out / name))
-        names.append(new.name)
+        if (out / name).exists():
+            new = free_name(out / f"{name}.aside")
+            write_whole(new, read_file(out / name))
+            names.append(new.name)
     return names
 
 
 # -----------------------------------------------------------------------------
-# The lock
+# The lock: a flock on OUT/.lock. The kernel ends it with the process. Rank 0 takes it for all ranks.
 
-# Each lock is a flock on a small file. OUT's sibling .NAME.lock stays where it is when OUT is renamed.
-# OUT/.lock is seen by all containers that mount OUT itself: each of them sees other siblings. Rank 0 takes
-# both for all ranks; the kernel ends them with the process. Programs that only read OUT never take them.
-
-_held = {}  # {file descriptor: path}: the locks of this process
-_made = []  # directories that lock() made
-_start = None  # lock()'s start
+_held = None  # the open file that this process has locked
+_made = None  # the directory that lock() made, if it did
 
 
-def _forget():
-    """Close the locks' files in a forked child: it shares them, and the locks must not outlive the parent."""
-    _made.clear()
-    while _held:
-        fd, _ = _held.popitem()
-        os.close(fd)
-
-
-os.register_at_fork(after_in_child=_forget)
-
-
-def lock(out, wait=0.0, start=None):
+def lock(out, wait=0.0):
     """Claim OUT for this process until unlock(). OUT is made if it is not there.
 
-    wait: seconds that another run has to leave. start: [job, start] in a batch system, whose earlier starts
-        have ended. Where the file system has no locks, the files of those are taken over.
-    ValueError: another run works in OUT, or a foreign file stands where the lock goes. OSError: the lock file
-        cannot be written.
+    wait: seconds that another run has to leave.
+    ValueError: another run works in OUT, or a foreign file stands where the lock goes. OSError: it cannot be
+        written.
     """
-    global _start
-    _start = start
-    out = Path(out)
+    global _held, _made
+    path = out.resolve() / ".lock"
     until = time.monotonic() + wait
     waits = False
-    for path in _lock_files(out):
-        if path.parent == out.resolve() and not out.is_dir():
-            path.parent.mkdir()  # A link that leads to no folder yet is no name for a new one.
-            _made.append(path.parent)
-        while (holder := _claim(path)) is not None:
-            if time.monotonic() >= until:
-                raise ValueError(f"{out} is in use by {holder}; wait for that run, stop it, or give another "
-                                 "--out")
-            if not waits:
-                waits = True
-                say(f"{out} is in use by {holder}: waiting up to {wait:.0f} s for it to leave")
-            time.sleep(0.1)
+    while (file := _try(path)) is None:
+        holder = in_use(out) or "another run"
+        if time.monotonic() >= until:
+            raise ValueError(f"{out} is in use by {holder}; wait for that run, stop it, or give another "
+                             "--out")
+        if not waits:
+            waits = True
+            say(f"{out} is in use by {holder}: waiting up to {wait:.0f} s for it to leave")
+        time.sleep(0.1)
+    if _held is not None:  # of a directory that has another name now
+        _held.close()
+    _held = file
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%F %T')}".encode())
+
+
+def _try(path):
+    """Return the lock file, open and locked by this process; None: another process has it."""
+    global _made
+    if not path.parent.is_dir():
+        path.parent.mkdir(parents=True)
+        _made = path.parent
+    file = open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666), "ab+", 0)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        return None
+    except OSError as e:
+        warn(f"{path.parent} has no file locks ({e.strerror}): start no second run in it")
+    file.seek(0)
+    written = file.read(200)
+    if written and not written.startswith((b"process ", b'{"host"', b"\0")):  # also one of an older version
+        raise ValueError(f"{path} is where the lock of a run goes, and was not written by one; move it away, "
+                         "or give another --out")
+    if not path.exists() or not os.path.samestat(os.fstat(file.fileno()), path.stat()):
+        file.close()  # its holder has just removed it, in unlock()
+        return _try(path)
+    return file
+
+
+def in_use(out):
+    """Return in words who has locked OUT, or ""."""
+    path = Path(out) / ".lock"
+    try:
+        with open(path) as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return one_line(path.read_text(errors="replace")[:200]) or "another run"
+    except OSError:  # there is no such file, or there are no locks
+        pass
+    return ""
 
 
 def unlock():
-    """Give back what lock() took, if anything. A directory that it made goes too, if it is still empty."""
-    for fd in list(_held):
-        _give_back(fd)
-    while _made:
+    """Give back what lock() took, if anything. A directory that it made goes too, if nothing else came."""
+    global _held, _made
+    if _held is not None:
         with contextlib.suppress(OSError):
-            _made.pop().rmdir()
+            if _made is not None and os.listdir(_made) == [".lock"]:
+                (_made / ".lock").unlink()
+                _made.rmdir()
+        _held.close()
+    _held = _made = None
 
 
-def hold_inside(out, moved_to=None):
-    """Move the lock that lies in OUT to the directory that has this name now, if this process holds OUT.
-
-    Somebody renamed or removed OUT since lock(). moved_to: its new name, if it was this process.
-    OSError, ValueError: as in lock().
-    """
-    path = out.resolve() / ".lock"
-    for fd, held in list(_held.items()):
-        if held != path or _is_at(path, os.fstat(fd)):
-            continue
-        path.parent.mkdir(exist_ok=True)
-        holder = _claim(path)
-        if holder is not None:
-            raise ValueError(f"{out} is in use by {holder}")
-        if moved_to is not None:
-            _held[fd] = moved_to / ".lock"
-        _give_back(fd)
+def _forget():
+    """Close the lock's file in a forked child: it shares the lock, which must not outlive the parent."""
+    global _made
+    _made = None
+    unlock()
 
 
-def _give_back(fd):
-    """End one lock, and remove its file where that has still its name."""
-    path = _held.pop(fd)
-    with contextlib.suppress(OSError):
-        if _is_at(path, os.fstat(fd)):
-            # The file goes before the lock ends: who has just opened it sees that it lost its name.
-            path.unlink()
-    os.close(fd)
-
-
-def _lock_files(out):
-    """Return the lock files of OUT in the order in which they are taken.
-
-    One lies next to OUT, one next to its target where OUT is a symbolic link, and the last one in OUT. Where
-    a parent takes no file, nobody can rename OUT either, and there is none next to it.
-    """
-    real = out.resolve()
-    named = real if out.name in ("", "..") else out.parent.resolve() / out.name
-    siblings = set()
-    for path in (real, named):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if os.access(path.parent, os.W_OK | os.X_OK):
-            siblings.add(path.with_name(f".{path.name}.lock"))
-    return [*sorted(siblings), real / ".lock"]
-
-
-def _claim(path):
-    """Lock the file at path for this process. Return None, or in words who has it."""
-    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
-    try:
-        fd = os.open(path, flags | os.O_EXCL, 0o666)
-        is_new = True
-    except FileExistsError:
-        fd = os.open(path, flags)
-        is_new = False
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as e:
-        holder, is_gone = read_holder(fd)
-        if isinstance(e, BlockingIOError):  # the file system has locks, and another process holds this one
-            os.close(fd)
-            return holder
-        if not (is_new or is_gone or _is_of_earlier_start(fd)):
-            os.close(fd)
-            return f"{holder} (if that run has ended, delete {path})"
-        if not (_held or is_new or is_gone):
-            warn(f"{path} is of {holder}, an earlier start of this job, {_start[0]}: taken over")
-        elif not _held:
-            warn(f"{path.parent} has no file locks ({e.strerror}): while {path} exists, no other run of this "
-                 f"--out starts")
-    if not _is_at(path, os.fstat(fd)):  # its holder left and deleted it between our two calls
-        os.close(fd)
-        return _claim(path)
-    if not _may_be_lock(fd):
-        os.close(fd)
-        raise ValueError(f"{path} is where the lock of a run goes, and was not written by one; move it away, "
-                         "or give another --out")
-    _held[fd] = path
-    me = {"host": socket.gethostname(), "pid": os.getpid(), "time": time.strftime("%Y-%m-%d %H:%M:%S")}
-    if _start is not None:
-        me["start"] = _start
-    os.ftruncate(fd, 0)
-    os.pwrite(fd, json.dumps(me).encode(), 0)
-    return None
-
-
-def _may_be_lock(fd):
-    """Whether an open file is empty, or has what a run writes into its lock."""
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
-        return False
-    written = os.pread(fd, 4096, 0).strip(b"\0")  # zeros: the machine went down before it wrote the file
-    return not written or _holder(written) is not None
-
-
-def _is_at(path, status):
-    """Whether the open file with this status still has this name."""
-    try:
-        return os.path.samestat(os.stat(path), status)
-    except FileNotFoundError:
-        return False
-
-
-def read_holder(fd):
-    """Return (in words who wrote the lock file, whether that was a process of this host which has ended)."""
-    holder = _holder(os.pread(fd, 4096, 0))
-    if holder is None:  # it is being written
-        return "another process", False
-    host, pid, since = holder
-    is_gone = host == socket.gethostname() and has_ended(pid)
-    return f"process {pid} on {ascii(host)[1:-1]} since {ascii(since)[1:-1]}", is_gone
-
-
-def _holder(written):
-    """Return (host, process, since when) from the bytes of a lock file; None if they have not all of it."""
-    try:
-        said = json.loads(written)
-        return str(said["host"]), int(said["pid"]), str(said["time"])
-    except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
-        return None
-
-
-def _is_of_earlier_start(fd):
-    """Whether another start of the batch job of this process wrote the lock file."""
-    try:
-        job, start = json.loads(os.pread(fd, 4096, 0))["start"]
-    except (ValueError, TypeError, KeyError, RecursionError):
-        return False
-    return _start is not None and job == _start[0] and start != _start[1]
-
-
-def has_ended(pid):
-    """Whether this host has no process of this number."""
-    try:
-        os.kill(pid, 0)  # sends no signal: asks whether the process exists
-    except PermissionError:  # another user's process
-        return False
-    except (OSError, OverflowError):
-        return True
-    return False
+os.register_at_fork(after_in_child=_forget)
 
 
 # -----------------------------------------------------------------------------
@@ -426,20 +314,14 @@ def sound_rows(path):
     damaged = 0
     text = read_file(path) if Path(path).exists() else b""
     for line in text.split(b"\n"):
-        row = _sound_row(line)
-        if row is not None:
+        row = None
+        with contextlib.suppress(ValueError, RecursionError):
+            row = json.loads(line.decode())
+        if isinstance(row, dict) and type(row.get("step")) is int:
             rows.append(row)
         elif line:
             damaged += 1
     return rows, damaged
-
-
-def _sound_row(line):
-    """Return the row of a line of a .jsonl file, or None."""
-    row = None
-    with contextlib.suppress(ValueError, RecursionError):
-        row = json.loads(line.decode())
-    return row if isinstance(row, dict) and type(row.get("step")) is int else None
 
 
 class Rows:
@@ -451,9 +333,7 @@ class Rows:
 
     def __init__(self, path, until, create=False):
         self.path = Path(path)
-        self.file = None  # open for appending, and its status; None until there is something to write
-        self.status = None
-        self.waiting = b""  # what could not be written yet
+        self.waiting = b""  # rows that could not be written yet
         rows, damaged = sound_rows(path)
         rows = [row for row in rows if row["step"] <= until]
         if damaged and until >= 0:
@@ -461,27 +341,9 @@ class Rows:
             warn(f"{path}: {damaged} damaged line(s) removed; {last}")
         if create or self.path.exists():
             write_whole(self.path, "".join(json.dumps(row) + "\n" for row in rows))
-            self.open()
-
-    def open(self):
-        """Open the file for appending, and its directory if that is gone."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.file = open(self.path, "ab", buffering=0)
-        self.status = os.stat(self.path)
-
-    def is_lost(self):
-        """Whether somebody removed or renamed the file while it is open."""
-        return self.file is not None and not _is_at(self.path, self.status)
-
-    def leave_links(self):
-        """If somebody gave the open file a second name, as cp -al does, go on in a copy: it is a backup."""
-        if self.file is not None and os.fstat(self.file.fileno()).st_nlink > max(1, self.status.st_nlink):
-            write_whole(self.path, self.path.read_bytes())
-            self.file.close()
-            self.open()
 
     def add(self, row):
-        """Append a row, and those that wait. If it cannot be written now, it waits in memory.
+        """Append a row. If it cannot be written now, it waits in memory.
 
         TypeError: a value is no number, text, list or dict, for example a tensor.
         """
@@ -489,25 +351,31 @@ class Rows:
             if not isinstance(value, (bool, int, float, str, list, dict, type(None))):
                 raise TypeError(f"{self.path.name}: {key} is a {type(value).__name__}; give a number, as "
                                 "tensor.item() is")
+        is_first = not self.waiting
         self.waiting += (json.dumps(row) + "\n").encode()
         try:
-            lost = self.is_lost()
-            if not lost:
-                self.leave_links()
-            if lost or self.file is None:
-                self.open()
-            if lost:
-                warn(f"{self.path} was removed or renamed: its rows are gone from there, a new one begins")
-            # The file is unbuffered: bytes that were not written stay here and go with the next row.
-            while self.waiting:
-                written = self.file.write(self.waiting)
-                self.waiting = self.waiting[written:]
+            self._write()
         except OSError as e:
-            warn(f"{self.path}: {e}; its rows wait in memory")
+            if is_first:
+                warn(f"{self.path}: {e}; its rows wait in memory")
+
+    def _write(self):
+        """Append the rows that wait, all of them or none. OSError: the disk is full."""
+        with open(self.path, "ab", buffering=0) as file:
+            size = os.fstat(file.fileno()).st_size
+            try:
+                if file.write(self.waiting) < len(self.waiting):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            except OSError:
+                file.truncate(size)  # no part of a row stays
+                raise
+        self.waiting = b""
 
     def close(self):
-        """Close the file. If somebody removed it, say so."""
-        if self.is_lost():
-            warn(f"{self.path} was removed or renamed: its rows are gone from there")
-        if self.file is not None:
-            self.file.close()
+        """Try once more to write the rows that wait. Those for which there is no room go to stderr."""
+        try:
+            if self.waiting:
+                self._write()
+        except OSError as e:
+            warn(f"{self.path} is not complete: {e}; its last rows:")
+            print(self.waiting.decode(), end="", file=sys.stderr, flush=True)

@@ -184,18 +184,6 @@ def scheduler():
     return None
 
 
-def job_start():
-    """Return [job, start] of a launcher that scripts/restart.sh has started in a batch job, or None.
-
-    The script runs the starts of a job one after another, so an earlier one has ended.
-    """
-    found = scheduler()
-    if found is None or "NANOSHARD_START" not in os.environ:
-        return None
-    name, job, _ = found
-    return [f"{name} {job}", os.environ["NANOSHARD_START"]]
-
-
 @contextlib.contextmanager
 def torch_reads_environment():
     """Turn torch's error about a variable that it reads when it is imported into one line and exit code 2.

@@ -32,10 +32,7 @@ from interface import report
 from interface.command_line import one_line
 from interface.files import (
     Rows,
-    best_effort,
-    hold_inside,
     must_write,
-    warn,
     write_whole,
 )
 from interface.presets import PRESETS
@@ -435,16 +432,6 @@ class Log:
             write_whole(self.out / name, content)
         self._keep_history(rows)
 
-    def _write_again(self):
-        """If somebody removed or renamed OUT, make it again: without config.json no program reads it."""
-        if (self.out / "config.json").exists():
-            return
-        with best_effort(f"{self.out}/config.json, which was removed or renamed", (OSError, ValueError)):
-            hold_inside(self.out)
-            self._write_start()
-            if not self.metrics.is_lost():  # else the next row says so
-                warn(f"{self.out}/config.json was removed or renamed: it is written again")
-
     def _history(self):
         """Return the row of this start, behind the config.json of a run that began without history.jsonl."""
         rows = [self.begun]
@@ -464,7 +451,6 @@ class Log:
     def row(self, **values):
         """Write and print one logged step. A key whose value is None does not apply and is left out."""
         values = {key: value for key, value in values.items() if value is not None}
-        self._write_again()
         self.metrics.add(values)
         self.last_row = values
         steps = self.begun["config"].get("steps")
@@ -513,10 +499,6 @@ class Log:
 
     def close(self):
         """Say what could not be written, when the run has ended."""
-        self._write_again()
-        if self.metrics.waiting:
-            warn(f"{self.out}/metrics.jsonl is not complete; its last rows:")
-            print(self.metrics.waiting.decode(), file=sys.stderr, flush=True)
         self.metrics.close()
         self.expert_rows.close()
         self.notes.close()

@@ -40,7 +40,6 @@ from runtime.changed_flags import (
     refuse_unknown,
 )
 from runtime.launch import exit_together
-from runtime.launcher import job_start
 from runtime.read_checkpoint import check_together, load_tensors, newest_under, sent_index
 from runtime.saver import Saver
 from skip import Ranges
@@ -202,7 +201,7 @@ def prepare_out_dir(cfg, world, out):
         if world.rank == 0:
             # A requeued job may start before the last processes of the stopped one have ended.
             wait = min(files.LOCK_WAIT, cfg.timeout / 2) if cfg.resume == "auto" else 0
-            files.lock(out, wait, job_start())
+            files.lock(out, wait)
             checkpoint.recover(out)
             refuse_foreign_folder(out)
             is_here = not out.is_absolute() and Path.cwd().is_relative_to(out.resolve())

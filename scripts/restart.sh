@@ -5,7 +5,6 @@
 # names, or on which a signal ended the first rank, as srun or mpiexec says. If a host is silent and no spare
 # is left, the exit code is 85: queue the job again.
 # Exercised: with a real Slurm and a real PBS, and with stand-ins (docs/cluster.md, tests/test_restart.py).
-export NANOSHARD_START=$$.$(date +%s%N)  # a later start of the same job may take over a lock of this one
 [ "${SPARES:-0}" = 0 ] && exec "$@"
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 printed=$(mktemp) || exit 1

@@ -2,7 +2,6 @@
 
 test_resume.py has what a run does with its own files.
 """
-import contextlib
 import errno
 import json
 import os
@@ -26,13 +25,12 @@ from safetensors.torch import load_file
 import checkpoint
 import convert
 import plot
-import train
 from config import Config
 from corpus import shards
 from interface import files, report
 from interface.schema import ChangedFile, load_json
 from ops import checksum
-from runtime import hang, launcher, log, resume
+from runtime import hang, resume
 from runtime.launch import World
 
 # -----------------------------------------------------------------------------
@@ -44,28 +42,22 @@ def session_in_use(world, argv, wait=0.0, leaves=False):
     leaves: that run ends as soon as the session waits for it.
     """
     out = next(a for a in argv if a.startswith("--out="))[6:]
-    held = {}
+    held = None
     if world.rank == 0:
-        files.lock(Path(out).resolve())
-        held.update(files._held)  # the session's own unlock() must not find them
-        files._held.clear()
-
-    def leave():
-        while held:
-            fd, path = held.popitem()
-            path.unlink()
-            os.close(fd)
+        files.lock(Path(out))
+        held, files._held = files._held, None  # the session's own unlock() must not find it
 
     def sleep(seconds):  # the session has said that it waits, and sleeps between two looks at the lock
         if leaves:
-            leave()
+            held.close()
         time.sleep(seconds)
 
     clock = SimpleNamespace(**{**vars(time), "sleep": sleep})
     with mock.patch.multiple(files, LOCK_WAIT=wait, time=clock):
         result = session(world, argv)
-    assert not (leaves and held), "nobody waited for the lock"
-    leave()
+    assert not leaves or held.closed, "nobody waited for the lock"
+    if held is not None:
+        held.close()
     return result
 
 
@@ -92,57 +84,16 @@ def test_resume_auto_waits_for_a_run_that_is_leaving(tmp_path):
     assert got["code"] == 0 and got["out"].count("waiting up to 60 s") == 1 and "resumed" in got["out"]
 
 
-def test_a_file_system_without_locks(tmp_path, monkeypatch, capsys):
-    """The file is the lock then: of a process that has ended it is replaced, of any other it is obeyed."""
-    def no_locks(fd, how):
+def test_a_file_system_without_locks_is_said(tmp_path, monkeypatch, capsys):
+    def no_locks(file, how):
         raise OSError(errno.ENOLCK, "No locks available")
     monkeypatch.setattr(files.fcntl, "flock", no_locks)
-    path, out = tmp_path / ".run.lock", tmp_path / "run"
-    files.lock(out)
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1 and "no file locks" in said and str(path) in said
-    assert json.loads(path.read_text())["pid"] == os.getpid()
-    with pytest.raises(ValueError, match=f"process {os.getpid()} on .*delete {path}"):
-        files.lock(out)
+    files.lock(tmp_path / "run")
+    assert capsys.readouterr().err == (f"nanoshard: {tmp_path}/run has no file locks (No locks available): "
+                                       "start no second run in it\n")
+    assert (tmp_path / "run/.lock").read_text().startswith(f"process {os.getpid()} on ")
     files.unlock()
-    assert not path.exists()
-    ended = subprocess.Popen(["true"])
-    ended.wait()
-    for host, works in ((socket.gethostname(), True), ("another-host", False)):
-        path.write_text(json.dumps({"host": host, "pid": ended.pid, "time": "then"}))
-        with contextlib.nullcontext() if works else pytest.raises(ValueError, match=f"{host}.*delete"):
-            files.lock(out)
-        files.unlock()
-
-
-def test_a_later_start_of_the_same_job_takes_the_lock_of_a_dead_host(tmp_path, monkeypatch, capsys):
-    """Where the file system has no locks. A run of another job, or of the same start, keeps its lock."""
-    def no_locks(fd, how):
-        raise OSError(errno.ENOLCK, "No locks available")
-    monkeypatch.setattr(files.fcntl, "flock", no_locks)
-    out = tmp_path / "run"
-    for env in ({"PBS_JOBID": "7"}, {"NANOSHARD_START": "1.1"}):
-        with mock.patch.dict(os.environ, env):
-            assert launcher.job_start() is None
-    monkeypatch.setenv("PBS_JOBID", "7.pbs1")
-    monkeypatch.setenv("NANOSHARD_START", "1.1")
-    locks = tmp_path / ".run.lock", out / ".lock"
-    for start, works in ((["PBS 7.pbs1", "0.9"], True), (["PBS 7.pbs1", "1.1"], False),
-                         (["PBS 8.pbs1", "0.9"], False), (7, False)):
-        out.mkdir(exist_ok=True)
-        for path in locks:
-            path.write_text(json.dumps({"host": "n1", "pid": 12, "time": "then", "start": start}))
-        with contextlib.nullcontext() if works else pytest.raises(ValueError, match="12 on n1 since then"):
-            files.lock(out, 0, launcher.job_start())
-        said = capsys.readouterr().err
-        if works:
-            assert said == (f"nanoshard: {locks[0]} is of process 12 on n1 since then, an earlier start of "
-                            "this job, PBS 7.pbs1: taken over\n")
-            assert all(json.loads(path.read_text())["start"] == ["PBS 7.pbs1", "1.1"] for path in locks)
-        files.unlock()
-    with pytest.raises(ValueError, match="12 on n1 since then"):
-        files.lock(out)  # no job
-    files.unlock()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_lock_ends_with_the_run_and_is_not_inherited(tmp_path):
@@ -163,17 +114,6 @@ def test_the_lock_ends_with_the_run_and_is_not_inherited(tmp_path):
         os.close(reader)
         os.close(writer)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
-
-
-def test_where_the_parent_takes_no_file_the_lock_lies_in_the_directory(tmp_path, monkeypatch):
-    """As with --out /output in a container. Nobody can rename such a directory away from its lock."""
-    out = tmp_path / "parent" / "run"
-    out.mkdir(parents=True)
-    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path / "parent")
-    files.lock(out)
-    assert (out / ".lock").exists() and not (tmp_path / "parent" / ".run.lock").exists()
-    files.unlock()
-    assert list(out.iterdir()) == []
 
 
 def test_a_mounted_directory_is_locked_under_all_its_names(tmp_path):
@@ -202,7 +142,6 @@ def test_a_mounted_directory_is_locked_under_all_its_names(tmp_path):
     if got.returncode == 99 or "unshare" in got.stderr:
         pytest.skip(f"no right to mount: {got.stderr.strip()}")
     assert f"{b} is in use by process {os.getpid()} on " in got.stdout, got.stderr
-    assert list(a.iterdir()) == []
 
 
 def test_a_directory_that_was_renamed_is_locked_under_its_name_again(tmp_path):
@@ -210,7 +149,8 @@ def test_a_directory_that_was_renamed_is_locked_under_its_name_again(tmp_path):
     files.lock(out)
     (out / "metrics.jsonl").write_text("")
     moved = files.move_aside(out)
-    assert [path.name for path in moved.iterdir()] == ["metrics.jsonl"]
+    assert {path.name for path in moved.iterdir()} == {"metrics.jsonl", ".lock"}
+    assert files.in_use(out) and not files.in_use(moved)
     assert [path.name for path in out.iterdir()] == [".lock"]
     files.unlock()
     assert list(tmp_path.iterdir()) == [moved]
@@ -242,20 +182,16 @@ def test_a_lock_that_made_its_directory_removes_it_if_nothing_came(tmp_path):
 def test_a_foreign_file_in_the_place_of_the_lock_stays(tmp_path):
     out = tmp_path / "run"
     out.mkdir()
-    for path in (tmp_path / ".run.lock", out / ".lock"):
-        path.write_text("a poem of mine")
-        with pytest.raises(ValueError, match=f"^{path} .*move it away"):
-            files.lock(out)
-        files.unlock()
-        assert path.read_text() == "a poem of mine"
-        path.write_bytes(bytes(64))  # of a machine that went down
-        files.lock(out)
-        files.unlock()
-        assert not path.exists()
-    os.mkfifo(out / ".lock")
-    with pytest.raises(ValueError, match="move it away"):
+    path = out / ".lock"
+    path.write_text("a poem of mine")
+    with pytest.raises(ValueError, match=f"^{path} .*move it away"):
         files.lock(out)
     files.unlock()
+    assert path.read_text() == "a poem of mine"
+    for left in (bytes(64), b'{"host": "a", "pid": 1}'):  # of a machine that went down; of an older version
+        path.write_bytes(left)
+        files.lock(out)
+        files.unlock()
 
 
 def test_a_working_directory_with_a_run_is_not_renamed(tmp_path, monkeypatch):
@@ -368,40 +304,6 @@ def test_dump_grads_does_not_replace_a_file_that_came_meanwhile(tmp_path):
     assert path.read_text() == "mine" and not list(tmp_path.glob("*.parts"))
 
 
-@pytest.mark.parametrize("how", ["removed", "renamed"])
-def test_a_directory_that_vanishes_under_a_run_is_made_again(how, tmp_path):
-    out = tmp_path / "run"
-    data = chars(tmp_path)
-
-    def vanish(run, *args, **options):
-        if run.state.step == 3:
-            out.rename(tmp_path / "moved")
-            if how == "removed":
-                shutil.rmtree(tmp_path / "moved", ignore_errors=True)  # a save may be under way there
-        return real(run, *args, **options)
-    real = train.Run.log
-    argv = [*TINY, "--vocab-size=0", f"--data={data}", f"--out={out}", "--steps=6", "--save-every=2"]
-    with mock.patch.object(train.Run, "log", vanish):
-        got = session(World(), argv)
-    assert got["code"] == 0 and "metrics.jsonl was removed or renamed" in got["err"]
-    there = {p.name for p in out.iterdir()}
-    assert there >= {"config.json", "tokenizer.json", "meta.json", "history.jsonl", "step_000006"}
-    assert [r["step"] for r in rows(out)] == [3, 4, 5, 6] and ".lock" not in there
-    assert json.loads((out / "config.json").read_text())["vocab_size_used"] > 0
-    (again,) = run_ranks(1, session, [*argv[:-2], "--steps=7", "--resume=auto"])
-    assert again["code"] == 0 and "resumed" in again["out"]
-    if how == "renamed":
-        files.lock(tmp_path / "moved")  # would raise
-        files.unlock()
-
-
-def test_the_data_may_be_gone_when_the_directory_is_made_again(tmp_path):
-    log_of_run = log.Log(tmp_path / "run", {"a": 1}, others={"tokenizer.json": b"{}"})
-    shutil.rmtree(tmp_path / "run")
-    log_of_run.close()
-    assert (tmp_path / "run/tokenizer.json").read_bytes() == b"{}"
-
-
 def test_links_are_neither_followed_nor_changed(tmp_path):
     """Symbolic links with the names of temporary files, and a backup by hard links (cp -al)."""
     out = tmp_path / "run"
@@ -417,10 +319,10 @@ def test_links_are_neither_followed_nor_changed(tmp_path):
     assert (out / ".config.json.part").read_text() == "foreign"
     backup = tmp_path / "backup"
     subprocess.run(["cp", "-al", out, backup], check=True)
-    before = {p: p.read_bytes() for p in backup.rglob("*") if p.is_file()}
+    before = {p: p.read_bytes() for p in backup.rglob("*") if p.is_file() and p.name != ".lock"}
     assert {"metrics.jsonl", "loss.txt", "history.jsonl"} <= {p.name for p in before}
     go(1, out, "--steps=4", "--resume=auto", "--profile")
-    assert before == {p: p.read_bytes() for p in backup.rglob("*") if p.is_file()}
+    assert before == {p: p.read_bytes() for p in before}
 
 
 def test_a_row_with_a_tensor_names_its_key(tmp_path):
@@ -446,17 +348,6 @@ def test_a_run_without_checkpoints_is_renamed_if_the_next_one_has_other_flags(tm
         assert resume.has_other_flags(Config(), moved)
     kept = [json.loads(line)["step"] for line in (moved / "metrics.jsonl").read_text().splitlines()]
     assert kept == [json.loads(line)["step"] for line in before.splitlines()]
-
-
-def test_a_backup_by_hard_links_of_a_running_run_stays_as_it_is(tmp_path):
-    written = files.Rows(tmp_path / "a.jsonl", -1, create=True)
-    written.add({"step": 1})
-    os.link(tmp_path / "a.jsonl", tmp_path / "backup")
-    written.add({"step": 2})
-    written.add({"step": 3})
-    written.close()
-    assert files.sound_rows(tmp_path / "backup") == ([{"step": 1}], 0)
-    assert files.sound_rows(tmp_path / "a.jsonl") == ([{"step": 1}, {"step": 2}, {"step": 3}], 0)
 
 
 def test_a_pipe_in_the_place_of_a_file_is_refused_at_once(tmp_path):
