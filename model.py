@@ -258,6 +258,10 @@ class GPT(nn.Module):
         if cfg.lora:
             add_lora(self)
 
+    def draw(self, p, name):
+        """Return what a parameter starts from: ddp.draw_weights has given it memory."""
+        return initial_weights(p, name, self, self.cfg.seed)
+
     def provide_weights(self, module, x=None):
         """Wait for the newest weights of a module before it reads them. x: the module's input."""
         if self.data_parallel is not None:

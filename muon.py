@@ -304,7 +304,6 @@ class Muon:
     moments = ("momentum",)
 
     def __init__(self, cfg, data_parallel):
-        self.data_parallel = data_parallel
         self.momentum = cfg.momentum
         self.decay = cfg.weight_decay
         self.lr_factor = cfg.muon_lr_factor
@@ -312,11 +311,11 @@ class Muon:
         self.state = {}
         of_axis = {}  # name of an axis: buckets
         for bucket in data_parallel.buckets:
-            if bucket.contents.optimizer != "muon":
+            if bucket.optimizer != "muon":
                 continue
             self.buckets.append(bucket)
             self.state[bucket.master] = {"momentum": torch.zeros_like(bucket.master)}
-            of_axis.setdefault(bucket.contents.reduction_axis, []).append(bucket)
+            of_axis.setdefault(bucket.axis.name, []).append(bucket)
         # On a GPU two kernels of ops/kernels.py read and write each number once: 26 bytes per
         # weight, without the iteration. If you change add_gradient or update, change the kernels,
         # or set this to False.
@@ -339,7 +338,7 @@ class Muon:
             updates = group.orthogonalise(vector).split(group.sizes)
             for i in reversed(range(len(updates))):  # Roughly the first layers go first.
                 self.update(group.buckets[i], updates[i], lr * self.lr_factor, not_finite)
-                self.data_parallel.on_updated(group.buckets[i])
+                group.buckets[i].after_update()
 
     def add_gradient(self, momentum, grad, direction, divisor, not_finite):
         """Add a gradient to its momentum, and write the direction: (n,) each."""

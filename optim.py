@@ -11,11 +11,13 @@ import torch
 
 from config import ceil_div
 from muon import Muon
-from ops import backend, flat
+from ops import backend
 from ops.split_master import SplitMaster, whole
 
 INITIAL_LOSS_SCALE = 65536.0
 LOSS_SCALE_STEPS = 2000  # without an overflow, after which the loss scale is doubled
+BLOCK = 2048  # elements whose squares a program of the Triton kernel sums at once
+TIMES = 4  # how many times it does so
 VOTES = 6  # reasons to stop the run, which travel with the statistics: runtime.agree.REASONS
 
 
@@ -55,7 +57,7 @@ class AdamW:
 
     def __init__(self, data_parallel, betas, decay, eps=1e-8, moments_dtype=None):
         self.data_parallel = data_parallel
-        self.buckets = [b for b in data_parallel.buckets if b.contents.optimizer == "adamw"]
+        self.buckets = [b for b in data_parallel.buckets if b.optimizer == "adamw"]
         self.betas = betas
         self.decay = decay
         self.eps = eps
@@ -106,7 +108,7 @@ class AdamW:
                 bucket.own.copy_(p)  # rounds; in fp32 nothing: both are the same memory
             else:
                 p.copy_(master)
-            self.data_parallel.on_updated(bucket)  # under ZeRO-1 and 2 it starts the all-gather
+            bucket.after_update()  # under ZeRO-1 and 2 it starts the all-gather
 
     def step_triton(self, lr, divisor, not_finite):
         """Do what the lines in step() do in one pass over memory: 30 bytes per weight."""
@@ -128,7 +130,25 @@ class AdamW:
                 updated, bucket.grad_total, state["exp_avg"], state["exp_avg_sq"], rounded,
                 scalars, 1 - lr * decay, 1 - beta1, 1 - beta2, self.eps, master.numel(),
                 OUT=bucket.own.dtype != master.dtype, SPLIT=is_split, BLOCK=2048, num_warps=8)
-            self.data_parallel.on_updated(bucket)
+            bucket.after_update()
+
+
+def sums_of_squares(slices):
+    """Return the sum of squares of each slice, (k,) fp64, by Triton.
+
+    Torch's norms read at half the bandwidth.
+    """
+    from ops import kernels
+    parts = [ceil_div(piece.numel(), TIMES * BLOCK) for piece in slices]
+    # Each slice has a row for the sums of its parts, in fp32. Rows begin at multiples of 128
+    # elements, so Triton compiles one kernel for all of them.
+    width = ceil_div(max(parts), 128) * 128
+    sums = torch.zeros(len(slices), width, device=slices[0].device)
+    for piece, row, n_parts in zip(slices, sums, parts, strict=True):
+        if n_parts:
+            kernels.sum_squares[(n_parts,)](piece, row, piece.numel(), TIMES=TIMES, BLOCK=BLOCK,
+                                            num_warps=8)
+    return sums.sum(1, dtype=torch.float64)
 
 
 class StepStats(NamedTuple):
@@ -187,7 +207,7 @@ class Optimizer:
         if full:
             slices += [m.own if isinstance(m, SplitMaster) else m for m in self.masters]
         if self.adam.use_triton:
-            squares = flat.sums_of_squares(slices)
+            squares = sums_of_squares(slices)
         else:  # in fp64: a CPU's fp32 norm is a plain sum, 5e-5 off for a million elements
             norms = [torch.linalg.vector_norm(piece, dtype=torch.float64) for piece in slices]
             squares = torch.stack(norms).square()
@@ -260,7 +280,7 @@ class Optimizer:
         for bucket in reversed(self.data_parallel.buckets):
             if not isinstance(bucket.master, SplitMaster):  # That one has rounded into own already.
                 bucket.own.copy_(bucket.master)
-            self.data_parallel.on_updated(bucket)
+            bucket.after_update()
 
     @torch.no_grad()
     def masters_from_model(self):

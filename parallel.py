@@ -286,7 +286,7 @@ _gives_memory = True  # whether parameter() gives its parameters memory
 def parameters_without_memory():
     """Within this context `parameter` makes parameters of 0 bytes.
 
-    Nothing may read or write them before ddp.DataParallel.draw_weights has given them memory: torch
+    Nothing may read or write them before ddp.draw_weights has given them memory: torch
     does not check that.
     """
     global _gives_memory

@@ -51,7 +51,7 @@ def forward_backward(model, data_parallel, batches, n_trained, loss_scale=None, 
         # The one exception: the router's loss is a mean over each micro-batch.
         router_part = router_loss / (len(batches) * model.mesh.dp.size)
         # In the last micro-batch, a bucket's sum starts as soon as its gradients are complete.
-        data_parallel.announce_backward(completes_grads=i == len(batches) - 1)
+        data_parallel.completes_grads = i == len(batches) - 1
         with data_parallel.timers("backward"):
             (mean_part + router_part).backward(loss_scale)
     return total
@@ -81,7 +81,7 @@ def several_stages(model, data_parallel, batches, n_trained, loss_scale, seeds, 
         hidden, out, router_loss = waiting.pop((i, chunk))
         backwards_done[chunk] += 1
         # Only a chunk's last backward completes the sums of its gradients.
-        data_parallel.announce_backward(completes_grads=backwards_done[chunk] == len(batches))
+        data_parallel.completes_grads = backwards_done[chunk] == len(batches)
         outputs, grads = [out], [loss_scale if is_last_stage(model, chunk) else grad]
         if router_loss.requires_grad:
             outputs.append(router_loss)

@@ -9,7 +9,6 @@
 import contextlib
 import sys
 import time
-from functools import partial
 from pathlib import Path
 
 if __name__ == "__main__":  # before torch, whose import takes seconds: signals, --help, wrong flags
@@ -25,7 +24,7 @@ from config import Outcome, draws_random_numbers
 from corpus.batches import batch_size, micro_batches, trained_tokens
 from fast.choose import choose
 from fast.graph import make_step
-from model import DTYPES, GPT, initial_weights
+from model import DTYPES, GPT
 from optim import Optimizer, learning_rate
 from parallel import parameters_without_memory
 from pipeline import dropout_seeds, forward_backward, forward_only, rank_layers
@@ -166,8 +165,8 @@ def build(cfg, mesh, vocab_size, device, timers=contextlib.nullcontext, choice=N
     # parameter gets memory just before its bucket is made, so with --zero 3 no rank ever holds all
     # of the model.
     torch.set_default_dtype(torch.promote_types(dtype, torch.float32))
-    # Where no fast way is taken, as on a CPU, install() changes nothing, and the Comms that
-    # comm_maker() provides are ddp.Comm or, for ZeRO-2 and 3, zero.SlotComm.
+    # Where no fast way is taken, as on a CPU, install() changes nothing, and bucket_class() returns
+    # the plain class that it is given.
     try:
         with torch.device(device), parameters_without_memory():
             model = GPT(cfg, mesh, vocab_size, rank_layers(cfg, mesh.pp))
@@ -181,9 +180,8 @@ def build(cfg, mesh, vocab_size, device, timers=contextlib.nullcontext, choice=N
         torch.set_float32_matmul_precision("high" if is_16_bit else "highest")
     DataParallelClass = LEVELS[cfg.zero]
     data_parallel = DataParallelClass(model, mesh, cfg.zero, timers, dtype=dtype,
-                                      make_comm=choice.comm_maker(cfg), optimizer=cfg.optimizer,
-                                      split_masters=cfg.split_masters,
-                                      draw=partial(initial_weights, model=model, seed=cfg.seed))
+                                      optimizer=cfg.optimizer, split_masters=cfg.split_masters,
+                                      faster=choice.bucket_class)
     return model, data_parallel, Optimizer(cfg, data_parallel)
 
 

@@ -11,16 +11,14 @@ import itertools
 import torch
 
 from ddp import (
-    BUCKET_ELEMENTS,
-    Comm,
+    Bucket,
     DataParallel,
-    FlatBuffers,
     assign_buckets,
-    trained_parameters,
+    draw_weights,
+    padded_elements,
     unique,
-    untimed,
+    uses_weight_decay,
 )
-from ops.flat import padded_elements
 from parallel import CompletedWork
 
 # -----------------------------------------------------------------------------
@@ -29,8 +27,10 @@ from parallel import CompletedWork
 class Slot:
     """A buffer for one bucket's gradients: backward fills it while the other slot is reduced."""
 
-    def __init__(self, n, dtype, device):
-        self.buffer = torch.zeros(n, dtype=dtype, device=device)
+    def __init__(self, n, flat, axis):
+        """n: elements. flat: that of a bucket. axis: the ranks of the stage that share buckets."""
+        dtype = torch.promote_types(flat.dtype, torch.float32)
+        self.buffer = torch.zeros(n, dtype=dtype, device=flat.device)
         self.user = None  # the bucket whose gradients are in the buffer
 
     def give_to(self, bucket):
@@ -39,87 +39,77 @@ class Slot:
         self.user = bucket
 
 
-class SlotComm(Comm):
-    """How a SlotBucket's numbers travel over NCCL or gloo; fast/peer.py has a faster one."""
-
-    def __init__(self, slot=None):
-        super().__init__()
-        self.slot = slot
-
-    def new_slot(self, n, model_dtype, device, axis):
-        return Slot(n, torch.promote_types(model_dtype, torch.float32), device)
-
-    def allocate(self, shard, own_slice, weights, dtype):
-        flat = weights if weights.dtype == dtype else torch.zeros_like(weights, dtype=dtype)
-        return flat, self.slot.buffer[:weights.numel()], torch.zeros_like(weights[own_slice])
-
-    def start_reduce(self, bucket):
-        # SUM of n numbers, n/size of them to each rank, over bucket.shard
-        return bucket.shard.start_reduce_scatter(bucket.grad[bucket.own_slice], bucket.grad)
-
-    def add_to_total(self, bucket):
-        reduced = bucket.grad[bucket.own_slice]
-        if bucket.total_is_empty:
-            bucket.grad_total.copy_(reduced)
-        else:
-            bucket.grad_total.add_(reduced)
-
-    def keep(self, own):  # own is a window of weights that will be freed
-        return own.clone()
-
-
-class SlotBucket(FlatBuffers):
+class SlotBucket(Bucket):
     """A bucket that is reduced in every micro-batch.
 
     Gradients wait in p.grad until the bucket's last one has come. Then all go into the slot, the
     reduce starts, and its result, this rank's slice, is added to grad_total. With --shard, the
     total is summed over the replicas once a step.
     """
+    slot_class = Slot
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.in_turn = False  # take() starts the sums.
+
+    def allocate(self, weights):
+        self.grad_total = torch.zeros_like(weights[self.own_slice])
+
+    def use(self, slot):
+        self.slot = slot
+        self.grad = slot.buffer[:self.flat.numel()]
+        self.grad_windows = self.windows(self.grad)
 
     def reset(self):
         self.missing = set(range(len(self.params)))  # gradients of this micro-batch
-        self.pending_params = len(self.params)  # gradients of the last micro-batch
+        self.pending = len(self.params)  # gradients of the last micro-batch
         self.total_is_empty = True
-        self.reduce_handle = self.replica_handle = None
+        self.sum_handle = self.replica_handle = None
         self.reduces_last = False  # the reduce under way has the last gradients of this step
 
-    def on_grad_ready(self, i, completes_grads):
+    def take(self, i):
         self.missing.discard(i)
-        if completes_grads:
-            self.pending_params -= 1
         if not self.missing:
             self.start_sum()
 
-    def sum_starts_in_backward(self):
-        return False  # on_grad_ready() starts it, and not DataParallel.start_sums()
-
     def start_sum(self):
-        self.comm.slot.give_to(self)
-        self.copy_all_gradients()
+        self.slot.give_to(self)
+        self.copy_gradients()
         self.grad[self.filled:].zero_()  # The padding may hold gradients of another bucket.
         self.missing = set(range(len(self.params)))
-        self.reduces_last = self.pending_params == 0
-        self.reduce_handle = self.comm.start_reduce(self)
+        self.reduces_last = self.pending == 0
+        self.start_reduce()
+
+    def start_reduce(self):
+        # SUM of n numbers, n/size of them to each rank, over the shard
+        self.sum_handle = self.shard.start_reduce_scatter(self.grad[self.own_slice], self.grad)
 
     def finish_reduce(self):
-        if self.reduce_handle is not None:
-            self.reduce_handle.wait()
-            self.comm.add_to_total(self)
+        if self.sum_handle is not None:
+            self.sum_handle.wait()
+            self.add_to_total()
             self.total_is_empty = False
-            self.reduce_handle = None
+            self.sum_handle = None
             if self.reduces_last:
-                self.replica_handle = self.comm.start_replica_sum(self)
+                # SUM of n/size numbers, over the replicas; without --shard they are this rank
+                self.replica_handle = self.replicas.start_all_reduce(self.grad_total)
 
-    def wait_grads(self):
+    def add_to_total(self):
+        if self.total_is_empty:
+            self.grad_total.copy_(self.grad[self.own_slice])
+        else:
+            self.grad_total.add_(self.grad[self.own_slice])
+
+    def wait_sum(self):
         # A parameter got no gradient, on all ranks alike: what came is reduced now, with zeros.
-        nothing_came = self.total_is_empty and self.reduce_handle is None
+        nothing_came = self.total_is_empty and self.sum_handle is None
         if nothing_came or len(self.missing) < len(self.params):
             self.start_sum()
         self.finish_reduce()
         if self.replica_handle is None:
-            self.replica_handle = self.comm.start_replica_sum(self)
+            self.replica_handle = self.replicas.start_all_reduce(self.grad_total)  # as above
         self.replica_handle.wait()
-        self.replica_handle = CompletedWork()  # as in ddp.Bucket.wait_grads()
+        self.replica_handle = CompletedWork()  # as in ddp.Bucket.wait_sum()
 
 
 def uses_slot(axis):
@@ -130,38 +120,24 @@ def uses_slot(axis):
     return axis.sharing().shard.size > 1 and axis.name != "tied"
 
 
-def plain_comm(axis):
-    return SlotComm() if uses_slot(axis) else Comm()
-
-
 class ZeRO2(DataParallel):
     """A DataParallel that keeps only this rank's slices of the reduced gradients."""
-    matrix_bucket = SlotBucket  # the class of the buckets of matrices
 
-    def __init__(self, model, mesh, zero, timers=untimed, *, dtype=None, make_comm=plain_comm,
-                 bucket_elements=BUCKET_ELEMENTS, optimizer="adamw", **options):
-        sizes = [sum(p.numel() for p in contents.params)
-                 for contents in assign_buckets(trained_parameters(model), zero, bucket_elements,
-                                                optimizer)
-                 if uses_slot(mesh.axes()[contents.reduction_axis])]
-        self.slots = []
-        if sizes:
+    def __init__(self, model, mesh, *args, **kwargs):
+        super().__init__(model, mesh, *args, **kwargs)
+        sliced = [bucket for bucket in self.buckets if isinstance(bucket, SlotBucket)]
+        if sliced:
+            first = sliced[0]
             shard = mesh.stage.sharing().shard  # the size of each other shard divides this one's
-            n = padded_elements(max(sizes), shard.size)
-            weight = next(model.parameters())
-            for _ in range(2):
-                comm = make_comm(mesh.stage)  # only to make a slot
-                self.slots.append(comm.new_slot(n, dtype or weight.dtype, weight.device, shard))
-        super().__init__(model, mesh, zero, timers, dtype=dtype, make_comm=make_comm,
-                         bucket_elements=bucket_elements, optimizer=optimizer, **options)
+            n = padded_elements(max(bucket.filled for bucket in sliced), shard.size)
+            slots = [first.slot_class(n, first.flat, shard) for _ in range(2)]
+            # Backward fills the buckets roughly in this order: neighbours alternate.
+            for i, bucket in enumerate(self.buckets):
+                if isinstance(bucket, SlotBucket):
+                    bucket.use(slots[i % 2])
 
-    def make_bucket(self, contents, axis, dtype, comm):
-        if not uses_slot(axis):
-            return super().make_bucket(contents, axis, dtype, comm)
-        # Buckets are made roughly in the order in which backward fills them: neighbours alternate.
-        comm.slot = self.slots[len(self.buckets) % 2]
-        bucket_class = self.matrix_bucket if contents.decayed else SlotBucket
-        return bucket_class(contents, axis, self.zero, dtype, comm)
+    def bucket_class(self, axis, params):
+        return SlotBucket if uses_slot(axis) else Bucket
 
 
 # -----------------------------------------------------------------------------
@@ -176,15 +152,15 @@ class ShardedBucket(SlotBucket):
 
     def __init__(self, *args):
         super().__init__(*args)
-        self.keep_slice()
+        self.own = self.kept_slice()
         if self.own.dtype == self.master.dtype:
             self.master = self.own
-
-    def keep_slice(self):
-        self.own = self.comm.keep(self.own)
         self.storage = self.flat.untyped_storage()
         self.nbytes = self.storage.nbytes()
         self.free()
+
+    def kept_slice(self):
+        return self.own.clone()  # It was a window of flat, which will be freed.
 
     def is_whole(self):
         return self.storage.nbytes() > 0
@@ -192,10 +168,10 @@ class ShardedBucket(SlotBucket):
     def fetch(self):
         if not self.is_whole():
             self.storage.resize_(self.nbytes)
-            self.gather_handle = self.comm.start_gather(self)
+            self.start_gather()
 
     def free(self):
-        self.wait_for_weights()  # A gather must not write into memory that has another owner.
+        self.wait_weights()  # A gather must not write into memory that has another owner.
         self.storage.resize_(0)
 
     def after_update(self):
@@ -205,20 +181,12 @@ class ShardedBucket(SlotBucket):
 class FrozenBucket(ShardedBucket):
     """The weights that --lora leaves as they are: gathered and freed, but without gradients."""
 
-    def __init__(self, contents, axis, dtype, comm):
-        self.contents = contents
-        self.axis = axis
-        self.comm = comm
-        self.shard, self.replicas = axis.sharing()
-        self.n_slices = self.shard.size
-        first = self.params[0]
-        n = padded_elements(self.filled, self.n_slices)
-        self.flat = torch.zeros(n, dtype=dtype or first.dtype, device=first.device)
-        self.own_slice = self.slice_of_rank(self.shard.rank, n)
-        self.own = self.flat[self.own_slice]
-        self.gather_handle = None
-        self.adopt_parameters(self.flat)
-        self.keep_slice()
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.master = None
+
+    def allocate(self, weights):
+        """Make no buffer."""
 
 
 class ZeRO3(ZeRO2):
@@ -236,7 +204,6 @@ class ZeRO3(ZeRO2):
     so it tells when backward reaches the part before. There are no stages (interface/layout.py):
     between micro-batches, a stage would gather its last block and its first all the time.
     """
-    matrix_bucket = ShardedBucket
 
     def __init__(self, model, *args, **kwargs):
         super().__init__(model, *args, **kwargs)
@@ -246,18 +213,24 @@ class ZeRO3(ZeRO2):
         self.sharded = [self.sharded_buckets(part) for part in self.parts]
         self.current_part = 0
 
-    def freeze(self, named_parameters, dtype):
+    def bucket_class(self, axis, params):
+        if uses_slot(axis) and uses_weight_decay(params[0]):
+            return ShardedBucket
+        return super().bucket_class(axis, params)
+
+    def freeze(self, model, named_parameters, dtype):
         """Share out the matrices that are not trained -> their buckets."""
-        rest = dict(named_parameters)
+        rest = []
         buckets = []
-        for contents in assign_buckets(named_parameters, zero=3):
-            axis = self.mesh.axes()[contents.reduction_axis]
-            if contents.decayed and uses_slot(axis):
-                self.draw_weights(zip(contents.names, contents.params, strict=True))
-                buckets.append(FrozenBucket(contents, axis, dtype, SlotComm()))
-                for name in contents.names:
-                    del rest[name]
-        super().freeze(rest.items(), dtype)
+        for group in assign_buckets(named_parameters, zero=3):
+            params = [p for _, p in group]
+            axis = self.mesh.axes()[params[0].reduction_axis]
+            if self.bucket_class(axis, params) is ShardedBucket:
+                draw_weights(model, group)
+                buckets.append(FrozenBucket(group, axis, self.zero, dtype))
+            else:
+                rest += group
+        super().freeze(model, rest, dtype)
         return buckets
 
     def sharded_buckets(self, modules):

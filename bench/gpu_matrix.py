@@ -199,7 +199,7 @@ def weights_of(training):
         found = {}
         for bucket in training.data_parallel.buckets:
             group = bucket.replicas.ranks if bucket.replicas.size > 1 else (me,)
-            found[bucket.contents.names[0]] = group, checksum(bucket.own).tolist()
+            found[bucket.names[0]] = group, checksum(bucket.own).tolist()
         return found
     return {name: (getattr(training.mesh, p.reduction_axis).ranks, checksum(p).tolist())
             for name, p in training.model.named_parameters()}

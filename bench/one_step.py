@@ -25,14 +25,13 @@ from interface.command_line import parse
 
 FILES = {str(ROOT / name) for name in (
     "train.py", "pipeline.py", "model.py", "attention.py", "layers.py", "ddp.py", "parallel.py",
-    "optim.py", "muon.py", "zero.py", "moe.py", "ops/flat.py", "ops/permute.py")}
+    "optim.py", "muon.py", "zero.py", "moe.py", "ops/permute.py")}
 STEPS = 3  # the last one is shown: in the first, buffers are made
 LONGEST = 3  # calls in a sequence whose repetition is noticed
 SMALL = 2  # lines, its docstring left out: a function without calls that is not longer is not shown
 # Shown only if they call something: without that, they have nothing to do.
 IDLE = {"GPT.provide_weights", "DataParallel.provide_weights", "gather_rows", "scatter_rows", "select_rows",
-        "reset_stats", "update_router_bias", "FlatBuffers.after_update", "DataParallel.on_updated",
-        "FlatBuffers.filled", "FlatBuffers.count_factor", "Bucket.complete_grad"}
+        "reset_stats", "update_router_bias", "Bucket.after_update", "Bucket.count_factor"}
 PASSED_OVER = {"Block.maybe_recompute", "MoE.maybe_recompute"}  # What they call is shown in their place.
 OF_MICRO_BATCH = {"several_stages.<locals>.forward", "several_stages.<locals>.backward"}
 WIDTH = 110

@@ -364,7 +364,7 @@ def memory(cfg, mesh, vocab_size, choice=None):
     symm_mem = buffers * buffer_rows(cfg, mesh, choice) * cfg.n_embd * weight_bytes
     overhead = CONTEXT + FRAGMENTS * (activations + logits + workspace)
     state = state_bytes(cfg, mesh, vocab_size, choice)
-    # A gradient that stays where backward wrote it has no memory before (ddp.LoneBucket). Backward makes
+    # A gradient that stays where backward wrote it has no memory before (LoneBucket). Backward makes
     # those of a block when it has freed the activations of the blocks behind it.
     made_late = uncopied_gradients(cfg, mesh, vocab_size, choice) * weight_bytes
     freed_before = activations * (held.blocks - 1) / held.blocks

@@ -6,9 +6,9 @@ from collections import Counter
 
 from cost.parameters import element_bytes, muon_buckets
 from cost.step_time import STREAM, matmul_seconds, ring_bandwidth, stride_of
+from ddp import padded_elements
 from model import DTYPES
 from muon import batches_of, iteration_dtype, length_of, owned_matrices, steps_per_gram
-from ops.flat import padded_elements
 
 # Bytes per element of a rank's slices that the update moves more than AdamW's 30, in a 16-bit model: 14 for
 # the momentum and the direction, 6 for the norms, 12 for the master and the weight. What the products read

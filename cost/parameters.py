@@ -13,12 +13,11 @@ from typing import NamedTuple
 
 import torch
 
+import ddp
 from config import Config, head_width, n_masked, pad_vocab
-from ddp import assign_buckets, frozen_parameters, trained_parameters
 from model import DTYPES, GPT
 from moe import expert_capacity
 from muon import shapes_of
-from ops.flat import padded_elements
 from parallel import Axis, Mesh, make_mesh
 from pipeline import rank_layers
 from zero import uses_slot
@@ -226,16 +225,17 @@ def _build_buckets(cfg, mesh, vocab_size, first, blocks, lone_axes):
         model = GPT(cfg, mesh, vocab_size, [(first, first + blocks)])
     position = {name: i for i, (name, _) in enumerate(model.named_parameters())}
     sizes = []
-    for named_parameters in (trained_parameters(model), frozen_parameters(model)):
-        buckets = assign_buckets(named_parameters, cfg.zero, optimizer=cfg.optimizer, lone_axes=lone_axes)
+    for named_parameters in (ddp.trained_parameters(model), ddp.frozen_parameters(model)):
+        groups = ddp.assign_buckets(named_parameters, cfg.zero, optimizer=cfg.optimizer, lone_axes=lone_axes)
         # Backward reaches the first layers last, so it completes the bucket with the last name first.
-        buckets.sort(key=lambda bucket: -position[bucket.names[-1]])
-        for bucket in buckets:
-            matrices = shapes_of(bucket.params) if bucket.optimizer == "muon" else ()
-            elements = sum(p.numel() for p in bucket.params)
-            sizes.append(BucketSize(bucket.reduction_axis, bucket.decayed, bucket.names[0], elements,
-                                    tuple(matrices), bucket.params[0].requires_grad,
-                                    lone=len(bucket.params) == 1))
+        groups.sort(key=lambda group: -position[group[-1][0]])
+        for group in groups:
+            name, first = group[0]
+            params = [p for _, p in group]
+            matrices = shapes_of(params) if ddp.updated_by(name, first, cfg.optimizer) == "muon" else ()
+            sizes.append(BucketSize(first.reduction_axis, ddp.uses_weight_decay(first), name,
+                                    sum(p.numel() for p in params), tuple(matrices), first.requires_grad,
+                                    lone=len(group) == 1))
     return sizes
 
 
@@ -321,7 +321,7 @@ def sharded_parameters(cfg, mesh, vocab_size, trained_alone=False):
             continue
         if trained_alone and not bucket.trained:
             continue
-        n = padded_elements(bucket.elements, axis.sharing().shard.size)
+        n = ddp.padded_elements(bucket.elements, axis.sharing().shard.size)
         sharded[bucket.axis] += n
         parts[_part_of(bucket.name)][bucket.axis] += n
         if cfg.tied and bucket.name.startswith("wte."):  # the head reads the embedding, too
@@ -372,7 +372,7 @@ def unwidened_gradients(mesh, local, choice):
 def uncopied_gradients(cfg, mesh, vocab_size, choice):
     """Return the number of parameters whose gradient the optimizer reads where backward wrote it.
 
-    Such a gradient fills a bucket that no other rank has (ddp.is_lone). choice: a fast.choose.Choice.
+    Such a gradient fills a LoneBucket of fast/buckets.py. choice: a fast.choose.Choice.
     """
     if not choice.single_microbatch:
         return 0

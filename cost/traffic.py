@@ -21,7 +21,7 @@ from cost.parameters import (
     unwidened_gradients,
 )
 from cost.step_time import expected_choice
-from ops.flat import padded_elements
+from ddp import padded_elements
 from optim import VOTES, StepStats
 from zero import uses_slot
 

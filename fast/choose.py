@@ -10,18 +10,17 @@ from typing import NamedTuple
 import torch
 
 from config import draws_random_numbers, head_width
-from ddp import Comm
+from ddp import Bucket
 from fast import flash, products, symm_mem
+from fast.buckets import PEER, CopyBucket, KernelBucket, LoneBucket
 from fast.flex import FlexAttention
 from fast.padded import PaddedAllToAll
-from fast.peer import CopyStream, PeerComm, PeerSlotComm
 from interface.terminal import say
 from layers import NORMS, Norm
 from model import DTYPES, MLP
 from ops import backend, gelu_mlp, norms
 from ops.activations import SwiGLU
 from ops.cross_entropy import LinearCrossEntropy
-from zero import SlotComm, uses_slot
 
 
 class Choice(NamedTuple):
@@ -70,25 +69,16 @@ class Choice(NamedTuple):
         """Return what attends in those layers, in words."""
         return flash.NAME if self.flash else "torch"
 
-    def comm_maker(self, cfg):
-        """Return make_comm(axis), which makes the Comm of a bucket that is reduced over axis."""
-        stream = CopyStream()
-
-        def comm_for(axis):
-            if cfg.zero > 1 and uses_slot(axis):
-                return PeerSlotComm(stream) if self.peer_copies else SlotComm()
-            if self.uses_peer_copies(axis):
-                return PeerComm(stream, DTYPES[cfg.dtype])
-            return Comm(DTYPES[cfg.dtype] if self.keeps_grad_dtype(axis) else None)
-        return comm_for
-
-    def uses_peer_copies(self, axis):
-        """Whether a bucket that is reduced over axis travels as copies between GPUs."""
-        return self.peer_copies and axis.sharing().shard.size > 1
-
-    def keeps_grad_dtype(self, axis):
-        """Whether a bucket's gradients stay in the model's dtype: nothing is added, and NCCL sums none."""
-        return self.single_microbatch and (axis.size == 1 or self.uses_peer_copies(axis))
+    def bucket_class(self, plain, axis, params):
+        """Return the class of a bucket of these parameters, which is reduced over axis, in the place of the
+        plain one."""
+        if self.peer_copies and axis.sharing().shard.size > 1:
+            return PEER[plain]
+        if plain is Bucket and self.single_microbatch and axis.size == 1:
+            return LoneBucket if len(params) == 1 else CopyBucket
+        if plain is Bucket and params[0].device.type in backend.TRITON_DEVICES:
+            return KernelBucket
+        return plain
 
 
 def choose(cfg, mesh, device, reach=None):

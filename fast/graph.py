@@ -12,6 +12,7 @@ because its learning rate changes.
 import gc
 import math
 from collections import Counter
+from functools import partial
 
 import torch
 
@@ -71,7 +72,13 @@ class DeferredGather:
         self.bucket = bucket
 
     def wait(self):
-        self.bucket.comm.start_gather(self.bucket).wait()
+        self.bucket.start_gather()
+        self.bucket.gather_handle.wait()
+
+
+def defer_gather(bucket):
+    """Replace Bucket.after_update: the next graph gathers the weights."""
+    bucket.gather_handle = DeferredGather(bucket)
 
 
 class GraphedStep:
@@ -96,7 +103,11 @@ class GraphedStep:
         self.products = products
         self.data_parallel = plain.data_parallel
         self.eager_buckets = self.data_parallel.buckets_of[plain.model.wte] if choice.peer_copies else []
-        self.data_parallel.on_updated = self.on_updated
+        self.deferred_buckets = []  # in the order in which the forward needs them
+        for bucket in reversed(self.data_parallel.buckets):
+            if bucket.n_slices > 1 and bucket not in self.eager_buckets:
+                bucket.after_update = partial(defer_gather, bucket)
+                self.deferred_buckets.append(bucket)
         self.calls = 0
         self.made_for = None  # the shapes of the batches, and the kind of n_trained
         self.graph = None
@@ -113,13 +124,6 @@ class GraphedStep:
             shares["redone_share"] = counts["redone"] / total
         return shares
 
-    def on_updated(self, bucket):
-        """Replace DataParallel.on_updated: the next graph gathers the weights of most buckets."""
-        if bucket in self.eager_buckets:
-            bucket.after_update()
-        elif bucket.n_slices > 1:
-            bucket.gather_handle = DeferredGather(bucket)
-
     def __call__(self, batches, number, full=True, guard=None, n_trained=None):
         result = self.take_step(batches, number, full, guard, n_trained)
         self.paths[self.path] += 1
@@ -129,7 +133,7 @@ class GraphedStep:
         """Do step `number` as train.Step does, and note its path."""
         plain = self.plain
         for bucket in self.eager_buckets:
-            bucket.wait_for_weights()  # outside the graph, where their gather was started
+            bucket.wait_weights()  # outside the graph, where their gather was started
         loss = self.gradients(batches, number, n_trained)
         with self.data_parallel.timers("norm"):
             stats = plain.opt.stats(loss, full)
@@ -193,9 +197,8 @@ class GraphedStep:
 
     def body(self, batches, number, n_trained, set_seed=torch.manual_seed):
         """Do the work that the graph holds. n_trained, set_seed: see train.Step."""
-        for bucket in reversed(self.data_parallel.buckets):  # in the order in which the forward needs them
-            if bucket not in self.eager_buckets:
-                bucket.after_update()
+        for bucket in self.deferred_buckets:
+            bucket.start_gather()
         loss = self.plain.gradients(batches, number, set_seed, n_trained)
         return loss if self.sizer is None else self.sizer.nan_on_overflow(loss)
 

@@ -2,7 +2,6 @@
 
     SplitMaster   the masters of a slice: own (n,) bf16 are the weights, low (n,) int16 the bits besides
     whole         a tensor as it is; of a SplitMaster the tensor that it stands for
-    on_host       the same in the memory of the host
 
 The bits of a bf16 number are the upper half of an fp32 number's. So own, followed by 16 zero bits, is near
 its master. The difference of the two, as 32-bit integers, is low, between -32,768 and 32,768:
@@ -86,11 +85,4 @@ def whole(tensor):
     """Return a tensor itself, and the fp32 tensor that a SplitMaster stands for as a new one."""
     if isinstance(tensor, SplitMaster):
         return joined(tensor.own, tensor.low)
-    return tensor
-
-
-def on_host(tensor):
-    """Return a tensor itself, and a SplitMaster as a whole tensor in the memory of the host."""
-    if isinstance(tensor, SplitMaster):
-        return joined(tensor.own.cpu(), tensor.low.cpu())
     return tensor

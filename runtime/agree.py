@@ -28,7 +28,6 @@ from corpus import batches
 from corpus.shards import parse_blend, verify
 from corpus.tokenizer import prompt_tokenizer
 from cost.memory import check_memory
-from fast.host_buffers import start_copy
 from interface.command_line import one_line
 from interface.layout import check_layout
 from interface.nearest import with_fix
@@ -232,6 +231,13 @@ def announce_reading(folder):
         if gigabytes > LARGE and not (folder / ".verified.json").exists():
             say(f"reads {gigabytes:,.0f} GB of {folder} to compare their sha256, once: about "
                 f"{clock(gigabytes)}")
+
+
+def start_copy(tensor):
+    """Start to copy a small tensor to the host. Return (copy, the event after which it is complete)."""
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    copy.copy_(tensor, non_blocking=True)
+    return copy, torch.get_device_module(tensor.device).current_stream().record_event()
 
 
 class Stop:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from ddp import frozen_parameters
 from interface.terminal import say
-from ops.flat import bucket_pieces, own_pieces
 from runtime.adapters import base_path, check_base, reference
 from runtime.agree import read_by_first
+from runtime.pieces import bucket_pieces, own_pieces
 from runtime.read_checkpoint import check_together, load_tensors, sent_index
 
 

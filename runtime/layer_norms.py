@@ -3,8 +3,7 @@ import math
 
 import torch
 
-from ddp import block_of
-from ops.flat import bucket_pieces
+from runtime.pieces import bucket_pieces
 
 PREFIX = "grad_norm/"  # of the keys in a row: grad_norm/blocks.0
 
@@ -25,7 +24,8 @@ def layers_of(cfg):
 
 def layer_of(name):
     """Return the layer of a parameter: "blocks.3", "wte"."""
-    return block_of(name) if name.startswith("blocks.") else name.partition(".")[0]
+    parts = name.split(".")
+    return ".".join(parts[:2]) if parts[0] == "blocks" else parts[0]
 
 
 def dtype_of_norms(grad):

@@ -75,7 +75,7 @@ def wait_for_all_weights(model, data_parallel):
     """Wait for the gathers of weights that are under way."""
     for bucket in data_parallel.buckets_of[model]:
         if not isinstance(bucket.gather_handle, DeferredGather):
-            bucket.wait_for_weights()
+            bucket.wait_weights()
 
 
 def export_trace(profiler, path):

@@ -29,8 +29,7 @@ from interface.schema import load_json
 from interface.tensor_file import write_safetensors
 from interface.terminal import complain, say
 from ops.checksum import checksum
-from ops.flat import own_pieces
-from ops.split_master import on_host
+from ops.split_master import whole
 from runtime import base_weights
 from runtime.changed_flags import (
     allowed_changes,
@@ -40,6 +39,7 @@ from runtime.changed_flags import (
     refuse_unknown,
 )
 from runtime.launch import exit_together
+from runtime.pieces import own_pieces
 from runtime.read_checkpoint import check_together, load_tensors, newest_under, sent_index
 from runtime.saver import Saver
 from skip import Ranges
@@ -138,7 +138,7 @@ def dump_grads(path, world, data_parallel, opt, vocab_size):
     """
     grads = [opt.unscale(grad.to(master.dtype)) for master, grad in zip(opt.masters, opt.grads, strict=True)]
     pieces = own_pieces(data_parallel, opt, {"": opt.masters, "grad/": grads})
-    pieces = [(name, on_host(piece), *place) for name, piece, *place in pieces]
+    pieces = [(name, whole(piece).cpu(), *place) for name, piece, *place in pieces]
     path = Path(path)
     parts = path.with_name(f"{path.name}.{run_id(world.tree)}.parts")
     tmp = parts / "step_000001.tmp"

@@ -13,13 +13,15 @@ import threading
 import time
 from pathlib import Path
 
+import torch
+
 import checkpoint
 from config import Outcome
-from fast.host_buffers import HostBuffers
 from interface.files import warn
 from interface.tree import Tree
+from ops.accelerator import stream_module
 from ops.checksum import refuse_not_finite
-from ops.split_master import on_host
+from ops.split_master import SplitMaster, whole
 from parallel import Axis
 
 MAX_FAILURES = 3  # failed saves in a row that end the run
@@ -116,7 +118,7 @@ class Job:
         try:
             if self.copied is not None:
                 self.copied.synchronize()
-            pieces = [(name, on_host(piece), *place) for name, piece, *place in self.copies]
+            pieces = [(name, whole(piece), *place) for name, piece, *place in self.copies]
             refuse_not_finite(pieces)
             checkpoint.write_part(self.tmp, writers.rank, pieces)
             self.part_done.set()
@@ -146,3 +148,45 @@ class Job:
                 return
         warn(f"step {self.step} was not saved: {self.error} (rank {rank}); "
              f"training goes on, {self.saver.newest()}")
+
+
+class HostBuffers:
+    """Host memory for the pieces of one rank, allocated once and used by every save.
+
+    Where a stream copies, the memory is pinned; then torch rounds each piece up to a power of two.
+    """
+
+    def __init__(self):
+        self.buffers = {}  # number of a piece, or of a part of it: its host tensor
+        self.stream = None
+
+    def copy(self, pieces):
+        """Copy the tensors of [(name, tensor, full shape, offset)] to the host.
+
+        Return the same list with the copies, and an event after which the tensors may change. The event is
+        None if the copies are already complete.
+        """
+        module = stream_module(pieces[0][1].device) if pieces else None
+        if module is None:
+            return self.copies(pieces), None
+
+        self.stream = self.stream or module.Stream()
+        self.stream.wait_stream(module.current_stream())  # the step's update comes first
+        with module.stream(self.stream):
+            copies = self.copies(pieces)
+            return copies, self.stream.record_event()
+
+    def copies(self, pieces):
+        return [(name, self.host_copy(i, tensor), *place) for i, (name, tensor, *place) in enumerate(pieces)]
+
+    def host_copy(self, key, tensor):
+        """Return a copy of a tensor in the memory of this key. A SplitMaster stays one."""
+        if isinstance(tensor, SplitMaster):
+            own = self.host_copy((key, "own"), tensor.own)
+            return SplitMaster(own, self.host_copy((key, "low"), tensor.low))
+        buffer = self.buffers.get(key)
+        if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
+            pinned = self.stream is not None
+            buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
+            self.buffers[key] = buffer
+        return buffer.copy_(tensor, non_blocking=self.stream is not None)

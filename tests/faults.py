@@ -3,9 +3,9 @@
 A test that has never failed proves little. So we plant a fault in the code that runs, in this process or
 in a rank's process, and the test must notice it. A fault is a pair (name of a function, replacement):
 
-    planted("ddp.Bucket.wait_grads", grad_average)
+    planted("ddp.Bucket.wait_sum", grad_average)
 
-A call of Bucket.wait_grads becomes a call of grad_average(original, *arguments), where `original` is the
+A call of Bucket.wait_sum becomes a call of grad_average(original, *arguments), where `original` is the
 function as it was. The fault is in the arguments, the result or the effect, so it outlives the function's
 lines. A fault that is never called is an error.
 

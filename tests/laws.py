@@ -14,7 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 ROOMS = ["ops", "fast", "runtime", "interface", "corpus", "cost", "hub"]
 READING_PATH = ["train.py", "model.py", "layers.py", "attention.py", "moe.py", "parallel.py", "ddp.py",
-                "zero.py", "pipeline.py", "optim.py", "muon.py", "ops/permute.py", "ops/flat.py"]
+                "zero.py", "pipeline.py", "optim.py", "muon.py", "ops/permute.py"]
 LAUNCH_FILES = ["runtime/launch.py", "runtime/launcher.py"]
 COLUMNS, READING_COLUMNS, FUNCTION_LINES, FILE_LINES = 110, 100, 60, 600
 
@@ -53,9 +53,9 @@ TEXTS = {"bench": (".py", ".sh", ".js", ".html", ".pbs", ".slurm"),
 
 # What is larger today: a number here only falls, and what is within its limit leaves the list.
 OVER = {
-    "reading path": (4400, 13), "ops, fast": (3656, 25), "runtime, interface": (8844, 47),
-    "corpus, cost, programs": (10141, 37), "house": (27041, 122), "bench": (5012, 24),
-    "tests": (34098, 111), "pages": (4081, 23)}
+    "reading path": (4010, 12), "ops, fast": (3654, 24), "runtime, interface": (8622, 46),
+    "corpus, cost, programs": (10115, 37), "house": (26401, 119), "bench": (5011, 24),
+    "tests": (33794, 111), "pages": (4052, 23)}
 LONG_FILES = {
     "tests/test_chat.py": 659, "tests/test_checkpoint.py": 707, "tests/test_cli.py": 636,
     "tests/test_convert.py": 629, "tests/test_data.py": 749, "tests/test_import.py": 655,

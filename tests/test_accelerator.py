@@ -23,10 +23,10 @@ import doctor
 from config import Config
 from cost.step_time import peak_flops
 from fast.choose import Choice, choose, grouped_mm_possible
-from fast.host_buffers import HostBuffers
 from ops import accelerator, backend
 from parallel import make_mesh
 from runtime.launch import World, print_node
+from runtime.saver import HostBuffers
 
 XPU, CPU = torch.device("xpu", 0), torch.device("cpu")
 NAME = "Intel(R) Data Center GPU Max 1550"

@@ -69,8 +69,8 @@ def test_a_name_with_its_file_beside_it_exists(page):
 
 
 def test_a_name_that_is_gone_is_found():
-    page = "(`Axis.gone` in\nparallel.py), optim.py (`AdamW`), `flag()` in config.py, ops/flat.py (`shards`)"
-    assert missing_names(page) == ["`Axis.gone` in parallel.py", "`shards` in ops/flat.py"]
+    page = "(`Axis.gone` in\nparallel.py), optim.py (`AdamW`), `flag()` in config.py, ops/fp8.py (`shards`)"
+    assert missing_names(page) == ["`Axis.gone` in parallel.py", "`shards` in ops/fp8.py"]
 
 
 def run(folder, *command):

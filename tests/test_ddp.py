@@ -17,11 +17,13 @@ from test_layouts import assemble, run
 import train
 from config import Config
 from corpus.synthetic import Synthetic
-from ddp import Bucket, Comm, CopyBucket, DataParallel, LoneBucket, assign_buckets
-from ops.flat import rectangles
+from ddp import Bucket, DataParallel, assign_buckets
+from fast.buckets import CopyBucket, LoneBucket
+from fast.choose import choose
 from parallel import make_mesh
 from runtime.launch import CollectiveLog, World
-from runtime.resume import broadcast_and_verify, own_pieces
+from runtime.pieces import own_pieces, rectangles
+from runtime.resume import broadcast_and_verify
 
 # -----------------------------------------------------------------------------
 # The part of each tensor that a slice of a bucket covers
@@ -53,10 +55,6 @@ def sums_of_two_orders(world, zero):
     """
     model = torch.nn.ParameterDict({name: torch.nn.Parameter(torch.ones(32, 32)) for name in "abc"})
     for p in model.parameters():
-        p.full_shape = (32, 32)
-        p.offset = (0, 0)
-        p.used = 32
-        p.expert = False
         p.reduction_axis = "stage"
     data_parallel = DataParallel(model, make_mesh(world), zero, bucket_elements=1)
     assert len(data_parallel.buckets) == 3
@@ -65,19 +63,17 @@ def sums_of_two_orders(world, zero):
     if world.rank == 1:
         uses = [(3 * model["c"]).sum(), (2 * model["b"]).sum()]
     order = []
-    with mock.patch.object(Comm, "start_reduce", note_order(Comm.start_reduce, order)):
+    start_sum = Bucket.start_sum
+
+    def noted(bucket):
+        order.append(bucket.names[0])
+        start_sum(bucket)
+    with mock.patch.object(Bucket, "start_sum", noted):
         sum(uses).backward()
         in_backward = list(order)
         data_parallel.finish_grad_sync()
     totals = {bucket.names[0]: bucket.grad_total.mean().item() for bucket in data_parallel.buckets}
     return in_backward, order, totals
-
-
-def note_order(start_reduce, order):
-    def noted(comm, bucket):
-        order.append(bucket.names[0])
-        return start_reduce(comm, bucket)
-    return noted
 
 
 @pytest.mark.parametrize("zero", [0, 1])
@@ -220,14 +216,14 @@ def test_a_bucket_is_full_when_it_has_its_elements():
         return parameters
 
     for zero in (0, 2, 3):
-        assert [contents.names for contents in assign_buckets(named(5, 5, 5), zero, 5)] == [
+        assert [[name for name, _ in group] for group in assign_buckets(named(5, 5, 5), zero, 5)] == [
             ["blocks.2.w"], ["blocks.1.w"], ["blocks.0.w"]]
-    assert [len(contents.names) for contents in assign_buckets(named(5, 5, 5), 2, 6)] == [2, 1]
+    assert list(map(len, assign_buckets(named(5, 5, 5), 2, 6))) == [2, 1]
 
     def sizes(zero, *lone_axes):
         """Of a model of 3 + 8 + 2 + 7 + 1 elements, in buckets of 16. Backward begins with the last."""
         found = assign_buckets(named(3, 8, 2, 7, 1), zero, 16, lone_axes=lone_axes)
-        return [[p.numel() for p in contents.params] for contents in found]
+        return [[p.numel() for _, p in group] for group in found]
 
     for zero in (0, 1):  # Half a bucket is alone, where no other rank has it.
         assert sizes(zero, "dp") == [[1, 7, 2], [8], [3]]
@@ -235,13 +231,16 @@ def test_a_bucket_is_full_when_it_has_its_elements():
     assert sizes(2, "dp") == [[1, 7, 2, 8], [3]] and sizes(3, "dp") == [[1], [7], [2], [8], [3]]
 
 
-@pytest.mark.parametrize("ranks, grad_dtype, kinds", [
-    (1, torch.float32, [LoneBucket] * 3), (1, None, [Bucket] * 3), (2, torch.float32, [CopyBucket] * 2)])
-def test_a_matrix_of_half_a_bucket_is_alone_where_nobody_sums(ranks, grad_dtype, kinds):
-    """Three matrices of 64 elements in buckets of 128. On two ranks two of them share one."""
-    model = torch.nn.Sequential(*[torch.nn.Linear(8, 8, bias=False) for _ in range(3)])
+@pytest.mark.parametrize("ranks, single, width, kinds", [
+    (1, True, 8, [LoneBucket] * 3), (1, False, 8, [Bucket] * 3), (2, True, 8, [Bucket] * 2),
+    (1, True, 4, [CopyBucket])])
+def test_a_matrix_of_half_a_bucket_is_alone_where_nobody_sums(ranks, single, width, kinds):
+    """Three matrices of 64 elements in buckets of 128. On two ranks two of them share one, as three small
+    ones do on one rank. single: each step has one micro-batch."""
+    model = torch.nn.Sequential(*[torch.nn.Linear(width, width, bias=False) for _ in range(3)])
     for p in model.parameters():
         p.reduction_axis = "dp"
     mesh = make_mesh(World(size=ranks), groups=False)
-    data_parallel = DataParallel(model, mesh, make_comm=lambda axis: Comm(grad_dtype), bucket_elements=128)
+    choice = choose(Config(), mesh, torch.device("cpu"))._replace(single_microbatch=single)
+    data_parallel = DataParallel(model, mesh, faster=choice.bucket_class, bucket_elements=128)
     assert [type(bucket) for bucket in data_parallel.buckets] == kinds

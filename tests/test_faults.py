@@ -41,7 +41,7 @@ from faults import (
 )
 from pool import run_ranks
 
-from ddp import DataParallel, FlatBuffers
+from ddp import DataParallel
 from interface.layout import stage_layers
 from layers import vocab_cross_entropy
 from parallel import gather_rows, make_mesh, scatter_rows
@@ -55,35 +55,30 @@ FOUR = dict(LLAMA, n_layer=4)
 # Functions that are called in the place of others: sums, statistics, updates
 
 def stats_of_all_tp_losses(original, optimizer, loss, *args):
-    """Optimizer.stats that adds up the loss of every tp rank."""
     return original(optimizer, loss * optimizer.data_parallel.mesh.tp.size, *args)
 
 
 def zeros_of_padding(original, optimizer):
-    """Optimizer.num_zeros that counts the padding of the buckets."""
-    length = property(lambda bucket: bucket.flat.numel())
-    with mock.patch.object(FlatBuffers, "filled", length):
+    with contextlib.ExitStack() as stack:
+        for bucket in optimizer.data_parallel.buckets:
+            stack.enter_context(mock.patch.object(bucket, "filled", bucket.flat.numel()))
         return original(optimizer)
 
 
 def never_clips(original, optimizer, lr, grad_norm):
-    """Optimizer.step that leaves long gradients as they are."""
     return original(optimizer, lr, torch.zeros_like(grad_norm))
 
 
 def first_slice(original, bucket, rank, n):
-    """FlatBuffers.slice_of_rank that gives every rank the first slice."""
     return original(bucket, 0, n)
 
 
 def given_at_once(original, slot, bucket):
-    """Slot.give_to that does not take out the sum of the last user."""
     slot.user = bucket
 
 
 def free_nothing(original, bucket):
-    """ShardedBucket.free that keeps the memory."""
-    bucket.wait_for_weights()
+    bucket.wait_weights()
 
 
 class LateWork:
@@ -96,23 +91,25 @@ class LateWork:
         self.start().wait()
 
 
-def late_gather(original, comm, bucket):
-    """Comm.start_gather that starts when it is waited for; until then the others' weights are NaN."""
+def late_gather(original, bucket):
     own = bucket.own.clone()
     bucket.flat.fill_(torch.nan)
     bucket.own.copy_(own)
-    return LateWork(lambda: original(comm, bucket))
+
+    def start():
+        original(bucket)
+        return bucket.gather_handle
+    bucket.gather_handle = LateWork(start)
 
 
 def move_without_waiting(original, zero, part, backward=False):
-    """ZeRO3.move_to_part that does not wait for the weights in backward."""
     with mock.patch.object(DataParallel, "provide_weights") if backward else contextlib.nullcontext():
         original(zero, part, backward)
 
 
 # The all-gather of the weights overlaps with other work: reading the weights too early is a race, and a test
 # may miss it. With this change, which is no fault, the all-gather starts only when it is waited for.
-LATE = "ddp.Comm.start_gather", late_gather
+LATE = "ddp.Bucket.start_gather", late_gather
 
 
 # -----------------------------------------------------------------------------
@@ -211,9 +208,9 @@ FAULTS = {  # name: (model, (ranks, layout), faults as arguments of planted)
     "a rank's stages side by side": (FOUR, CHUNKS, ("pipeline.rank_layers", neighbouring_stages)),
     "messages read before they arrive": (FOUR, CHUNKS, ("pipeline.Ring.receive", received_too_early)),
     # ZeRO
-    "weights read before they arrive": (LLAMA, ZERO, LATE, ("ddp.Bucket.wait_for_weights", nothing)),
-    "every rank updates the first slice": (LLAMA, ZERO, ("ddp.FlatBuffers.slice_of_rank", first_slice)),
-    "the last micro-batch is not waited for": (LLAMA, ZERO2, ("zero.SlotBucket.wait_grads", nothing)),
+    "weights read before they arrive": (LLAMA, ZERO, LATE, ("ddp.Bucket.wait_weights", nothing)),
+    "every rank updates the first slice": (LLAMA, ZERO, ("ddp.Bucket.slice_of_rank", first_slice)),
+    "the last micro-batch is not waited for": (LLAMA, ZERO2, ("zero.SlotBucket.wait_sum", nothing)),
     "a slot is given on before its sum was taken out": (LLAMA, ZERO2, ("zero.Slot.give_to", given_at_once)),
     "weights from before the step, used after it": (LLAMA, ZERO3, ("zero.ShardedBucket.free", free_nothing)),
     "backward does not wait for the weights": (

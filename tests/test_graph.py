@@ -18,7 +18,7 @@ import train
 from config import Config
 from corpus.batches import micro_batches, trained_tokens
 from corpus.synthetic import Synthetic
-from fast import choose, graph, peer, symm_mem
+from fast import buckets, choose, graph, symm_mem
 from fast.graph import WARMUP_STEPS, DeferredGather, GraphedStep
 from parallel import make_mesh
 from runtime import watch
@@ -115,7 +115,7 @@ def graphs_on_a_cpu(seen):
         generator.capturing = False
 
     patches = [(choose, "static_shapes", lambda *_: True), (symm_mem, "SymmetricBuffer", SharedBuffer),
-               (peer, "SymmetricBuffer", SharedBuffer), (peer, "stream_module", lambda device: streams),
+               (buckets, "SymmetricBuffer", SharedBuffer), (buckets, "stream_module", lambda device: streams),
                (graph, "GraphedStep", EmulatedStep), (watch, "Stragglers", GpuStragglers),
                (torch.cuda, "graph", capture), (torch.cuda, "CUDAGraph", new_graph),
                (torch.cuda, "default_generators", {None: generator}),
@@ -334,7 +334,7 @@ def in_lone_buckets(*args):
     def choose_single(*arguments):
         return real_choose(*arguments)._replace(single_microbatch=True)
 
-    class Counted(ddp.LoneBucket):
+    class Counted(buckets.LoneBucket):
         def reset(self):
             super().reset()
             made.append(self.names)
@@ -345,7 +345,7 @@ def in_lone_buckets(*args):
         kept.append([bucket.names for bucket in buckets if bucket.grad is not None])
     kept = []
     with contextlib.ExitStack() as stack:
-        for patch in ((choose, "choose", choose_single), (ddp, "LoneBucket", Counted),
+        for patch in ((choose, "choose", choose_single), (choose, "LoneBucket", Counted),
                       (graph.BufferSizer, "resize", resize), (torch.cuda, "empty_cache", empty_cache),
                       (train.Step, "__call__", plain)):
             stack.enter_context(mock.patch.object(*patch))
@@ -370,12 +370,14 @@ def through_peer_copies(world, *args):
     def choose_copies(*arguments):
         return real_choose(*arguments)._replace(peer_copies=True, single_microbatch=True)
 
-    class Listed(peer.CopyStream):
+    class Listed(buckets.CopyStream):
         def __init__(self):
             super().__init__()
             copy_streams.append(self)
-    with mock.patch.object(choose, "choose", choose_copies), mock.patch.object(choose, "CopyStream", Listed):
+    buckets.copy_stream.cache_clear()
+    with mock.patch.object(choose, "choose", choose_copies), mock.patch.object(buckets, "CopyStream", Listed):
         result = in_small_buckets(world, *args)
+    buckets.copy_stream.cache_clear()
     [copies] = copy_streams
     assert copies.stream.work > 0
     return result
@@ -431,7 +433,7 @@ def test_a_replay_divides_by_its_own_number_of_trained_tokens():
                          ids=["dense", "experts"])
 def test_no_reader_sees_stale_weights(flags):
     """ZeRO-1 with gathers that wait for the next captured step: an evaluation right after a step reads the
-    new weights of all ranks, and after wait_for_weights all replicas are equal."""
+    new weights of all ranks, and after wait_weights all replicas are equal."""
     evaluated = (2, 5, STEPS)  # after a step without a graph, after replays, after the last one
     plain, graphed, quiet = (run_ranks(2, take_steps, flags, yes, when) for yes, when in
                              ((False, evaluated), (True, evaluated), (True, ())))

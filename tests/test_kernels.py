@@ -6,15 +6,16 @@ import pytest
 import torch
 
 from config import Config
+from fast import buckets
 from ops import (
     activations,
     backend,
     cross_entropy,
-    flat,
     grouped_mm,
     norms,
     permute,
 )
+from optim import sums_of_squares
 from parallel import make_mesh
 from runtime.launch import World
 
@@ -222,8 +223,12 @@ def test_gradients_of_micro_batches_add_up():
     n = 2**18 + 6
     total = randn(n, dtype=torch.float32)
     parts = [randn(n) for _ in range(3)]
-    for i, g in enumerate(parts):
-        flat.accumulate(total, g, first=i == 0)
+    p = torch.nn.Parameter(torch.empty(n, dtype=torch.bfloat16, device=DEVICE))
+    bucket = Some(params=[p], grad_windows=[total], untouched=[True])
+    for g in parts:
+        p.grad = g
+        buckets.KernelBucket.take(bucket, 0)
+        assert p.grad is None
     assert_near(total, sum(g.double() for g in parts), 1e-6)
 
 
@@ -232,10 +237,10 @@ def test_sum_slices(ranks):
     """The sum is in fp32: 1 + 2^-8 + ... of bf16 numbers is not rounded."""
     own, others = randn(5000), randn(ranks - 1, 5000)
     total = torch.full((5000,), torch.nan, device=DEVICE)
-    flat.sum_slices(total, own, others)
+    buckets.sum_slices(total, own, others)
     assert_near(total, own.double() + others.double().sum(0), 1e-6)
     want = torch.empty(5000, dtype=torch.float64, device=DEVICE)
-    torch_twin(flat.sum_slices, want, own, others)
+    torch_twin(buckets.sum_slices, want, own, others)
     assert_near(total, want, 1e-6)
 
 
@@ -292,25 +297,26 @@ def test_adamw(kernels, dtype, split, moments, clip, keeps_dtype):
     """Optimizer.step with the kernel beside torch's fused AdamW, 4 steps, the third refused. keeps_dtype:
     bf16 gradients as backward made them beside the same in fp32. split: --split-masters, with the kernel.
     moments: --moments-dtype, of both."""
-    from ddp import Comm, DataParallel
+    from ddp import DataParallel
+    from fast.buckets import CopyBucket
     from model import DTYPES
     from ops.split_master import whole
     from optim import Optimizer
 
-    def optimizer(triton, grad_dtype=None, split=False):
+    def optimizer(triton, bucket_class=None, split=False):
         torch.manual_seed(1)
         model = torch.nn.Sequential(torch.nn.Linear(70, 90), torch.nn.LayerNorm(90)).to(DEVICE)
         for p in model.parameters():
             p.data = p.data.to(DTYPES[dtype])
             p.reduction_axis = "dp"
         mesh = make_mesh(World(device=torch.device(DEVICE)))
-        data_parallel = DataParallel(model, mesh, make_comm=lambda axis: Comm(grad_dtype),
-                                     split_masters=split)
+        data_parallel = DataParallel(model, mesh, split_masters=split,
+                                     faster=lambda plain, *_: bucket_class or plain)
         cfg = Config(dtype=dtype, clip=clip, weight_decay=0.1, moments_dtype=moments)
         opt = Optimizer(cfg, data_parallel)
         opt.adam.use_triton = triton
         return data_parallel, opt
-    data_parallel, opt = optimizer(True, DTYPES[dtype] if keeps_dtype else None, split)
+    data_parallel, opt = optimizer(True, CopyBucket if keeps_dtype else None, split)
     data_parallel2, opt2 = optimizer(False)
     grad_dtype = DTYPES[dtype] if keeps_dtype else torch.float32
     for step in range(4):
@@ -454,7 +460,7 @@ def test_which_rows_the_norms_kernel_serves():
 def test_sums_of_squares(n):
     """Slices of several dtypes and lengths, one of them empty, beside sums in fp64."""
     slices = [randn(n), randn(3, dtype=torch.float32), randn(0), randn(20_000, dtype=torch.float16)]
-    found = flat.sums_of_squares(slices)
+    found = sums_of_squares(slices)
     want = torch.stack([piece.double().square().sum() for piece in slices])
     assert found.dtype == torch.float64
     torch.testing.assert_close(found, want, rtol=1e-6, atol=0)

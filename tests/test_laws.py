@@ -122,7 +122,7 @@ def test_a_long_file_is_found(tmp_path, monkeypatch):
 @pytest.mark.parametrize("path,up,down", [
     ("layers.py", "import model", "from parallel import Axis"),
     ("optim.py", "from train import main", "import torch\nimport muon"),
-    ("model.py", "def f():\n    import fast.graph", "from ops import flat"),
+    ("model.py", "def f():\n    import fast.graph", "from ops import permute"),
     ("runtime/log.py", "from plan import estimate", "import runtime.launch\nimport cost.memory"),
     ("config.py", "import tests.pool", "import dataclasses")])
 def test_an_import_that_goes_up_is_found(path, up, down):

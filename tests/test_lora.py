@@ -35,11 +35,11 @@ from cost.parameters import count_parameters
 from cost.step_time import expected_choice
 from hub.peft import adapter_config, modules_of
 from model import GPT, init_weights
-from ops.flat import own_pieces
 from parallel import make_mesh
 from runtime import adapters, resume
 from runtime.adapters import adapter_names
 from runtime.launch import World
+from runtime.pieces import own_pieces
 
 FLAGS = dict(lora=3, lora_alpha=6.0, micro_batch=2, n_layer=2, clip=0.01)
 BASES = {"qwen": dict(LLAMA, qk_norm="head", **FLAGS), "gpt2": dict(GPT2, **FLAGS),

@@ -76,13 +76,13 @@ def routed_again(original, layer, x):
 
 
 def pieces_without_buffers(original, data_parallel, *args, **kwargs):
-    """ops.flat.own_pieces without the routers' biases."""
+    """runtime.pieces.own_pieces without the routers' biases."""
     with mock.patch.object(data_parallel, "buffers", {}):
         return original(data_parallel, *args, **kwargs)
 
 
 def pieces_of_first_experts(original, *args, owned_only=True):
-    """ops.flat.own_pieces that reads the first rank's w1 on every rank."""
+    """runtime.pieces.own_pieces that reads the first rank's w1 on every rank."""
     pieces = original(*args, owned_only=owned_only)
     for i, piece in enumerate(pieces):
         if ".w1" in piece.name and not owned_only:
@@ -147,9 +147,9 @@ def test_one_process_detects_the_fault(name):
 
 CHECKPOINT_FAULTS = {  # name: (the function with the fault, a fault as above, what the error says)
     "router bias not saved": (
-        "save_in_layout", ("ops.flat.own_pieces", pieces_without_buffers), "moe.router.bias"),
+        "save_in_layout", ("runtime.pieces.own_pieces", pieces_without_buffers), "moe.router.bias"),
     "experts read from the first rank's offset": (
-        "load_in_layout", ("ops.flat.own_pieces", pieces_of_first_experts), "after loading with"),
+        "load_in_layout", ("runtime.pieces.own_pieces", pieces_of_first_experts), "after loading with"),
 }
 
 

@@ -21,6 +21,7 @@ from pool import run_ranks
 from test_layouts import SIGMOID, assemble
 from test_moe import ALONE, TINY, block, owned, whole_layer
 
+import model as model_module
 import moe
 import train
 from config import Config, check
@@ -206,7 +207,7 @@ def test_recompute_with_tied_routing():
     def zero_routers(p, name, model, seed):
         weights = initial_weights(p, name, model, seed)
         return weights.zero_() if name.endswith("router.weight") else weights
-    with mock.patch.object(train, "initial_weights", zero_routers):
+    with mock.patch.object(model_module, "initial_weights", zero_routers):
         plain, _, stats = stats_and_routings("none", aux_coef=0.0)
         recomputed, _, stats_recomputed = stats_and_routings("full", aux_coef=0.0)
     assert stats_recomputed == stats and all(torch.equal(s, plain[i]) for i, s in recomputed.items())

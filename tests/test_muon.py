@@ -276,7 +276,7 @@ def everything(opt):
 def poison(original, data_parallel, *, bad):
     """DataParallel.finish_grad_sync after which one gradient of the first of Muon's buckets is bad."""
     original(data_parallel)
-    bucket = next(b for b in data_parallel.buckets if b.contents.optimizer == "muon")
+    bucket = next(b for b in data_parallel.buckets if b.optimizer == "muon")
     bucket.grad_total[5] = bad
 
 

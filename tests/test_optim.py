@@ -107,9 +107,8 @@ def test_a_run_stopped_in_its_stable_part_goes_on_bit_for_bit(tmp_path):
 
 def adamw_of(p, decay, betas, kind=AdamW, **options):
     """Return a bucket that is the tensor p, and the AdamW of it alone."""
-    contents = SimpleNamespace(optimizer="adamw")
-    bucket = SimpleNamespace(master=p, own=p, decayed=True, contents=contents)
-    data_parallel = SimpleNamespace(buckets=[bucket], on_updated=lambda bucket: None)
+    bucket = SimpleNamespace(master=p, own=p, decayed=True, optimizer="adamw", after_update=lambda: None)
+    data_parallel = SimpleNamespace(buckets=[bucket])
     return bucket, kind(data_parallel, betas, decay, **options)
 
 

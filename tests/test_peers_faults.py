@@ -41,6 +41,7 @@ from shared import Masked
 import prepare
 from corpus.shards import open_tokens
 from corpus.synthetic import Synthetic
+from ddp import DataParallel
 
 TP_EP, PP_DP, PP_ZERO = (2, dict(tp=2, ep=2)), (4, dict(pp=2)), (4, dict(pp=2, zero=1))
 RECOMPUTED = (2, dict(recompute="full"))
@@ -86,42 +87,37 @@ def mean_of_means(original, model, data_parallel, batches, n_trained, *args):
 
 # Sums and norms
 
-def always_last(original, data_parallel, completes_grads):
-    """DataParallel.announce_backward that announces the last micro-batch each time."""
-    original(data_parallel, completes_grads=True)
+def always_last(original, model, data_parallel, *args):
+    always = property(lambda self: True, lambda self, completes: None)
+    with mock.patch.object(DataParallel, "completes_grads", always, create=True):
+        return original(model, data_parallel, *args)
 
 
 def reduce_and_wait(original, bucket):
-    """Bucket.start_sum that waits: a bucket that is reduced too early is then wrong in every run."""
     original(bucket)
-    bucket.reduce_handle.wait()
+    bucket.sum_handle.wait()
 
 
-def scaled_at_each_addition(original, total, grad, first):
-    """ops.flat.accumulate that rescales the whole total at every micro-batch."""
-    original(total, grad, first)
-    total.div_(2)
+def scaled_at_each_addition(original, bucket, i):
+    original(bucket, i)
+    bucket.grad_windows[i].div_(2)
 
 
 def experts_of_first_rank(original, bucket):
-    """Bucket.count_factor that leaves out the experts of all ranks but the first."""
     return 0.0 if bucket.axis.name == "edp" and torch.distributed.get_rank() else original(bucket)
 
 
 def doubled_experts(original, bucket):
-    """Bucket.wait_grads that multiplies the experts' gradients by a number of ranks."""
     original(bucket)
     if bucket.axis.name == "edp":
         bucket.grad.mul_(2)
 
 
 def clipped_by_local_norm(original, optimizer, lr, grad_norm):
-    """Optimizer.step that clips by the norm of this rank's own gradients."""
     return original(optimizer, lr, local_norm(optimizer))
 
 
 def epsilon_of_every_rank(original, optimizer, lr, grad_norm):
-    """Optimizer.step whose 1e-6 is added once per rank."""
     return original(optimizer, lr, grad_norm + 1e-6 * (torch.distributed.get_world_size() - 1))
 
 
@@ -210,12 +206,12 @@ FAULTS = {  # threads: what went wrong there: (model, (ranks, layout), faults as
         LLAMA, CP, token_count(1 / 2)),
     # Sums of gradients
     "pytorch #144530, trl #7245: no gradient summed over the replicas": (
-        LLAMA, DP, ("ddp.Bucket.start_sum", nothing), ("ddp.Bucket.wait_grads", nothing)),
+        LLAMA, DP, ("ddp.Bucket.start_sum", nothing), ("ddp.Bucket.wait_sum", nothing)),
     "picotron #5: gradients sent before the last micro-batch of 1F1B": (
-        LLAMA, PP_DP, ("ddp.DataParallel.announce_backward", always_last),
+        LLAMA, PP_DP, ("pipeline.several_stages", always_last),
         ("ddp.Bucket.start_sum", reduce_and_wait)),
     "torchtitan #1733: the total rescaled at each accumulation": (
-        LLAMA, PP, ("ops.flat.accumulate", scaled_at_each_addition)),
+        LLAMA, PP, ("ddp.Bucket.take", scaled_at_each_addition)),
     "VeOmni #1115: gradients summed over dp without cp": (
         LLAMA, CP, group("stage", "dp"), group("dpcp", "dp")),
     "Megatron-LM #844: a tied gradient summed over the stages of one replica": (
@@ -224,7 +220,7 @@ FAULTS = {  # threads: what went wrong there: (model, (ranks, layout), faults as
         dict(MOE, qk_norm="head"), TP, group("stage", "dp")),
     "Megatron-LM #1628: experts summed over the ranks of the dense weights": (MOE, TP, group("edp", "dp")),
     "Megatron-LM #5956, pytorch #160285, torchtitan #1551: experts' gradients times a number of ranks": (
-        MOE, EP, ("ddp.Bucket.wait_grads", doubled_experts)),
+        MOE, EP, ("ddp.Bucket.wait_sum", doubled_experts)),
     # The norm, clipping
     "Megatron-LM #7452 (8), #7228: a weight counted by a wrong number of ranks in the norm": (
         GPT2, PP, ("ddp.Bucket.count_factor", functools.partial(constant, value=1))),
@@ -387,7 +383,6 @@ def test_a_peers_fault_of_a_second_resume_is_caught(name, toy, whole, tmp_path):
 # The scale of an fp16 loss
 
 def scale_of_this_rank(original, optimizer, lr, grad_norm):
-    """Optimizer.step whose loss scale looks at the gradients of this rank alone."""
     is_refused = (~torch.isfinite(local_norm(optimizer))).float()
     update_scale = torch._amp_update_scale_
 

@@ -36,7 +36,8 @@ from cost.parameters import (
 from cost.plan_tables import page_width
 from cost.step_time import expected_choice, peak_flops
 from cost.traffic import traffic
-from ddp import Comm, DataParallel, assign_buckets, is_lone, trained_parameters
+from ddp import Bucket, DataParallel, assign_buckets, trained_parameters
+from fast.buckets import LoneBucket
 from fast.choose import Choice
 from fast.padded import PaddedAllToAll
 from interface.command_line import parse
@@ -364,16 +365,15 @@ def test_gradients_without_a_copy_are_those_of_lone_buckets(flags, gpus, single)
     vocab = 40_000
     mesh = make_mesh(World(size=gpus), ep=cfg.ep, groups=False)
     choice = expected_choice(cfg, mesh)._replace(single_microbatch=single, peer_copies=False)
-
     with torch.device("meta"):
         model = GPT(cfg, mesh, vocab)
     want = 0
     lone_axes = [name for name, axis in mesh.axes().items() if axis.size == 1]
-    for bucket in assign_buckets(trained_parameters(model), lone_axes=lone_axes):
-        axis = getattr(mesh, bucket.reduction_axis)
-        comm = Comm(torch.bfloat16 if choice.keeps_grad_dtype(axis) else None)
-        if is_lone(bucket, axis, comm):
-            want += sum(p.numel() for p in bucket.params)
+    for group in assign_buckets(trained_parameters(model), lone_axes=lone_axes):
+        params = [p for _, p in group]
+        axis = getattr(mesh, params[0].reduction_axis)
+        if choice.bucket_class(Bucket, axis, params) is LoneBucket:
+            want += sum(p.numel() for p in params)
     assert uncopied_gradients(cfg, mesh, vocab, choice) == want
     assert bool(want) == (single and (gpus == 1 or cfg.ep == 2))
 

@@ -21,7 +21,8 @@ import train
 from config import Config, check
 from cost import plan_flags
 from cost.traffic import bytes_between_nodes, share_between_nodes, traffic
-from ddp import Comm
+from ddp import Bucket
+from fast.buckets import PeerBucket
 from fast.choose import choose
 from interface.layout import check_ranks
 from ops import accelerator
@@ -124,13 +125,11 @@ def test_a_layout_with_shards_equals_one_rank(family, n, batch, layout):
 # -----------------------------------------------------------------------------
 # Planted faults
 
-def no_sum(original, comm, bucket):
-    """A sum that is left out."""
-    return CompletedWork()
+def no_sum_over_replicas(original, axis, *args, **kwargs):
+    return CompletedWork() if axis.name.endswith(".replicas") else original(axis, *args, **kwargs)
 
 
 def slice_of_the_replica(original, bucket, rank, n):
-    """FlatBuffers.slice_of_rank that takes this rank's place among the replicas for that in the shard."""
     return original(bucket, bucket.replicas.rank % bucket.n_slices, n)
 
 
@@ -140,7 +139,7 @@ def another_seed(original, p, name, model, seed):
 
 
 FAULTS = {  # name: (--zero, a fault as arguments of planted)
-    "summed over the shard only": (1, "ddp.Comm.start_replica_sum", no_sum),
+    "summed over the shard only": (1, "parallel.Axis.start_all_reduce", no_sum_over_replicas),
     "the slice of another rank": (1, "ddp.Bucket.slice_of_rank", slice_of_the_replica),
     "another seed per group, ZeRO-3": (3, "model.initial_weights", another_seed)}
 
@@ -274,7 +273,7 @@ def test_gpus_of_a_node_copy_within_a_shard():
         mesh = make_mesh(World(size=32), shard=shard, groups=False)
         choice = choose(cfg, mesh, torch.device("cuda"), lambda mesh, axis, device: axis.size <= 8)
         assert choice.peer_copies == copies
-        assert choice.uses_peer_copies(mesh.dp) == copies
+        assert (choice.bucket_class(Bucket, mesh.dp, [torch.zeros(1)]) is PeerBucket) == copies
 
 
 class Streams:
@@ -307,12 +306,12 @@ def test_on_a_gpu_a_second_stream_waits_between_the_two_sums():
             streams.seen.append(f"{name} on {streams.now}")
             return SimpleNamespace(wait=lambda: streams.seen.append(f"{streams.now} waits for {name}"))
         return SimpleNamespace(size=2, start_reduce_scatter=start, start_all_reduce=start)
-    bucket = SimpleNamespace(n_slices=2, shard=axis("shard"), replicas=axis("replicas"),
-                             grad=torch.zeros(4), grad_total=torch.zeros(2))
+    bucket = SimpleNamespace(n_slices=2, shard=axis("shard"), replicas=axis("replicas"), grad_windows=[],
+                             untouched=[], grad=torch.zeros(4), grad_total=torch.zeros(2))
     accelerator.side_stream.cache_clear()
     with mock.patch.object(accelerator, "stream_module", lambda device: streams):
-        handle = Comm().start_reduce(bucket)
+        Bucket.start_sum(bucket)
     accelerator.side_stream.cache_clear()
-    handle.wait()
+    bucket.sum_handle.wait()
     assert streams.seen == ["side waits for compute", "shard on side", "side waits for shard",
                             "replicas on side", "compute waits for replicas"]

@@ -1,5 +1,5 @@
 """Experts over ep through symmetric memory (fast/symm_mem.py) beside all_to_all, ZeRO-1 by copies between
-GPUs (fast/peer.py) beside gloo, and the size of the experts' buffers (fast.graph.BufferSizer).
+GPUs (fast/buckets.py) beside gloo, and the size of the experts' buffers (fast.graph.BufferSizer).
 
 The ranks' buffers are shared memory here (shared.py), so a missing barrier is really missing.
 """
@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import functools
 import io
+import itertools
 from types import SimpleNamespace as Some
 from unittest import mock
 
@@ -24,10 +25,10 @@ import train
 from config import Config
 from corpus.batches import micro_batches
 from corpus.synthetic import Synthetic
-from ddp import BUCKET_ELEMENTS, FlatBuffers
-from fast import choose, graph, padded, peer, symm_mem
+from ddp import BUCKET_ELEMENTS, Bucket
+from fast import buckets, choose, graph, padded, symm_mem
+from fast.buckets import PEER
 from fast.graph import BufferSizer, GraphedStep
-from fast.peer import PeerComm, PeerSlotComm
 from optim import Optimizer
 from parallel import Axis, make_mesh
 from zero import LEVELS
@@ -79,7 +80,7 @@ def three_steps(world, flags, slack=0.0, late=False, without="", peer_copies=Fal
 
     slack: 0 for the plain step; otherwise the --ep-slack of a GraphedStep, which captures nothing during its
     first graph.WARMUP_STEPS steps. late: whether the last rank is kept behind. without: the function whose
-    barrier is left out. peer_copies: whether PeerComm moves gradients and weights.
+    barrier is left out. peer_copies: whether PEER's buckets move gradients and weights.
 
     Return the StepStats of each step, the pieces of this rank, how many steps were done again, and how many
     rows the buffers then hold.
@@ -95,7 +96,7 @@ def three_steps(world, flags, slack=0.0, late=False, without="", peer_copies=Fal
         cut = {zero: functools.partial(kind, bucket_elements=bucket_elements)
                for zero, kind in LEVELS.items()}
         stack.enter_context(mock.patch.dict(train.LEVELS, cut))
-        for module in (symm_mem, peer):
+        for module in (symm_mem, buckets):
             patch(module, "SymmetricBuffer", SharedBuffer)
         if slack:
             patch(choose, "static_shapes", lambda *_: True)
@@ -103,7 +104,7 @@ def three_steps(world, flags, slack=0.0, late=False, without="", peer_copies=Fal
         assert choice.graph == bool(slack) and not choice.peer_copies and not choice.single_microbatch
         choice = choice._replace(peer_copies=peer_copies, single_microbatch=peer_copies)
         model, data_parallel, opt = train.build(cfg, mesh, cfg.vocab_size, device, choice=choice)
-        assert all(isinstance(bucket.comm, PeerComm | PeerSlotComm) == (peer_copies and bucket.n_slices > 1)
+        assert all((type(bucket) in PEER.values()) == (peer_copies and bucket.n_slices > 1)
                    for bucket in data_parallel.buckets)
         same = [bucket.grad.dtype == bucket.flat.dtype for bucket in data_parallel.buckets]
         assert not peer_copies or all(same)
@@ -319,9 +320,9 @@ def test_the_fullest_rank_and_the_smallest_memory_decide(monkeypatch):
 # ZeRO by copies between GPUs
 
 def peer_steps(world, flags, slack=0.0, late=False, without=""):
-    """three_steps(), gradients and weights of many small buckets carried by PeerComm."""
+    """three_steps(), gradients and weights of many small buckets carried by PEER's."""
     with contextlib.ExitStack() as stack:
-        for kind, name in ((Optimizer, "step"), (FlatBuffers, "copy_all_gradients")):
+        for kind, name in ((Optimizer, "step"), (Bucket, "copy_gradients")):
             stack.enter_context(mock.patch.object(kind, name, late_function(getattr(kind, name))))
         return three_steps(world, flags, slack, late, without, peer_copies=True, bucket_elements=300)
 
@@ -368,9 +369,10 @@ def test_gradients_that_are_copied_stay_in_the_model_s_dtype():
     assert_equal_steps(run_ranks(2, peer_steps, flags), run_ranks(2, gloo_steps, flags))
 
 
-@pytest.mark.parametrize("layout", [dict(zero=1), dict(zero=3), dict(zero=1, shard=2)], ids=str)
-@pytest.mark.parametrize("without", ["", "start_reduce", "start_gather"])
-def test_a_rank_whose_gradients_are_late_is_waited_for(without, layout):
+@pytest.mark.parametrize("layout, without", [
+    *itertools.product([dict(zero=1), dict(zero=1, shard=2)], ["", "start_sum", "start_gather"]),
+    *itertools.product([dict(zero=3)], ["", "start_reduce", "start_gather"])], ids=str)
+def test_a_rank_whose_gradients_are_late_is_waited_for(layout, without):
     size = 2 * layout.get("shard", 1)
     flags = dict(TINY, micro_batch=8 // size, **layout)
     want = run_ranks(size, gloo_steps, flags)

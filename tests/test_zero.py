@@ -83,7 +83,6 @@ def test_two_parts_have_whole_weights_at_most(n, flags):
 
 
 def always_forward(original, zero, part, backward=False):
-    """ZeRO3.move_to_part that goes on in the direction of forward."""
     original(zero, part)
 
 
@@ -103,14 +102,15 @@ def bytes_at_start(world, flags):
     def draw(p, name, model, seed):
         nonlocal most
         storages = {q.untyped_storage().data_ptr(): q.untyped_storage().nbytes() for q in model.parameters()}
-        values = model_module.initial_weights(p, name, model, seed)
+        values = initial_weights(p, name, model, seed)
         assert all(drawn_before() is None for drawn_before in all_values)  # It was copied, and is gone.
         all_values.append(weakref.ref(values))
         most = max(most, sum(storages.values()) + values.nbytes)
         drawn[name] += 1
         return values
     mesh = make_mesh(world, cfg.tp, ep=cfg.ep)
-    with mock.patch.object(train, "initial_weights", draw):
+    initial_weights = model_module.initial_weights
+    with mock.patch.object(model_module, "initial_weights", draw):
         model, *_ = train.build(cfg, mesh, cfg.vocab_size, world.device)
     parts = [model.wte, model.head, *model.blocks.values()]
     largest = max(sum(p.numel() for p in part.parameters() if p.ndim > 1) for part in parts)
@@ -129,13 +129,13 @@ def test_no_rank_ever_has_the_whole_model(flags):
         assert part / 2 < most <= part
 
 
-def with_memory(original):
-    """parameters_without_memory() that changes nothing."""
-    yield
+def drawn_together(original, model, named_parameters):
+    if all(p.untyped_storage().nbytes() == 0 for p in model.parameters()):
+        original(model, list(model.named_parameters()))
 
 
 def test_a_whole_model_at_the_start_is_seen():
-    fault = "parallel.parameters_without_memory", with_memory
+    fault = "ddp.draw_weights", drawn_together
     results = run_ranks(2, with_faults, [fault], bytes_at_start, START)
     assert all(most > part for most, part in results)
 

@@ -20,14 +20,14 @@ from pool import ROOT, run_ranks
 from config import Config
 from corpus.chat import MARKERS, Template
 from corpus.tokenizer import train_char
-from ddp import Bucket, Comm, Contents
+from ddp import Bucket
 from parallel import Axis, make_mesh
 from pipeline import schedule
 from plan import check_gpus
 from skip import spike_reason
 from tutorial import solutions
 from tutorial.grader import check, grade
-from zero import Slot, SlotBucket, SlotComm
+from zero import Slot, SlotBucket
 
 sys.path.append(str(ROOT / "bench"))
 from collectives import FACTOR
@@ -129,8 +129,7 @@ def test_chapter_06(yours):
     for n, size in itertools.product((1, 300, 1024, 5000), (2, 3, 4)):
         for rank in range(size):
             p = torch.nn.Parameter(torch.zeros(n))
-            contents = Contents("dp", True, ["w"], [p])
-            bucket = Bucket(contents, Axis("dp", rank, size), zero=1, dtype=p.dtype, comm=Comm())
+            bucket = Bucket([("w", p)], Axis("dp", rank, size), zero=1)
             cases.append(((n, rank, size), bucket.own_slice))
     check(yours, "zero1_slice", cases)
 
@@ -254,19 +253,20 @@ def slices_of_rank(world, function):
     axis = make_mesh(world).dp
     totals = []
     slot = torch.zeros(SLOT, dtype=torch.float64)
-    shared = Slot(SLOT, torch.float64, "cpu")
+    shared = Slot(SLOT, slot, axis)
     for number in (0, 1, 0):
         total = torch.full((SLOT // axis.size,), 7.0, dtype=torch.float64)  # 7.0 is an old number.
         params = [torch.nn.Parameter(torch.zeros_like(grad)) for grad in grads_of(0, number, 0)]
-        contents = Contents("dp", True, ["a", "b"], params)
-        theirs = SlotBucket(contents, axis, 2, torch.float64, SlotComm(shared))
+        theirs = SlotBucket(list(zip("ab", params, strict=True)), axis, 2)
+        theirs.use(shared)
         for micro_batch in range(2):
             grads = grads_of(world.rank, number, micro_batch)
             function(axis, grads, slot, total, micro_batch == 0)
             for i, (p, grad) in enumerate(zip(params, grads, strict=True)):
                 p.grad = grad
-                theirs.on_grad_ready(i, micro_batch == 1)
-        theirs.wait_grads()
+                theirs.pending -= micro_batch == 1
+                theirs.take(i)
+        theirs.wait_sum()
         totals.append((total, theirs.grad_total.clone()))
     return totals
 
