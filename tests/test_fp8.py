@@ -390,11 +390,11 @@ def test_a_gpu_without_such_products_is_refused(kind, hip, capability, dtype, wo
 
 
 def test_the_plan_knows_it(capsys):
-    """It takes less time and memory; the GPUs of BLOOM have no such products."""
+    """It takes less time; the GPUs of BLOOM have no such products. What it saves of memory is not counted."""
     plans = [plan.estimate(parse(["smol-1.7b", "--global-batch=4", *flag]), 1, "h200", 49152)
              for flag in ([], ["--fp8"])]
-    without, with_fp8 = ((p["ms"], p["memory"]) for p in plans)
-    assert 0.15 < 1 - with_fp8[0] / without[0] < 0.25 and 2 < without[1] - with_fp8[1] < 6
+    without, with_fp8 = (p["ms"] for p in plans)
+    assert 0.15 < 1 - with_fp8 / without < 0.25
     with pytest.raises(SystemExit) as e:
         plan.main(["smol-1.7b", "--gpus=1", "--gpu=a100-80", "--fp8"])
     assert e.value.code == 2

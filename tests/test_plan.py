@@ -40,7 +40,7 @@ from ddp import Bucket, DataParallel, assign_buckets, trained_parameters
 from fast.buckets import LoneBucket
 from fast.choose import Choice
 from fast.padded import PaddedAllToAll
-from interface.command_line import parse
+from interface.command_line import NO_READER, parse
 from interface.presets import PRESETS
 from model import GPT
 from ops import activations
@@ -644,7 +644,7 @@ def test_a_closed_pipe_ends_it_quietly(tmp_path):
                                      text=True))
         os.close(write)
     assert [job.communicate(timeout=240)[1] for job in jobs] == ["", ""]
-    assert [job.returncode for job in jobs] == [0, 0]
+    assert [job.returncode for job in jobs] == [NO_READER, NO_READER]
 
 
 def test_a_plan_says_what_wastes_the_gpu(capsys):
