@@ -495,15 +495,10 @@ def show(path):
     say(printable(f"{path}: step {index['step']}, {len(index['tensors'])} tensors in {len(index['files'])} "
                   f"files, {megabytes:.1f} MB, all checksums right"))
     counters = {key: value for key, value in index["meta"].items() if not isinstance(value, dict)}
-    say("  " + " ".join(f"{printable(key)}={brief(value)}" for key, value in counters.items()))
+    say(printable("  " + " ".join(f"{key}={str(value)[:80]}" for key, value in counters.items())))
     for name, entry in sorted(index["tensors"].items()):
         say(printable(f"  {name:45} {entry['dtype']:8} {tuple(entry['shape'])!s:16} "
                       f"{len(entry['pieces'])} piece(s)"))
-
-
-def brief(value):
-    """Return a value of the meta as text; of a long one, such as the losses of --skip-spikes, the begin."""
-    return printable(str(value)[:80])
 
 
 def diff(path_a, path_b, say=say):
@@ -520,8 +515,10 @@ def diff(path_a, path_b, say=say):
         x = meta_a.get(key, "absent")
         y = meta_b.get(key, "absent")
         if x != y:
+            if isinstance(x, dict) and isinstance(y, dict):
+                x, y = ({k: values[k] for k in values if x.get(k) != y.get(k)} for values in (x, y))
             found += key not in ("world", "flags", "best")
-            say(f"  meta {printable(key)}: {brief(x)} -> {brief(y)}")
+            say(printable(f"  meta {key}: {str(x)[:80]} -> {str(y)[:80]}"))
     tensors = a.index["tensors"]
     for name in sorted(tensors.keys() | b.index["tensors"].keys()):
         text = difference(a, b, name)

@@ -178,7 +178,7 @@ def free_name(path):
 
 
 def move_aside(out):
-    """Rename the directory of a run, and return its new name, NAME.DATE_TIME_stepN. OUT is locked again.
+    """Rename the directory of a run, and return its new name, NAME.DATE_TIME_stepN. A lock stays on OUT.
 
     It says when the run last wrote a row, and of which step. Where OUT is a symbolic link, the folder that it
     leads to gets the new name, and the link stays: the next run goes to the same disk.
@@ -190,7 +190,8 @@ def move_aside(out):
     when = time.strftime("%Y-%m-%d_%H%M", time.localtime(last_file.stat().st_mtime))
     step = max((row["step"] for row in sound_rows(metrics)[0]), default=0)
     new = set_aside(out, f"{out.name}.{when}_step{step}")
-    lock(out)
+    if _held is not None:
+        lock(out)
     return new
 
 
@@ -225,16 +226,15 @@ def lock(out, wait=0.0):
     global _held, _made
     path = out.resolve() / ".lock"
     until = time.monotonic() + wait
-    waits = False
-    while (file := _try(path)) is None:
-        holder = in_use(out) or "another run"
+    file = _try(path)
+    if file is None and wait:
+        say(f"{out} is in use by {in_use(out)}: waiting up to {wait:.0f} s for it to leave")
+    while file is None:
         if time.monotonic() >= until:
-            raise ValueError(f"{out} is in use by {holder}; wait for that run, stop it, or give another "
-                             "--out")
-        if not waits:
-            waits = True
-            say(f"{out} is in use by {holder}: waiting up to {wait:.0f} s for it to leave")
+            raise ValueError(f"{out} is in use by {in_use(out) or 'another run'}; wait for it, stop it, "
+                             "or give another --out")
         time.sleep(0.1)
+        file = _try(path)
     if _held is not None:  # of a directory that has another name now
         _held.close()
     _held = file

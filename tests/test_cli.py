@@ -25,11 +25,11 @@ from corpus.synthetic import Synthetic
 from cost import memory
 from cost.plan_flags import PlanFlags
 from fast.choose import choose
+from interface import files
 from interface.command_line import command_line, parse, wrong_input
 from interface.presets import PRESETS
 from interface.schema import Range, check_schema, load_json
 from parallel import make_mesh
-from runtime import log
 from runtime.launch import World, exit_together
 
 MPIEXEC = Path(sys.executable).with_name("mpiexec")
@@ -558,7 +558,7 @@ def test_control_characters_of_a_file_are_printed_escaped(capsys):
     assert capsys.readouterr().err == "nanoshard: a\\x1b]0;evil\\x07 \\u202eb \xe9 \\x9b2J\n"
     with pytest.raises(SystemExit), exit_together(World()):
         raise ValueError("\x1b[31m")
-    log.warn("\x1b[31m")
+    files.warn("\x1b[31m")
     assert capsys.readouterr().err == 2 * "nanoshard: \\x1b[31m\n"
 
 
