@@ -193,7 +193,7 @@ def test_a_run_is_that_of_the_cpu(ranks, flags, tmp_path):
     assert " forward=" in results[0][0]["out"]
     got, want = rows(tmp_path / "xpu", ()), rows(tmp_path / "cpu", ())
     for a, b in zip(got, want, strict=True):
-        assert a.keys() == b.keys() and a["mem_gb"] == 3.0 != b["mem_gb"] and a["ms"] > 0
+        assert a.keys() - {"mfu"} == b.keys() and a["mem_gb"] == 3.0 != b["mem_gb"] and a["ms"] > 0
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-5 if ranks == 2 else 1e-3)
     (x, meta_x), (y, meta_y) = final(tmp_path / "xpu", 2), final(tmp_path / "cpu", 2)
     assert meta_x["samples"] == meta_y["samples"] and x.keys() == y.keys()
@@ -226,7 +226,7 @@ def test_the_device_by_name_and_memory(capsys):
         print_node(world)
         assert capsys.readouterr().out.split(" ranks here, ")[1].startswith(f"{NAME}, torch ")
         assert doctor.device(world) == ("OK", f"1 x {NAME}, 60 of 64 GiB free", "")
-        assert accelerator.total_memory(XPU) == 2**36 and peak_flops(XPU) is None
+        assert accelerator.total_memory(XPU) == 2**36 and peak_flops(XPU) == 419e12
     with stand_in(mem_get_info=lambda device: (2**33, 2**36)):
         assert doctor.device(world)[0] == "WARN" and doctor.device(world)[2].startswith("xpu-smi shows")
     with stand_in(mem_get_info=mock.Mock(side_effect=RuntimeError("not supported"))):
