@@ -1,20 +1,14 @@
 """Buckets whose numbers travel with less waiting: each replaces methods of a bucket of ddp.py or zero.py.
 
-    KernelBucket   gradients are widened to fp32 by a Triton kernel
-    CopyBucket     nobody adds to a gradient, so it keeps the model's dtype
-    LoneBucket     and if it is the only one of its bucket, it stays where backward made it
-    PeerBucket, PeerSlotBucket, PeerShardedBucket   ZeRO by copies between the GPUs of one node, without NCCL
-
-Peer copies go between symmetric buffers (fast/symm_mem.py):
+The buckets with Peer in their name copy between symmetric buffers (fast/symm_mem.py), without NCCL:
 
     gradients  each rank copies its own slice from all others and adds up the copies: a reduce-scatter
     weights    each rank copies the others' slices from them: an all-gather
 
 The GPU's copy engines carry the data while forward and backward run. NCCL's kernels would take
-multiprocessors away from forward and backward. The gradients travel in the model's dtype, as backward made
-them, which is half the bytes of fp32, and each rank adds them up in fp32. The result equals the sum of fp32
-gradients: ZeRO-1 has only one micro-batch, so no rank adds gradients in the model's dtype; ZeRO-2 and 3 send
-every micro-batch's gradients.
+multiprocessors away from them. The gradients travel in the model's dtype, as backward made them, and each
+rank adds them up in fp32. The result equals the sum of fp32 gradients: ZeRO-1 has only one micro-batch here,
+and ZeRO-2 and 3 send every micro-batch's gradients.
 """
 import contextlib
 from functools import cache
@@ -32,8 +26,6 @@ from zero import ShardedBucket, Slot, SlotBucket
 
 CONVERT_ALONE = 2**18  # a gradient of at least this many elements is converted by Triton
 
-# -----------------------------------------------------------------------------
-# On one rank
 
 class KernelBucket(Bucket):
     """A Bucket on a GPU. torch's own conversion to fp32 reaches a third of the bandwidth."""
@@ -54,10 +46,7 @@ class KernelBucket(Bucket):
 
 
 class CopyBucket(Bucket):
-    """A Bucket of one rank, with one micro-batch per step, so that nothing is added to a gradient.
-
-    Each gradient stays in p.grad until all have come. Then they are copied into grad.
-    """
+    """A Bucket of one rank, with one micro-batch per step, so that nothing is added to a gradient."""
 
     def allocate(self, weights):
         self.grad = torch.zeros_like(self.flat)
@@ -74,10 +63,7 @@ class CopyBucket(Bucket):
 
 
 class LoneBucket(CopyBucket):
-    """A CopyBucket of one parameter. Nothing is copied: grad is p.grad.
-
-    So grad is another tensor in each step. Before the first gradient has come it is None.
-    """
+    """A CopyBucket of one parameter. Nothing is copied: grad is p.grad, another tensor in each step."""
 
     def allocate(self, weights):
         """Make no buffer."""
@@ -101,7 +87,6 @@ class LoneBucket(CopyBucket):
 
 @cache
 def copy_stream(device):
-    """Return the CopyStream of this process on a device. All buckets share it."""
     return CopyStream()
 
 
@@ -123,7 +108,6 @@ class CopyStream:
 
     @contextlib.contextmanager
     def side_stream(self):
-        """Run operations on the copy stream, after all those issued so far on the compute stream."""
         if self.stream is None:
             yield
             return
@@ -132,14 +116,10 @@ class CopyStream:
             yield
 
     def record_event(self):
-        """Return a handle, whose wait() makes the compute stream wait for all issued so far on this one."""
         return CompletedWork() if self.stream is None else self.stream.record_event()
 
     def copy_slices(self, bucket, gradients):
-        """Copy the other ranks' gradients of this rank's slice. Return (size - 1, n/size), in recv_buffer.
-
-        gradients: those of each rank of the bucket's shard, by rank, (1, n) or longer.
-        """
+        """Copy the others' `gradients` of this rank's slice. Return (size - 1, n/size), in recv_buffer."""
         slice_size = bucket.grad_total.numel()  # n/size
         parts = self.recv_buffer[:slice_size * (bucket.n_slices - 1)].view(-1, slice_size)
         for part, rank in zip(parts, others(bucket.shard), strict=True):  # n/size from each, over the shard
@@ -229,19 +209,14 @@ class PeerSlot(Slot):
 
 
 class PeerSlotBucket(SlotBucket):
-    """A SlotBucket whose shard's GPUs reach each other's memory, for any number of micro-batches.
-
-    The others copy weights from a buffer that holds this rank's slice, because the memory of a
-    zero.ShardedBucket's flat comes and goes. This buffer, too, is overwritten only after Optimizer.stats. By
-    then every rank has used its copies.
-    """
+    """A SlotBucket whose shard's GPUs reach each other's memory, for any number of micro-batches."""
     slot_class = PeerSlot
 
     def allocate(self, weights):
         super().allocate(weights)
         n = self.grad_total.numel()
         self.weights = SymmetricBuffer(self.shard, 1, n, self.flat.dtype, weights.device)
-        self.shown = self.weights.local[0]
+        self.shown = self.weights.local[0]  # the others copy it: a ShardedBucket's flat comes and goes
         self.copies = copy_stream(weights.device)
         self.copies.reserve(weights.numel() - n, self.flat)
 
@@ -266,7 +241,7 @@ class PeerSlotBucket(SlotBucket):
     def start_gather(self):
         self.shard.calls.record(self.shard, "all-gather", self.flat, self.shard.ring * self.flat.nbytes)
         with self.copies.side_stream():
-            if self.own is not self.shown:
+            if self.own is not self.shown:  # After Optimizer.stats, every rank has used its copies.
                 self.shown.copy_(self.own)
             self.weights.barrier()  # all ranks have stepped their slices
             for rank in (self.shard.rank, *others(self.shard)):  # n/size weights from each, over the shard
@@ -276,8 +251,6 @@ class PeerSlotBucket(SlotBucket):
 
 
 class PeerShardedBucket(PeerSlotBucket, ShardedBucket):
-    """A ShardedBucket whose own is the slice that the others copy."""
-
     def kept_slice(self):
         return self.shown.copy_(self.own)
 

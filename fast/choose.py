@@ -1,8 +1,7 @@
 """Which of the fast ways a run takes. train.py asks before it builds the model, plan.py before anything runs.
 
-The choice is made once. It follows from the run's flags, its mesh and what its GPUs can do. Each fast way
-has a plain twin that gives the same numbers: the step without a graph (train.py), all_to_all (moe.py), NCCL
-(parallel.py), gradients summed in fp32 (ddp.py), a mask (attention.py).
+Each fast way has a plain twin that gives the same numbers: the step without a graph (train.py), all_to_all
+(moe.py), NCCL (parallel.py), gradients summed in fp32 (ddp.py), a mask (attention.py).
 """
 import socket
 from typing import NamedTuple
@@ -24,7 +23,6 @@ from ops.cross_entropy import LinearCrossEntropy
 
 
 class Choice(NamedTuple):
-    """What a run uses of fast/."""
     graph: bool              # forward, backward and gradient sums are replayed as one CUDA graph
     symm_mem: bool           # rows reach the experts of other ranks through symmetric memory, not all_to_all
     peer_copies: bool        # ZeRO's gradients and weights travel as copies between the GPUs of a node
@@ -34,7 +32,6 @@ class Choice(NamedTuple):
     measured: bool = False   # products by the algorithms that are fastest here
 
     def install(self, model):
-        """Put what is fast into a plain model. Nothing else knows of it."""
         cfg = model.cfg
         device = next(model.parameters()).device
         flex = FlexAttention() if self.flex else None  # All layers share its lists.
@@ -66,12 +63,10 @@ class Choice(NamedTuple):
             layer.dispatcher = PaddedAllToAll(cfg, layer.mesh)  # A graph needs messages of a fixed size.
 
     def attention_by(self):
-        """Return what attends in those layers, in words."""
         return flash.NAME if self.flash else "torch"
 
     def bucket_class(self, plain, axis, params):
-        """Return the class of a bucket of these parameters, which is reduced over axis, in the place of the
-        plain one."""
+        """Return the class, in the place of `plain`, of a bucket that is reduced over axis."""
         if self.peer_copies and axis.sharing().shard.size > 1:
             return PEER[plain]
         if plain is Bucket and self.single_microbatch and axis.size == 1:
@@ -82,11 +77,7 @@ class Choice(NamedTuple):
 
 
 def choose(cfg, mesh, device, reach=None):
-    """Return the Choice of this run.
-
-    reach(mesh, axis, device) says whether the GPUs of each group of an axis reach each other's memory. It is
-    peer_access by default, which all ranks must call together.
-    """
+    """Return the Choice of this run. reach: peer_access, which is collective, or its substitute."""
     reach = reach or peer_access
     bf16 = cfg.dtype == "bf16" and device.type != "cpu"
     single = bf16 and cfg.global_batch in (0, cfg.micro_batch * mesh.dp.size)
@@ -105,8 +96,7 @@ def choose(cfg, mesh, device, reach=None):
 
 
 def has_cuda_api(device):
-    """Whether the device has the graphs and peer access of CUDA or HIP."""
-    return device.type == "cuda"
+    return device.type == "cuda"  # also an AMD GPU, by HIP
 
 
 def static_shapes(cfg, mesh, device):
@@ -134,7 +124,6 @@ def grouped_mm_possible(cfg, device):
 
 
 def flex_possible(cfg, device):
-    """Whether the layers with a window, and documents, have a flash kernel (fast/flex.py)."""
     if not has_cuda_api(device) or not grouped_mm_possible(cfg, device):
         return False  # a kernel of Triton, in 16 bits or fp32, as those are
     if cfg.recompute == "selective":
@@ -151,11 +140,7 @@ NO_ACCESS = "note: the GPUs of {} cannot access each other's memory: NCCL is use
 
 
 def peer_access(mesh, axis, device):
-    """Whether the ranks of each group of `axis` reach each other's memory.
-
-    On one host, each with a GPU of its own that all see and that has peer access, where a first allocation
-    succeeds; on a CPU, one host is enough. Collective over the world. Rank 0 prints what the GPUs lack.
-    """
+    """Whether the ranks of each group of `axis` reach each other's memory. Collective over the world."""
     world = mesh.world
     n_seen = 0 if device.index is None else torch.cuda.device_count()
     reached = [gpu for gpu in range(n_seen)
@@ -191,7 +176,6 @@ def peer_access(mesh, axis, device):
 
 
 def fails(error, function, *args):
-    """Call the function. Return whether it raised this error."""
     try:
         function(*args)
     except error:

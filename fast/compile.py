@@ -1,8 +1,4 @@
-"""--compile: torch.compile of a model's blocks; with tp 1 and cp 1 a dense one is one graph.
-
-    compile_blocks   compile the blocks, all with one graph
-    compilation      what compiling cost
-"""
+"""--compile: torch.compile of a model's blocks; with tp 1 and cp 1 a dense one is one graph."""
 from typing import NamedTuple
 
 import torch
@@ -16,8 +12,7 @@ def compile_blocks(model):
     """Compile the blocks of a model, in place.
 
     The first block that runs is compiled, and the others use its graph, because a block's weights are inputs
-    of the graph. In a block with experts, all but the experts are compiled, because the number of rows per
-    expert varies: attention, router and shared MLP are one graph, and what follows the experts is another.
+    of the graph. The experts are not compiled, because the number of rows per expert varies.
     """
     prepare_compiler()
     from torch._dynamo import utils
@@ -44,13 +39,12 @@ def compile_block(block, whole):
 
     A graph can hold what --recompute full runs again in backward. If the block is not whole, torch compiles
     nothing of such a function, unless the function is compiled by itself. So each function is, and what only
-    calls them is not: torch 2.8 would compile that anew for each method that it is given. With --recompute
-    selective, which looks for single operations, what runs again is not compiled then.
+    calls them is not: torch 2.8 would compile that anew for each method that it is given.
     """
     if whole:
         block.compile(fullgraph=block.moe is None)
         return
-    if block.recompute_mode != "selective":
+    if block.recompute_mode != "selective":  # It looks for single operations.
         compile_method(block, "compute" if block.moe is None else "attention_half")
     if block.moe is not None:
         compile_method(block.moe, "route")
@@ -59,20 +53,15 @@ def compile_block(block, whole):
 
 
 def compile_method(module, name):
-    """Replace a method of a module by a compiled one."""
     setattr(module, name, torch.compile(getattr(module, name)))
 
 
 def prepare_compiler():
-    """Start the compiler's worker processes, and let its cache keep graphs with functions such as SwiGLU's.
-
-    The workers need two seconds until they are ready, and until then kernels are compiled one after the
-    other. torch itself starts them only when it has traced the model.
-    """
+    """Start the compiler's processes, and let its cache keep graphs with functions such as SwiGLU's."""
     from torch._functorch import config
     from torch._inductor import async_compile
     if hasattr(async_compile, "maybe_warm_pool"):
-        async_compile.maybe_warm_pool()
+        async_compile.maybe_warm_pool()  # Otherwise they start when the model has been traced.
     # An autograd.Function may keep what the cache does not see. Those inside our graphs keep tensors, and
     # constants that the traced graph has too.
     if hasattr(config, "autograd_cache_allow_custom_autograd_functions"):
@@ -80,12 +69,10 @@ def prepare_compiler():
 
 
 def keep_eager(place, name):
-    """Replace a function of a module or class by one that torch.compile leaves out of its graphs."""
     setattr(place, name, torch.compiler.disable(getattr(place, name)))
 
 
 class Compilation(NamedTuple):
-    """What it cost this process to compile the blocks."""
     seconds: float  # of the host, for forward and backward
     graphs: int     # how many were traced; each has a forward and a backward part
     cached: int     # parts that torch's cache had
@@ -94,7 +81,6 @@ class Compilation(NamedTuple):
 
 
 def compilation():
-    """Return the Compilation since compile_blocks()."""
     from torch._dynamo.utils import compile_times, counters
     from torch._inductor.runtime.cache_dir_utils import cache_dir
     seconds = 0.0

@@ -69,7 +69,6 @@ class FlashAttention:
     operation = torch.ops.nanoshard.attention.default  # --recompute selective keeps its result
 
     def __call__(self, q, k, v, is_causal):
-        """Attention of q (B, h, T, D) to k and v (B, g, T, D), without a mask: (B, h, T, D)"""
         out, _ = attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal)
         return out.transpose(1, 2)
 

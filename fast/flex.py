@@ -14,9 +14,6 @@ starts at token 6 (o: seen). The kernel skips block 0 from query 8 on, and asks 
            8           |    o o|o
            9           |    o o|o o
 
-    FlexAttention   called by attention.attend; the GPT's layers share one
-    block_mask      the two lists, and the rule for a pair
-
 The lists are tensors of a fixed shape, and the host never reads them. So a captured CUDA graph makes the
 lists of each step's documents anew.
 """
@@ -36,21 +33,16 @@ class FlexAttention:
         self.memory = None  # where it is, and how often it had been written
 
     def __call__(self, q, k, v, window, places):
-        """q (B, h, queries, D), k and v (B, g, keys, D) -> (B, h, queries, D).
-
-        window, places: see attention.attend. Places rise by 1 or start again at 1.
-        """
+        """q (B, h, queries, D), k and v (B, g, keys, D) -> (B, h, queries, D). See attention.attend."""
         self.prepare()
         mask = self.mask(q, k, window, places)
         return self.kernel(q, k, v, block_mask=mask, enable_gqa=q.size(1) != k.size(1))
 
     def prepare(self):
-        """Make the kernel, once: fast.compile calls this before it compiles what calls the kernel."""
         if self.kernel is None:
             self.kernel = make_kernel()
 
     def mask(self, q, k, window, places):
-        """Return the BlockMask of these queries and keys, made once for all layers alike."""
         if torch.compiler.is_compiling():
             return block_mask(q, k, window, places)  # --compile makes it in the graph of each layer
         kept = self.of_windows
@@ -63,7 +55,6 @@ class FlexAttention:
         return kept[key]
 
     def kept_of_documents(self, places):
-        """Return {key: BlockMask} of a micro-batch, which is empty if its places come for the first time."""
         memory = places.untyped_storage().data_ptr(), places._version  # the segments of cp share it
         if memory != self.memory:
             self.of_documents = {}
@@ -73,7 +64,6 @@ class FlexAttention:
 
 
 def make_kernel():
-    """Return the kernel. The first call for a shape compiles it, in a step that is not captured."""
     from torch.nn.attention.flex_attention import flex_attention
     # Lengths differ between training and evaluation, windows, and the segments of cp.
     torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
@@ -81,9 +71,7 @@ def make_kernel():
 
 
 def block_mask(q, k, window, places):
-    """Return torch's BlockMask of queries (B, h, queries, D) and keys (B, g, keys, D)."""
-    # Imported here, because the import takes a while.
-    from torch.nn.attention.flex_attention import BlockMask
+    from torch.nn.attention.flex_attention import BlockMask  # This takes a while.
     n_queries = q.size(2)
     n_keys = k.size(2)
     some, every = seen_blocks(first_keys(q, k, window, places), n_keys)
@@ -107,7 +95,7 @@ def pair_rule(n_queries, n_keys, window, places):
 
 
 def first_keys(q, k, window, places):
-    """Return the index of the first key that each query sees, (B, queries); in a row it never falls."""
+    """Return the index of the first key that each query sees, (B, queries). In a row it never falls."""
     n_queries = q.size(2)
     n_keys = k.size(2)
     windows = torch.full((q.size(0), n_queries), window or n_keys, device=q.device)
@@ -118,11 +106,7 @@ def first_keys(q, k, window, places):
 
 
 def seen_blocks(first, n_keys):
-    """Return (some, every), (B, query blocks, key blocks) bool each.
-
-    In a block of `every`, all queries see all keys. In a block of `some`, only a part of the pairs do. first:
-    (B, queries), of first_keys.
-    """
+    """Return which blocks are seen in part, and which whole, (B, query blocks, key blocks) bool each."""
     n_queries = first.size(1)
     before = n_keys - n_queries
     # The first and the last query of each block, (query blocks, 1), and the first key of each, (key blocks,).
@@ -136,11 +120,7 @@ def seen_blocks(first, n_keys):
 
 
 def listed(blocks):
-    """Return how many blocks of each row are True, (B, 1, rows) int32, and their columns before all others.
-
-    blocks (B, rows, columns) bool; the columns are (B, 1, rows, columns) int32. Both are contiguous, also for
-    blocks that are not, because the GPU's kernels count on it.
-    """
-    blocks = blocks.unsqueeze(1).contiguous()
-    columns = (~blocks).byte().argsort(dim=-1, stable=True)
+    """Return how many of each row of blocks (B, rows, columns) are True, and the columns of these first."""
+    blocks = blocks.unsqueeze(1).contiguous()  # The GPU's kernels count on it.
+    columns = (~blocks).byte().argsort(dim=-1, stable=True)  # (B, 1, rows, columns)
     return blocks.sum(-1, dtype=torch.int32), columns.int().contiguous()

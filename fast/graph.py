@@ -1,13 +1,8 @@
 """Forward, backward and gradient sums as one CUDA graph: the fast twin of train.py's Step.
 
-It gives the same numbers. The kernels of a small model finish before Python can start the next ones. Where
-every shape is static, every step launches the same list of kernels. So about a thousand launches are captured
-once, and replayed on the same addresses (pytorch.org, CUDA graphs). The update stays outside the graph,
-because its learning rate changes.
-
-    make_step     the step that a run trains with, plain or graphed
-    GraphedStep   captures and replays, and repeats a void step
-    BufferSizer   how many rows the experts' buffers hold
+The kernels of a small model finish before Python can start the next ones. Where every shape is static, every
+step launches the same list of kernels. So about a thousand launches are captured once, and replayed on the
+same addresses. The update stays outside the graph, because its learning rate changes.
 """
 import gc
 import math
@@ -34,11 +29,7 @@ FREE_SHARE = 0.5  # the part of the free memory that they may take when they gro
 
 
 def make_step(plain, choice, folder=None):
-    """Return the step to train with: the train.Step `plain`, or a GraphedStep around it.
-
-    choice: a fast.choose.Choice. folder: of the run, where it keeps what it measured, or None. The model is
-    compiled if the flags ask for it. Collective: symmetric memory is allocated.
-    """
+    """Return the step to train with: the train.Step `plain`, or a GraphedStep around it. Collective."""
     cfg = plain.cfg
     model = plain.model
     products = None
@@ -62,11 +53,7 @@ def make_step(plain, choice, folder=None):
 
 
 class DeferredGather:
-    """The handle of a gather that the next captured step starts.
-
-    A reader that cannot wait for that step (evaluation, --check-every) calls wait() on every rank, which
-    gathers at once, so that no reader sees stale weights.
-    """
+    """A gather that the next graph starts, unless all ranks call wait() before, as evaluation does."""
 
     def __init__(self, bucket):
         self.bucket = bucket
@@ -77,7 +64,6 @@ class DeferredGather:
 
 
 def defer_gather(bucket):
-    """Replace Bucket.after_update: the next graph gathers the weights."""
     bucket.gather_handle = DeferredGather(bucket)
 
 
@@ -90,9 +76,7 @@ class GraphedStep:
          makes the loss NaN on every rank, so all ranks make the same decision.
       2. The update is launched before the host looks. With a NaN norm it is a no-op, and the GPU stays busy.
       3. The host reads the loss. If it is not finite, whatever the cause, the plain step repeats the same
-         batches with all_to_all, whose messages have the exact size. Before that the graph gives its memory
-         back. If rows had no place, the buffers grow, or are left out for a while where memory is short. The
-         next step with buffers is captured again.
+         batches with all_to_all, whose messages have the exact size. The next step is captured again.
     ZeRO-1's new weights are gathered by the first nodes of the graph. With peer copies, the bucket of the
     embedding, which the forward needs first, is gathered right after its update.
     """
@@ -130,7 +114,6 @@ class GraphedStep:
         return result
 
     def take_step(self, batches, number, full, guard, n_trained):
-        """Do step `number` as train.Step does, and note its path."""
         plain = self.plain
         for bucket in self.eager_buckets:
             bucket.wait_weights()  # outside the graph, where their gather was started
@@ -154,18 +137,13 @@ class GraphedStep:
         return result
 
     def host_looks_first(self, guard):
-        """Whether the update waits until the host has read the loss: if a guard may veto it, if a void one
-        would change the loss scale, or if a function such as that of --dump-grads is called before it.
-        """
+        """Whether the update waits until the host has read the loss."""
         guard_may_veto = guard is not None and guard.sigma > 0
         scales = self.plain.opt.loss_scale is not None
         return guard_may_veto or scales or self.plain.before_update is not None
 
     def gradients(self, batches, number, n_trained=None):
-        """Return this rank's part of the mean loss, (), replayed where there is a graph.
-
-        A new number or shape of micro-batches captures again. The arguments: see train.Step.
-        """
+        """Return this rank's part of the mean loss, (), replayed where there is a graph. See train.Step."""
         # A graph reads n_trained where it is a tensor, and holds it as a constant where it is a number.
         made_for = [x.shape for x, *_ in batches], torch.is_tensor(n_trained)
         if made_for != self.made_for:
@@ -196,7 +174,6 @@ class GraphedStep:
         return self.output
 
     def body(self, batches, number, n_trained, set_seed=torch.manual_seed):
-        """Do the work that the graph holds. n_trained, set_seed: see train.Step."""
         for bucket in self.deferred_buckets:
             bucket.start_gather()
         loss = self.plain.gradients(batches, number, set_seed, n_trained)
@@ -236,7 +213,6 @@ class GraphedStep:
         self.grad_totals = [bucket.grad_total for bucket in self.data_parallel.buckets]
 
     def fill_inputs(self, batches, seeds, n_trained):
-        """Copy a step's inputs to the addresses from which the captured kernels read."""
         if torch.is_tensor(n_trained):
             self.n_trained.copy_(n_trained)
         for captured, new in zip(self.inputs, batches, strict=True):
@@ -246,10 +222,6 @@ class GraphedStep:
             generator.manual_seed(seed)
 
     def resize_buffers(self, is_void, number):
-        """Choose the buffers' size after step `number`.
-
-        is_void: whether the step is done again, because some rows had no place, or the loss is not finite.
-        """
         is_other_size = self.sizer.resize(is_void, number)
         if is_other_size or is_void:
             self.drop_graph()
@@ -270,11 +242,10 @@ class GraphedStep:
 class BufferSizer:
     """How many rows the experts' buffers (or messages: fast/padded.py) hold, alike on all ranks.
 
-    They begin with --ep-slack times the balanced number. A step in which some rank (or pair of ranks) needs
-    more is void, and after it they hold a third more than was needed: at most ep times the balanced number,
-    with which nothing can overflow. Every INTERVAL steps they shrink to what was needed and a tenth more,
-    because routing settles, and a message is sent whole. Where memory is too small for what is needed, the
-    steps go without buffers, in messages of the exact size, until fewer rows are needed.
+    They begin with --ep-slack times the balanced number. After a void step they hold a third more than was
+    needed: at most ep times the balanced number, with which nothing can overflow. Every INTERVAL steps they
+    shrink to what was needed and a tenth more, because routing settles, and a message is sent whole. Where
+    memory is too small, the steps go without buffers, in exact messages, until fewer rows are needed.
     """
 
     def __init__(self, model, slack, symm_mem=False):
@@ -293,16 +264,13 @@ class BufferSizer:
         self.rows_needed = torch.zeros_like(self.layers[0].dispatcher.rows_needed)
 
     def whole(self, rows):
-        """Return a multiple of 8 that is at least `rows`, or enough for whatever comes."""
         return ceil_div(int(min(rows, self.most)), 8) * 8
 
     def enable(self, on):
-        """From now on, let the dispatchers use the buffers, or else all_to_all."""
         for layer in self.layers:
             layer.dispatcher.rows_in_use = self.rows if on and self.fits else 0
 
     def nan_on_overflow(self, loss):
-        """Return the loss () of this rank, or NaN if some rows had no place in this rank's buffer."""
         needed = torch.stack([layer.dispatcher.rows_needed for layer in self.layers]).max()
         torch.maximum(self.rows_needed, needed, out=self.rows_needed)
         return torch.where(needed > self.rows, torch.nan, loss) if self.fits else loss

@@ -2,8 +2,7 @@
 
 The host must tell moe.AllToAll how many rows travel, so the GPU idles in every layer. Here, each pair of
 ranks exchanges the same number of rows, which follows what the fullest pair needs (graph.BufferSizer). The
-rest of a message is zeros. A step in which some pair has more rows is void, and is repeated with exact
-messages (graph.GraphedStep). The price is extra bytes.
+rest of a message is zeros. A step with more rows is void, and is repeated (graph.GraphedStep).
 """
 import torch
 
@@ -13,13 +12,8 @@ from ops.permute import invert, queue_by_expert
 
 
 class PaddedAllToAll(AllToAll):
-    """The twin of moe.AllToAll, with the same rows in the same order.
-
-    rows_in_use: the rows of all ep messages of a rank together, the same on every rank. If it is 0, or if
-    there are no gradients (evaluation, generation), the messages are exact. rows_needed: ep times the rows of
-    the fullest pair.
-    """
-    rows_in_use = 0
+    """The twin of moe.AllToAll, with the same rows in the same order."""
+    rows_in_use = 0  # of all ep messages of a rank, the same on every rank; 0: exact messages
 
     def active(self):
         return self.rows_in_use > 0 and torch.is_grad_enabled()
@@ -29,7 +23,7 @@ class PaddedAllToAll(AllToAll):
         expert = expert_ids.flatten()  # (N,)
         place, counts = queue_by_expert(expert, self.E)
         counts = counts.view(ep, self.e)  # rows from here for each expert, by its owner
-        torch.maximum(self.rows_needed, ep * counts.sum(1).max(), out=self.rows_needed)
+        torch.maximum(self.rows_needed, ep * counts.sum(1).max(), out=self.rows_needed)  # of the fullest pair
         if not self.active():
             return super().plan(expert_ids, gates)
 
@@ -48,10 +42,9 @@ class PaddedAllToAll(AllToAll):
         return Plan(invert(inv_perm, rows), inv_perm, ends, by_expert=by_expert, by_sender=by_sender)
 
     def received_slots(self, counts, message, message_rows):
-        """Return by_sender and ends of a Plan, from what the senders say about their messages.
+        """Return by_sender (rows,) and ends of a Plan. by_sender is `rows` where a message has no row.
 
-        by_sender (rows,) is `rows` where a message has no row. counts (ep, e): rows from here for each
-        expert; message (ep, 1): 0, 1, ...; message_rows: the rows of each message.
+        counts (ep, e): rows from here for each expert. message (ep, 1): 0, 1, ...
         """
         ep, e = counts.shape
         # (ep, e) each sender's rows for each of this rank's experts: E counts to their owners, over ep

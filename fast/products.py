@@ -1,12 +1,8 @@
 """Which algorithm multiplies each of a run's matrices: the one that is fastest on this machine.
 
 cuBLAS chooses by rules. Measured on an H100, another of its algorithms is 4 to 12 % faster for half of the
-products of GPT-2 and Llama. So before a step becomes a CUDA graph, the products of its
-compiled blocks and of its head are measured with the algorithms that the library proposes
-(ops/cublas_lt.py).
-
-    FastProducts      measures, and agrees with the other ranks
-    compile_products  lets compiled blocks multiply in that way
+products of GPT-2 and Llama. So before a step becomes a CUDA graph, its products are measured with the
+algorithms that the library proposes (ops/cublas_lt.py).
 
 Algorithms may add in another order, and round differently then. So all ranks take what the lowest rank that
 measured a product chose. The run's folder keeps the choices, in products.json, and a resumed run takes them
@@ -35,25 +31,18 @@ MARGIN = 0.01  # torch multiplies where nothing is faster by this part
 
 
 def is_possible(cfg, device):
-    """Whether the products of a run on this torch device can be measured. plan.py's device has no index.
-
-    A torch that was built for CPUs alone has no library, and could not say what the GPU is.
-    """
+    """Whether the products of a run on this torch device can be measured. plan.py's device has no index."""
     if device.index is None or not fits(cfg) or cublas_lt.library() is None:
         return False
     return backend.is_hopper(device)
 
 
 def fits(cfg):
-    """Whether the flags allow measured products. The device is another question."""
     return cfg.dtype == "bf16" and not cfg.deterministic
 
 
 class FastProducts:
-    """What multiplies in a run. tree: of all ranks; folder: that of the run, or None.
-
-    Collective, and so is choose().
-    """
+    """What multiplies in a run. tree: of all ranks; folder: that of the run, or None. Collective."""
 
     def __init__(self, tree, device, folder=None):
         self.tree = tree
@@ -64,10 +53,7 @@ class FastProducts:
         cublas_lt.choices.update(self.tree.broadcast_object(kept))  # rank 0 tells all others
 
     def load(self):
-        """Return the choices in the run's folder: {words of a Shape: the name of an algorithm}.
-
-        They are those of the same kind of GPU and version of the library, or there are none.
-        """
+        """Return the choices in the run's folder: {words of a Shape: the name of an algorithm}."""
         if self.path is None:
             return {}
         try:
@@ -110,12 +96,9 @@ class FastProducts:
 
 
 def fastest(plan):
-    """Return the name of the algorithm that is fastest for a Plan, or "" if it is torch's.
-
-    None: there is too little memory for measuring.
-    """
+    """Return the name of the algorithm that is fastest for a Plan, "" if it is torch's."""
     if bytes_needed(plan.shape) > free_memory(plan.shape.device):
-        return None
+        return None  # too little memory for measuring
     before = plan.chosen
     try:
         candidates = make_candidates(plan)
@@ -157,11 +140,7 @@ def make_candidates(plan):
 
 
 class Candidate:
-    """Calls of one algorithm, as a CUDA graph: the host may take longer than the GPU for a single call.
-
-    proposal: the one that the Plan has chosen now, or None for torch's way. call: see example(). pool: the
-    memory of all such graphs, which run one after the other.
-    """
+    """Calls of one algorithm, as a CUDA graph: the host may take longer than the GPU for a single call."""
 
     def __init__(self, plan, call, pool):
         self.proposal = plan.chosen
@@ -169,7 +148,7 @@ class Candidate:
         shape = plan.shape
         calls = min(max(1, int(FLOPS / (2 * shape.m * shape.k * shape.n))), MOST_CALLS)
         self.graph = torch.cuda.CUDAGraph()
-        self.graph.capture_begin(pool)
+        self.graph.capture_begin(pool)  # of all such graphs, which run one after the other
         try:
             for _ in range(calls):
                 call()
@@ -224,7 +203,6 @@ def example(shape):
 
 
 def random_matrix(rows, width, factor, generator):
-    """Return a matrix (rows, width) in bf16 with the strides of a Factor."""
     contiguous, other = (rows, width) if factor.by_column else (width, rows)
     memory = torch.randn(other, factor.stride, dtype=torch.bfloat16, device=generator.device,
                          generator=generator)
@@ -232,29 +210,21 @@ def random_matrix(rows, width, factor, generator):
     return matrix.T if factor.by_column else matrix
 
 
-# -----------------------------------------------------------------------------
-# In compiled blocks
-
 def compile_products(on):
-    """Let what torch.compile compiles from here on multiply by ops/cublas_lt.py, or by torch.
-
-    What was compiled otherwise is compiled again. If somebody else has set a pass of their own, nothing
-    changes.
-    """
+    """Let what torch.compile compiles from here on multiply by ops/cublas_lt.py, or by torch."""
     from torch._dynamo import reset
     from torch._inductor import config
     ours = products_by_shape()
     before = config.post_grad_custom_post_pass
     now = ours if on else None
     if before not in (None, ours) or before is now:
-        return
+        return  # somebody has set a pass of their own
     config.post_grad_custom_post_pass = now
-    reset()
+    reset()  # What was compiled otherwise is compiled again.
 
 
 @functools.cache
 def products_by_shape():
-    """Return what puts the operations of ops/cublas_lt.py into a graph of the compiler, for torch's."""
     from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
     of_torch = torch.ops.aten
     ours = {of_torch.mm.default: torch.ops.nanoshard.product.default,
@@ -267,7 +237,6 @@ def products_by_shape():
                     node.target = ours[node.target]
 
         def uuid(self):
-            """Return what the compiler's cache knows this class by."""
             return get_hash_for_files((__file__,))
 
     return ProductsByShape()

@@ -2,12 +2,8 @@
 
 all_to_all needs row counts on the host, and a CUDA graph cannot capture a host read. Here, each rank writes
 rows directly into the destination's symmetric-memory buffer over NVLink, and reads the results back from
-there. Only the GPUs know how many rows there are. One-sided writes (MPI-3, chapter 11) need explicit
-barriers: before a rank reads what others wrote, and before it overwrites what others may still read.
-
-    SymmetricBuffer            memory of each rank of an axis that all of them address
-    SendRows, ReturnRows       the rows' way to the experts and back, with gradients
-    SymmMem, SymmMemCapacity   the token dispatchers: twins of moe.AllToAll and moe.Capacity
+there. One-sided writes (MPI-3, chapter 11) need explicit barriers: before a rank reads what others wrote, and
+before it overwrites what others may still read.
 
 A destination `dst` counts rows over all ranks: rank * rows + the row in that rank's buffer. -1 means none.
 """
@@ -21,7 +17,6 @@ from ops.permute import Unpermute, queue_by_expert, unpermute
 
 
 def shareable(rows, width, dtype, device):
-    """Return (rows, width) of memory that other ranks can be shown."""
     import torch.distributed._symmetric_memory as symmetric
     return symmetric.empty(rows, width, dtype=dtype, device=device)
 
@@ -29,8 +24,7 @@ def shareable(rows, width, dtype, device):
 class SymmetricBuffer:
     """A buffer of this rank that all ranks of an axis address. They allocate together.
 
-    local: this rank's (rows, width). peers: the same for every rank of the axis, by rank. ValueError: these
-    GPUs do not reach each other's memory.
+    local: this rank's (rows, width). peers: the same for every rank of the axis, by rank.
     """
 
     instances = weakref.WeakSet()  # all buffers of this process
@@ -68,7 +62,6 @@ class SymmetricBuffer:
         _put(x.contiguous(), dst, self, K)
 
     def get(self, dst):
-        """Return (len(dst), width): the rows at dst, zeros where it is -1."""
         self._record("get", dst)
         return _get(dst, self)
 
@@ -79,7 +72,6 @@ class SymmetricBuffer:
 
 
 def bytes_allocated():
-    """Return the bytes of this process' symmetric memory, which torch's allocator does not count."""
     return sum(buffer.local.nbytes for buffer in SymmetricBuffer.instances)
 
 
@@ -167,19 +159,16 @@ class ReturnRows(torch.autograd.Function):
         return grads.local[:ctx.limit], None, None
 
 
-# -----------------------------------------------------------------------------
-# The token dispatchers
-
 class SymmMemPlan(NamedTuple):
     dst: torch.Tensor   # (N,) where each copy goes: rank * rows + row, -1 if it has no place
     ends: torch.Tensor  # (e,) where each local expert's rows end in this rank's buffer
 
 
 def layout_of_buffers(counts, rank, rows):
-    """Lay out the owners' buffers of `rows` rows: counts (ep, E), each rank's copies for each expert.
+    """Return starts (E,), where this rank's copies begin, and ends (e,), where each local expert's rows end.
 
-    A buffer holds the copies for its owner's experts by expert, then by sender. Return starts (E,), where
-    this rank's copies begin, and ends (e,), where each local expert's rows end in this rank's own buffer.
+    counts (ep, E): each rank's copies for each expert. A buffer of `rows` rows holds the copies for its
+    owner's experts by expert, then by sender.
     """
     ep, E = counts.shape
     by_owner = counts.T.reshape(ep, E)  # (ep, e*ep): by owner, by local expert and sender
@@ -190,22 +179,16 @@ def layout_of_buffers(counts, rank, rows):
 
 
 class _OneSided:
-    """What the two dispatchers share.
-
-    rows_in_use: how many rows of each buffer are used, the same on every rank. If it is 0, or if there are no
-    gradients (evaluation, generation), the plain dispatcher is used.
-    """
     buffers = None
-    rows_in_use = 0
+    rows_in_use = 0  # of each buffer, the same on every rank; 0: the plain dispatcher is used
 
     def active(self):
         return self.rows_in_use > 0 and torch.is_grad_enabled()
 
     def exchange_counts(self, counts):
-        """Tell the other ranks how many rows this one has for each expert, counts (E,).
+        """Send counts (E,), rows for each expert. Return starts (E,), the first destinations, and ends (e,).
 
-        Return starts (E,), the destination of the first row for each expert, and ends (e,). The all-gather is
-        also the barrier that protects buffers.rows: a rank enters it only after reading the previous rows.
+        The all-gather also protects buffers.rows: a rank enters it only after reading the previous rows.
         """
         counts = self.ep.all_gather(counts).view(-1, self.E)  # E counts from each rank to all, over ep
         starts, ends = layout_of_buffers(counts, self.ep.rank, self.buffers.rows.rows)
@@ -226,10 +209,7 @@ class _OneSided:
 
 
 class SymmMem(_OneSided, AllToAll):
-    """Dropless without asking the host. Shapes are static, so a step with experts is one CUDA graph, too.
-
-    A step that brings more than rows_in_use rows to some rank overflows: see GraphedStep in fast/graph.py.
-    """
+    """Dropless without asking the host. A step with more than rows_in_use rows overflows: see GraphedStep."""
 
     def plan(self, expert_ids, gates):
         if not self.active():
@@ -259,7 +239,6 @@ class SymmMemCapacity(_OneSided, Capacity):
 
 
 def allocate(layers, rows):
-    """Give the dispatchers of expert layers (moe.MoE) buffers of `rows` rows. Collective over ep."""
     w = layers[0].w1
     shape = layers[0].mesh.ep, rows, w.size(2), w.dtype, w.device
     results = SymmetricBuffer(*shape)

@@ -1,7 +1,6 @@
 """What torch says about a device, asked in the same way for every kind of accelerator.
 
-torch calls NVIDIA's and AMD's GPUs "cuda" (torch.version.hip tells them apart), Intel's "xpu", and Apple's
-"mps".
+torch calls NVIDIA's and AMD's GPUs "cuda", Intel's "xpu", and Apple's "mps".
 """
 import contextlib
 import os
@@ -13,10 +12,7 @@ import torch
 
 
 def ask(device, question):
-    """Return the answer of a function of the device's module, such as torch.xpu.get_device_name.
-
-    None where the module has no such function, and for a CPU.
-    """
+    """Return the answer of a function of the device's module. None for a CPU, or without such a function."""
     if device.type == "cpu":
         return None
     function = getattr(torch.get_device_module(device), question, None)
@@ -26,14 +22,12 @@ def ask(device, question):
 
 
 def device_name(device):
-    """Return a name such as "NVIDIA H200", or the kind of the device where torch knows no name."""
-    return ask(device, "get_device_name") or device.type
+    return ask(device, "get_device_name") or device.type  # such as "NVIDIA H200"
 
 
 def total_memory(device):
-    """Return the bytes of the device's memory; 0 where torch does not know."""
     properties = ask(device, "get_device_properties")
-    return getattr(properties, "total_memory", 0)
+    return getattr(properties, "total_memory", 0)  # bytes
 
 
 def free_memory(device):
@@ -48,10 +42,7 @@ def free_memory(device):
 
 
 def peak_memory(device):
-    """Return (allocated, reserved): the most bytes that torch's allocator has held.
-
-    None where torch does not count, as on a CPU.
-    """
+    """Return the most bytes (allocated, reserved) of torch's allocator; None where it does not count."""
     allocated = ask(device, "max_memory_allocated")
     reserved = ask(device, "max_memory_reserved")
     if allocated is None or reserved is None:
@@ -60,7 +51,6 @@ def peak_memory(device):
 
 
 def peak_resident():
-    """Return the most bytes of the host's memory that this process has occupied at once."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, Linux KiB
 
@@ -77,17 +67,13 @@ def stream_module(device):
 
 @cache
 def side_stream(device):
-    """Return this process's second stream on a device, or None where there are no streams."""
     module = stream_module(device)
     return None if module is None else module.Stream(device)
 
 
 @contextlib.contextmanager
 def on_side_stream(device):
-    """Start operations, and wait for them, on a stream next to the one that computes.
-
-    They begin after all that was issued so far. Where there are no streams, they run in line.
-    """
+    """Start operations on a stream next to the one that computes, after all that was issued so far."""
     stream = side_stream(device)
     if stream is None:
         yield

@@ -1,8 +1,7 @@
 """What the MLP and each expert compute between their matrices: SwiGLU, GEGLU, GELU or squared ReLU: --mlp.
 
-SwiGLU is h = silu(gate) * up. Where gate and up come side by side out of one matrix product, plain autograd
-would compute their two gradients separately and then concatenate them. Here both gradients are written in
-place.
+Plain autograd would compute the gradients of SwiGLU's gate and up separately, and then concatenate them.
+Here both are written in place.
 """
 import torch
 import torch.nn.functional as F
@@ -11,13 +10,9 @@ from ops import backend
 
 
 def gelu(x):
-    """GELU in its tanh form, as in GPT-2 (arXiv:1606.08415, section 2). If you change it, change
-    ops/gelu_mlp.py, which computes it inside a product, or let its fits() return False.
-
-    Under torch.compile it is written as x times a sigmoid: the same function, with one exponential instead
-    of a tanh of many branches.
-    """
+    """GELU in its tanh form, as in GPT-2 (arXiv:1606.08415). ops/gelu_mlp.py has it, too: change both."""
     if torch.compiler.is_compiling():
+        # The same function, with one exponential instead of a tanh of many branches.
         return x * torch.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))  # 2 sqrt(2 / pi)
     return F.gelu(x, approximate="tanh")
 
@@ -49,10 +44,8 @@ GATED = {"swiglu", "geglu"}
 
 
 class SwiGLU(torch.autograd.Function):
-    """swiglu of gate and up side by side, in one kernel."""
-
     @staticmethod
-    def forward(ctx, pair):
+    def forward(ctx, pair):  # gate and up side by side, (R, 2f)
         pair = pair.contiguous()  # The kernel goes over rows.
         ctx.save_for_backward(pair)
         return silu_mul(pair)
@@ -64,13 +57,9 @@ class SwiGLU(torch.autograd.Function):
 
 
 def silu_mul(gate, up=None, n_valid=None):
-    """Return silu(gate) * up, (..., f), without autograd: gate and up as in swiglu, contiguous.
-
-    n_valid () int32: on a GPU only the first n_valid rows are written, and the other rows hold nothing.
-    """
+    """swiglu without autograd, of contiguous tensors. A GPU writes only the first n_valid () int32 rows."""
     if not backend.use_triton(gate):
         return swiglu(gate, up)
-
     from ops import kernels
     packed = up is None
     limited = n_valid is not None
@@ -87,13 +76,9 @@ def silu_mul(gate, up=None, n_valid=None):
 
 
 def silu_mul_backward(grad_h, gate, up=None, n_valid=None, recompute=False):
-    """Return the gradients of gate and up: a pair, or one tensor where they stand side by side in gate.
-
-    recompute: write h over grad_h, so that h need not be kept from forward.
-    """
+    """Return the gradients of gate and up: a pair, or one tensor where they stand side by side in gate."""
     if not backend.use_triton(gate):
         return silu_mul_backward_torch(grad_h, gate, up, recompute)
-
     from ops import kernels
     packed = up is None
     limited = n_valid is not None
@@ -101,7 +86,6 @@ def silu_mul_backward(grad_h, gate, up=None, n_valid=None, recompute=False):
     rows = grad_h.numel() // width
     grad_gate = torch.empty_like(gate)
     grad_up = None if packed else torch.empty_like(up)
-    # In the place of a missing tensor the kernel gets another one, and neither reads nor writes it.
     kernels.swiglu_backward[(rows,)](
         gate, gate if packed else up, grad_h, grad_gate, grad_h if packed else grad_up,
         n_valid if limited else gate, width,
@@ -110,7 +94,6 @@ def silu_mul_backward(grad_h, gate, up=None, n_valid=None, recompute=False):
 
 
 def silu_mul_backward_torch(grad_h, gate, up, recompute):
-    """silu_mul_backward in torch's operations."""
     packed = up is None
     if packed:
         gate, up = gate.chunk(2, dim=1)
@@ -118,7 +101,7 @@ def silu_mul_backward_torch(grad_h, gate, up, recompute):
     grad_gate = grad_h * up * sigmoid * (1 + gate * (1 - sigmoid))
     grad_up = grad_h * gate * sigmoid
     if recompute:
-        grad_h.copy_(gate * sigmoid * up)
+        grad_h.copy_(gate * sigmoid * up)  # h, which need not be kept from forward
     if packed:
         return torch.cat([grad_gate, grad_up], dim=1)
     return grad_gate, grad_up

@@ -8,16 +8,12 @@ DTYPES = torch.bfloat16, torch.float16, torch.float32, torch.int64
 
 
 def triton_devices():
-    """Return the kinds of torch devices that the installed Triton compiles for, as a tuple of str.
-
-    Triton has a folder for each vendor. ROCm's torch calls an AMD GPU "cuda". This function only looks at the
-    folders, because importing Triton takes a second.
-    """
+    """Return the kinds of torch devices that the installed Triton compiles for."""
     found = importlib.util.find_spec("triton")
     if found is None or not found.submodule_search_locations:
         return ()
     vendors = {"cuda": "amd" if torch.version.hip else "nvidia", "xpu": "intel"}
-    kinds = []
+    kinds = []  # by folders, one for each vendor: importing Triton takes a second
     for kind, vendor in vendors.items():
         folders = [Path(place, "backends", vendor) for place in found.submodule_search_locations]
         if any(folder.is_dir() for folder in folders):
@@ -41,5 +37,4 @@ def use_triton(x):
 
 
 def next_power_of_2(n):
-    """Return the smallest power of two that is at least n, as Triton wants the sizes of blocks."""
     return 2 ** (n - 1).bit_length()

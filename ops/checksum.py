@@ -7,10 +7,7 @@ INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an el
 
 
 def checksum(t):
-    """Return the plain and the position-weighted sum of the bit pattern of t, (2,) int64.
-
-    Equal bits give equal pairs. A swap of two elements changes the second sum.
-    """
+    """Return the plain and the position-weighted sum of the bit pattern of t, (2,) int64."""
     bits = t.detach().reshape(-1).view(INTEGERS[t.element_size()])  # (n,)
     sums = torch.zeros(2, dtype=torch.int64, device=bits.device)
 
@@ -18,16 +15,12 @@ def checksum(t):
     for first in range(0, bits.numel(), BLOCK):
         part = bits[first:first + BLOCK].long()
         weight = torch.arange(first, first + part.numel(), device=bits.device) * 2 + 1
-        sums += torch.stack([part.sum(), (part * weight).sum()])
+        sums += torch.stack([part.sum(), (part * weight).sum()])  # The second changes with a swap.
     return sums
 
 
 def refuse_not_finite(pieces):
-    """Refuse host copies of tensors that hold nan or inf, before they are saved as a checkpoint.
-
-    Such a checkpoint is of no use, and --keep would delete a good one to make room for it.
-    ValueError: the name of the tensor.
-    """
+    """Refuse host copies of tensors that hold nan or inf: --keep would delete a good checkpoint for them."""
     for name, t, _, _ in pieces:
         if t.dtype == torch.bfloat16:
             t = t.float()
@@ -37,7 +30,6 @@ def refuse_not_finite(pieces):
 
 
 def is_finite(values):
-    """Whether every element of a numpy array is finite."""
     with np.errstate(over="ignore", invalid="ignore"):
         # The sum is nan or inf if one element is. Large finite elements can overflow it, too.
         if np.isfinite(values.sum()):

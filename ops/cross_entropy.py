@@ -1,9 +1,8 @@
 """The head and its cross-entropy as one function, so that the logits are written once.
 
-At a vocabulary of 128,256 the logits of 16,384 tokens take 4.2 GB in bf16. Autograd writes the logits, an
-fp32 copy of them, the softmax and its gradient. Here the logits are written once, read once, and overwritten
-by their gradient, up to a factor per row that is known only at the end of the row. In backward, that factor
-and the gradient of the loss multiply the small results instead.
+Autograd writes the logits, an fp32 copy of them, the softmax and its gradient. Here the logits are written
+once, read once, and overwritten by their gradient, up to a factor per row that is known only at the end of
+the row. In backward, that factor and the gradient of the loss multiply the small results instead.
 """
 import torch
 import torch.nn.functional as F
@@ -16,10 +15,9 @@ ROWS_AT_ONCE = 1024  # of the torch twin, which computes in fp32
 
 
 def cross_entropy_rows(z, target, used):
-    """Return losses (R,) and scales (R,) in fp32, and overwrite the logits with their gradient.
+    """Return losses (R,) and scales (R,) in fp32. z (R, V), the logits, becomes (softmax - onehot) / scale.
 
-    z (R, V): the logits, of which the first `used` columns are tokens. Afterwards z is
-    (softmax - onehot) / scale. target (R,). A target of IGNORE has the loss 0 and the scale 0.
+    The first `used` columns are tokens. target (R,). A target of IGNORE has the loss 0 and the scale 0.
     """
     # The kernel stores exponentials in z, and the range of fp16 is too short for them.
     if backend.use_triton(z) and z.dtype != torch.float16:
@@ -35,7 +33,6 @@ def cross_entropy_rows(z, target, used):
 
 
 def cross_entropy_rows_triton(z, target, used):
-    """cross_entropy_rows in one kernel."""
     from ops import kernels
     loss, scale = torch.empty(2, z.size(0), dtype=torch.float32, device=z.device)
     kernels.cross_entropy[(z.size(0),)](z, target, loss, scale, used, z.size(1), ROWS=2, BLOCK=2048,
@@ -58,13 +55,10 @@ def cross_entropy_rows_torch(z, target, used):
 
 
 class LinearCrossEntropy(torch.autograd.Function):
-    """The sum of the cross-entropies in nats, (), in at least fp32. A target of IGNORE adds nothing.
-
-    x (R, C), w (V, C), target (R,) int64, used <= V tokens, bias (V,) or None.
-    """
+    """The sum of the cross-entropies in nats, (), in at least fp32. A target of IGNORE adds nothing."""
 
     @staticmethod
-    def forward(ctx, x, w, target, used, bias=None):
+    def forward(ctx, x, w, target, used, bias=None):  # x (R, C), w (V, C), target (R,), bias (V,)
         z = multiply(x, w.T) if bias is None else F.linear(x, w, bias)  # (R, V)
         loss, scale = cross_entropy_rows(z, target, used)
         ctx.save_for_backward(x, w, z, scale)

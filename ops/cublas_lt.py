@@ -2,10 +2,9 @@
 
 torch multiplies by cuBLAS, which chooses among its algorithms by rules. Here a product can have the algorithm
 that was measured to be the fastest (fast/products.py), a summand that is not copied first, or GELU and its
-gradient (ops/gelu_mlp.py). torch has no functions for that, so the library is called by ctypes, as NVIDIA's
-manual describes it (docs.nvidia.com/cuda/cublas, "Using the cuBLASLt API"). The numbers below are those of
-its header cublasLt.h. The library counts in columns. A matrix (n, m) in rows is for it a matrix (m, n) in
-columns, so instead of out = a b it computes out^T = b^T a^T.
+gradient (ops/gelu_mlp.py). The library is called by ctypes (docs.nvidia.com/cuda/cublas, "Using the cuBLASLt
+API"). The numbers below are those of its header cublasLt.h. It counts in columns, where a matrix is its
+transpose, so instead of out = a b it computes out^T = b^T a^T.
 """
 import ctypes
 import functools
@@ -54,7 +53,6 @@ class Proposal(ctypes.Structure):
 
 
 class Factor(NamedTuple):
-    """Where the numbers of a matrix stand in memory."""
     by_column: bool  # its columns are contiguous, and not its rows
     stride: int      # how many numbers lie between the starts of two columns, or two rows
 
@@ -80,7 +78,6 @@ class Shape(NamedTuple):
 
 @functools.cache
 def library():
-    """Return the library, or None if there is none in this process."""
     for name in NAMES:
         try:
             return ctypes.CDLL(name, mode=os.RTLD_NOW | os.RTLD_NOLOAD)  # torch's, and none of the machine's
@@ -95,7 +92,6 @@ def version():  # such as 130100
 
 
 def call(name, *args):
-    """Call a function of the library. RuntimeError if it does not return 0."""
     status = getattr(library(), f"cublasLt{name}")(*args)
     if status:
         raise RuntimeError(f"cuBLASLt: {name} returned {status}")
@@ -103,7 +99,6 @@ def call(name, *args):
 
 @functools.cache
 def handle(device):
-    """The library's handle for a torch device."""
     made = c_void_p()
     with torch.cuda.device(device):
         call("Create", byref(made))
@@ -111,14 +106,10 @@ def handle(device):
 
 
 class Plan:
-    """How the library multiplies in one Shape.
+    """How the library multiplies in one Shape. Two threads must not use one Plan at the same time.
 
-    proposals: the algorithms that the library proposes, the one that it expects to be fastest first.
-    chosen: the one of them that multiplies, or None where torch does. It is what `choices` says. Where that
-    says nothing, it is the first proposal for a product with GELU, and torch for others. Torch also does a
-    product with GELU for which there is one proposal only. In the one such shape that was looked at, 1024 to
-    4096 on Hopper, that is a kernel made for Ampere, which takes longer than torch's two kernels.
-    The device must be the current one. Two threads must not use one Plan at the same time.
+    chosen: the proposal that multiplies, or None where torch does. Where `choices` says nothing, it is the
+    first proposal for a product with GELU, and torch for others. The device must be the current one.
     """
 
     def __init__(self, shape):
@@ -133,8 +124,9 @@ class Plan:
         self.a = self.layout(shape.m, shape.k, shape.a)
         self.b = self.layout(shape.k, shape.n, shape.b)
         self.out = self.layout(shape.m, shape.n, Factor(False, shape.n))
-        self.proposals = self.ask()
+        self.proposals = self.ask()  # the one that the library expects to be fastest first
         self.chosen = None
+        # A single proposal with GELU took longer than torch, in the one such shape that was looked at.
         if shape.epilogue != PRODUCT_ONLY and len(self.proposals) > 1:
             self.chosen = self.proposals[0]
         if shape.words() in choices:
@@ -146,14 +138,12 @@ class Plan:
         call("MatmulDescDestroy", self.product)
 
     def choose(self, name):
-        """Multiply by the proposal of this name, or by torch if there is none."""
         self.chosen = next((proposal for proposal in self.proposals if proposal.name() == name), None)
 
     def set(self, attribute, value):
         call("MatmulDescSetAttribute", self.product, attribute, byref(value), c_size_t(sizeof(value)))
 
     def layout(self, rows, width, factor):
-        """Return the library's description of a matrix (rows, width), in bf16."""
         contiguous, other = (rows, width) if factor.by_column else (width, rows)
         made = c_void_p()
         call("MatrixLayoutCreate", byref(made), BF16, c_uint64(contiguous), c_uint64(other),
@@ -161,7 +151,6 @@ class Plan:
         return made
 
     def ask(self):
-        """Return the Proposals of the library: none if it cannot multiply so."""
         preference = c_void_p()
         call("MatmulPreferenceCreate", byref(preference))
         most = c_uint64(MOST_WORKSPACE)
@@ -192,10 +181,7 @@ class Plan:
 
 
 def factor_of(matrix):
-    """Return the Factor of a matrix, or None if the library cannot read it.
-
-    It reads bf16 whose rows or columns are contiguous, as wide and aligned as it wants.
-    """
+    """Return the Factor of a matrix, or None if the library cannot read it."""
     if matrix.dtype != torch.bfloat16 or matrix.data_ptr() % ALIGNMENT:
         return None
     row_stride, column_stride = matrix.stride()
@@ -212,11 +198,7 @@ def factor_of(matrix):
 
 
 def plan_for(a, b, epilogue=PRODUCT_ONLY, aux=None, summand=None):
-    """Return the Plan for a (m, k) times b (k, n), or None where torch multiplies.
-
-    Torch multiplies what the library cannot read, and what Plan.chosen says. aux: (m, n), what DGELU reads.
-    summand: (m, n). Torch also adds one that is broadcast to that shape.
-    """
+    """Return the Plan for a (m, k) times b (k, n), or None where torch multiplies. aux, summand: (m, n)."""
     if a.device.type != DEVICE or library() is None or a.numel() == 0 or b.size(1) % WIDTHS:
         return None
     factors = [factor_of(matrix) for matrix in (a, b)]
@@ -225,6 +207,7 @@ def plan_for(a, b, epilogue=PRODUCT_ONLY, aux=None, summand=None):
     for matrix in (aux, summand):
         if matrix is None:
             continue
+        # torch also adds a summand that is broadcast.
         if matrix.shape != (a.size(0), b.size(1)) or not matrix.is_contiguous() or factor_of(matrix) is None:
             return None
     shape = Shape(*a.shape, b.size(1), *factors, epilogue, summand is not None, a.device)
@@ -234,7 +217,6 @@ def plan_for(a, b, epilogue=PRODUCT_ONLY, aux=None, summand=None):
 
 
 def forget():
-    """Let all products be as at the start of the process: nothing is chosen."""
     settings.measured = False
     for plan in plans.values():
         plan.destroy()
@@ -253,7 +235,6 @@ def multiply(a, b):
 
 @torch.library.custom_op("nanoshard::product", mutates_args=())
 def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Return a b, (m, n): a (m, k), b (k, n)."""
     plan = plan_for(a, b)
     if plan is None:
         return torch.mm(a, b)
@@ -269,10 +250,7 @@ def _(a, b):
 
 @torch.library.custom_op("nanoshard::sum_with_product", mutates_args=())
 def sum_with_product(summand: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Return summand + a b, (m, n): summand (m, n), a (m, k), b (k, n).
-
-    torch copies the summand first, and adds the product to the copy.
-    """
+    """Return summand + a b, (m, n). torch copies the summand first, and adds the product to the copy."""
     plan = plan_for(a, b, summand=summand)
     if plan is None:
         return torch.addmm(summand, a, b)

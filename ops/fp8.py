@@ -1,20 +1,13 @@
 """--fp8: a layer whose three products, forward and both of backward, take numbers of 8 bits.
 
-    linear            x W^T + bias, as an autograd function
-    quantise          a tensor as fp8 numbers and one scale, by rows, transposed, or both
-    scaled_product    the product of two of these
-    check_device      refuses a device that has no such products
-
 Activations and weights are e4m3 (4 bits of exponent, 3 of mantissa), gradients of outputs are e5m2, which has
 a wider range (arXiv:2209.05433). A tensor has one scale, which follows from its largest absolute value.
-Forward computes the scales of x and W, and backward that of the gradient. A scale is a power of two. So a
-number is rounded in the same way whatever the scale is, unless it is about 2^-14 (e4m3) or 2^-29 (e5m2) of
-the largest one or less, where fp8 has fewer digits. A rank of tp, which sees a part of a matrix, and a
-micro-batch, which is a part of a batch, may therefore have another scale and get nearly the same numbers.
+A scale is a power of two. So a number is rounded in the same way whatever the scale is, unless it is about
+2^-14 (e4m3) or 2^-29 (e5m2) of the largest one or less, where fp8 has fewer digits. A rank of tp, which sees
+a part of a matrix, may therefore have another scale and get nearly the same numbers.
 
 On an NVIDIA GPU from capability 8.9 on, in bf16, quantise() is a Triton kernel and scaled_product() is
-torch's product of fp8 numbers. Everywhere else the twins compute: they round to the same fp8 numbers, and
-multiply them in the dtype of the layer.
+torch's product of fp8 numbers. The twins round to the same fp8 numbers, and multiply in the layer's dtype.
 """
 from typing import NamedTuple
 
@@ -46,10 +39,7 @@ class Quantised(NamedTuple):
 
 
 def linear(x, weights, bias=None):
-    """Return x W^T + bias, (n, O), where W (O, I) is the matrices `weights` (O_i, I), one below the other.
-
-    x (n, I), bias (O,) or None. All of W has one scale.
-    """
+    """Return x W^T + bias, (n, O): x (n, I), W (O, I) is the matrices `weights`, one below the other."""
     given = [x, *weights] if bias is None else [x, bias, *weights]
     if torch.is_grad_enabled() and any(p.requires_grad for p in given):
         return _Linear.apply(x, bias, *weights)
@@ -58,7 +48,6 @@ def linear(x, weights, bias=None):
 
 
 def rounded_product(x, bias, weights, transposed):
-    """Return x W^T + bias, x as a Quantised, transposed too if asked for, and W as one."""
     x8 = quantise([x], FORWARD, transposed=transposed)
     w8 = quantise(weights, FORWARD)
     y = scaled_product((x8.rows, x8.scale), (w8.rows, w8.scale), x.dtype, "forward", bias)
@@ -66,10 +55,7 @@ def rounded_product(x, bias, weights, transposed):
 
 
 class _Linear(torch.autograd.Function):
-    """linear(). It keeps x in fp8, transposed, and the weights themselves, which backward rounds again.
-
-    So nothing but x takes memory until backward, and ZeRO-3 can free the weights in between.
-    """
+    """linear(). Only x in fp8 is kept. Backward rounds the weights again, so that ZeRO-3 can free them."""
 
     @staticmethod
     def forward(ctx, x, bias, *weights):
@@ -101,21 +87,15 @@ class _Linear(torch.autograd.Function):
 
 
 def scale_of(largest, form):
-    """Return the scale of a tensor whose largest absolute value is `largest`, () -> () fp32.
-
-    It is NaN if the tensor is not finite. All products with it are then NaN, and the step is refused.
-    """
+    """Return the scale of a tensor whose largest absolute value is `largest`, () -> () fp32."""
     largest = largest.float()
     exponent = largest.view(torch.int32) >> 23  # as fp32 stores it: 127 more than the exponent
     power = (exponent - TOP[form]).clamp(min=LEAST) << 23
-    return torch.where(torch.isfinite(largest), power.view(torch.float32), torch.nan)
+    return torch.where(torch.isfinite(largest), power.view(torch.float32), torch.nan)  # refuses the step
 
 
 def quantise(parts, form, scale=None, *, rows=True, transposed=False):
-    """Return the Quantised of matrices (R_i, C), one below the other, together (R, C).
-
-    scale: theirs, if it is known. rows, transposed: which of the two layouts to write.
-    """
+    """Return the Quantised of matrices (R_i, C), one below the other. rows, transposed: what to write."""
     parts = [part.contiguous() for part in parts]
     if scale is None:
         largest = torch.stack([part.abs().amax() for part in parts]).amax()
@@ -126,23 +106,16 @@ def quantise(parts, form, scale=None, *, rows=True, transposed=False):
 
 
 def uses_kernel(scale, dtype):
-    """Whether a layer's products in dtype run on a GPU as fp8 products.
-
-    check_device() has refused GPUs that have none.
-
-    scale: a tensor on the layer's device.
-    """
+    """Whether products in dtype run as fp8 products. check_device() has refused GPUs that have none."""
     return backend.use_triton(scale) and dtype == torch.bfloat16
 
 
 def quantise_torch(parts, form, scale, rows, transposed):
-    """quantise() in torch's operations."""
     whole = (torch.cat(parts).float() * (1 / scale)).to(form)  # (R, C)
     return Quantised(whole if rows else None, whole.t().contiguous() if transposed else None, scale)
 
 
 def quantise_triton(parts, form, scale, rows, transposed):
-    """quantise() in a kernel for each part, which reads it once and writes both layouts."""
     from ops import kernels
     height = sum(part.size(0) for part in parts)
     width = parts[0].size(1)
@@ -163,10 +136,7 @@ def quantise_triton(parts, form, scale, rows, transposed):
 
 
 def scaled_product(left, right, dtype, direction, bias=None):
-    """Return a b^T + bias in dtype: a (m, k), b (n, k), bias (n,) -> (m, n).
-
-    left, right: pairs, (a in fp8, its scale) and (b in fp8, its scale). direction: a key of FAST_SUMS.
-    """
+    """Return a b^T + bias, (m, n). left: a (m, k) in fp8, and its scale. right: b (n, k), and its scale."""
     a, a_scale = left
     b, b_scale = right
     if uses_kernel(a_scale, dtype):
@@ -176,7 +146,6 @@ def scaled_product(left, right, dtype, direction, bias=None):
 
 
 def check_device(cfg, device):
-    """Raise ValueError if --fp8 is on and this device is a GPU that cannot multiply fp8 numbers."""
     if not cfg.fp8 or device.type == "cpu":
         return
     is_nvidia = device.type == "cuda" and not torch.version.hip

@@ -1,9 +1,8 @@
 """An MLP with GELU whose matrix products compute GELU and its gradient, too.
 
-In y = gelu(x W1^T) W2^T, gelu alone reads and writes the hidden layer in a kernel of its own, and so
-does its gradient. On NVIDIA's Hopper GPUs cuBLASLt computes both where a product writes its result anyway
-(ops/cublas_lt.py). For a shape in which the library has no fast way, and on a CPU, torch's functions do the
-same, one after the other.
+In y = gelu(x W1^T) W2^T, gelu alone reads and writes the hidden layer in a kernel of its own, and so does its
+gradient. On NVIDIA's Hopper GPUs cuBLASLt computes both where a product writes its result anyway. For a shape
+in which the library has no fast way, and on a CPU, torch's functions do the same, one after the other.
 """
 import torch
 import torch.nn.functional as F
@@ -12,16 +11,11 @@ from ops import backend, cublas_lt
 
 
 def is_possible(cfg, device):
-    """Whether the MLPs of a run on this torch device can be GeluMLPs."""
     return fits(cfg) and backend.is_hopper(device) and cublas_lt.library() is not None
 
 
 def fits(cfg):
-    """Whether the flags allow GeluMLPs. The device is another question.
-
-    With --fp8 and --lora the products are others. --recompute selective keeps the results of torch's own.
-    With biases nothing was gained.
-    """
+    """Whether the flags allow GeluMLPs. --fp8 and --lora multiply otherwise. Biases gained nothing."""
     is_plain = cfg.mlp == "gelu" and not cfg.bias and not cfg.fp8 and not cfg.lora
     return is_plain and cfg.recompute != "selective" and cfg.dtype == "bf16"
 

@@ -29,10 +29,7 @@ PROGRAMS_PER_SM = 2  # at least what runs at once, so that no program waits for 
 
 
 def use_torch(x, shape):
-    """Whether torch's grouped_mm is one kernel for x and matrices of a shape: bf16, rows of whole 16 bytes.
-
-    Elsewhere than on NVIDIA's Hopper and Blackwell it reads the row counts on the host.
-    """
+    """Whether torch's grouped_mm is one kernel for x and matrices of a shape. Elsewhere it asks the host."""
     # AMD's MI250X and MI300X report capability 9, too.
     if x.dtype != torch.bfloat16 or x.device.type != "cuda" or torch.version.hip is not None:
         return False
@@ -70,16 +67,12 @@ def grouped_mm_loop(x, w, ends):
 # One kernel each, of torch or of ops/
 
 def experts_mm(x, w, ends):
-    """Multiply each expert's rows by its matrix: x (R, I), w (e, I, O), ends (e,) int32 -> (R, O)
-
-    w is contiguous, or the transpose of a contiguous one.
-    """
+    """Multiply each expert's rows by its matrix: x (R, I), w (e, I, O), ends (e,) int32 -> (R, O)"""
     if ends is None:
         return torch.bmm(x, w)
     e, I, O = w.shape
     if use_torch(x, (O, I)):
-        return F.grouped_mm(x, w, offs=ends)
-
+        return F.grouped_mm(x, w, offs=ends)  # w is contiguous, or the transpose of a contiguous one
     from ops import product_kernels
     y = x.new_empty(x.size(0), O)
     tile, _ = pointer_tiles(x.device, x.element_size())
@@ -93,16 +86,12 @@ def experts_mm(x, w, ends):
 
 
 def experts_wgrad(grad, x, ends):
-    """Return each expert's weight gradient: grad (R, O), x (R, I) -> (e, O, I)
-
-    The gradient of an expert without rows is zero.
-    """
+    """Return each expert's weight gradient, zero without rows: grad (R, O), x (R, I) -> (e, O, I)"""
     if ends is None:
         return torch.bmm(grad.transpose(1, 2), x)
     O, I = grad.size(1), x.size(1)
     if use_torch(x, (O, I)):
         return F.grouped_mm(grad.t(), x, offs=ends)
-
     from ops import product_kernels
     e = ends.numel()
     grad_w = x.new_empty(e, O, I)
@@ -117,7 +106,6 @@ def experts_wgrad(grad, x, ends):
 
 @functools.cache
 def pointer_tiles(device, size):
-    """Return this device's entry of TILES for elements of `size` bytes: two tiles."""
     name = "hip" if torch.version.hip else device.type
     if name == "cuda":
         name = f"sm{torch.cuda.get_device_capability(device)[0]}0"
@@ -126,7 +114,6 @@ def pointer_tiles(device, size):
 
 @functools.cache
 def multiprocessors(device):
-    """Return how many multiprocessors a GPU has."""
     if device.type == "cpu":
         return 2  # Triton's interpreter
     gpu = torch.get_device_module(device).get_device_properties(device)
@@ -135,12 +122,8 @@ def multiprocessors(device):
 
 
 def precision(x):
-    """Return how tl.dot multiplies fp32: as torch's own products do.
-
-    AMD's compiler takes no "tf32" for other dtypes.
-    """
     exact = torch.get_float32_matmul_precision() == "highest"
-    return "tf32" if x.dtype == torch.float32 and not exact else "ieee"
+    return "tf32" if x.dtype == torch.float32 and not exact else "ieee"  # AMD takes tf32 for fp32 alone
 
 
 class GroupedMM(torch.autograd.Function):
@@ -160,18 +143,11 @@ class GroupedMM(torch.autograd.Function):
         return grad_x, grad_w, None
 
 
-# -----------------------------------------------------------------------------
-# The experts' SwiGLU MLP as one function
-
 class SwiGLUExperts(torch.autograd.Function):
-    """The experts' SwiGLU MLP on a GPU: x (R, C) by expert with ends (e,) int32 -> (R, C)
-
-    w1, w3 (e, F, C), w2 (e, C, F). The lines below the call in moe.MoE.ffn are the reference. Gradients come
-    out in the parameters' own layout, and nothing is copied or added without need.
-    """
+    """The experts' SwiGLU MLP on a GPU. The lines below the call in moe.MoE.ffn are the reference."""
 
     @staticmethod
-    def forward(ctx, x, w1, w3, w2, ends):
+    def forward(ctx, x, w1, w3, w2, ends):  # x (R, C), w1 and w3 (e, F, C), w2 (e, C, F)
         ctx.ends = ends
         gate = experts_mm(x, w1.transpose(1, 2), ends)  # (R, F)
         up = experts_mm(x, w3.transpose(1, 2), ends)  # (R, F)

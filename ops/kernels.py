@@ -1,8 +1,7 @@
 """Triton kernels for operations in which torch reads or writes memory more often than it must.
 
-The other files of ops/, optim.py, muon.py and fast/symm_mem.py hold a torch twin of each kernel, and decide
-which of the two runs. ops/product_kernels.py has the matrix products. This file is imported on a GPU only,
-and by tests/test_kernels.py, which runs it in Triton's interpreter.
+The files that call them hold a torch twin of each, and decide which of the two runs. This file is imported on
+a GPU only, and by tests/test_kernels.py, which runs it in Triton's interpreter.
 
 Most programs handle one row, or BLOCK elements of a flat buffer. A row number is int64 before it is
 multiplied by a width. `x + 0 * at` broadcasts the scalar x to the shape of `at`.
@@ -17,10 +16,9 @@ def cross_entropy(z_ptr, target_ptr, loss_ptr, scale_ptr, used, width, ROWS: tl.
                   BLOCK: tl.constexpr):
     """The loss of each row of logits z (R, width), whose gradient overwrites the logits.
 
-    One program handles one row. It reads and writes each logit once, and once more where the maximum rises by
-    more than 32. In the place of the logits it stores (softmax - onehot) / scale, with a scale per row of
-    1 / the sum of the exponentials, which is known only when all of them are written. Loss and scale are 0
-    for a target below 0, which takes no part.
+    Each logit is read and written once, and once more where the maximum rises by more than 32. In the place
+    of the logits stands (softmax - onehot) / scale. The scale of a row, 1 / the sum of the exponentials, is
+    known only when all of them are written. Loss and scale are 0 for a target below 0.
     """
     row = tl.program_id(0).to(tl.int64)
     z_ptr += row * width
@@ -80,10 +78,7 @@ def swiglu(gate_ptr, up_ptr, h_ptr, valid_ptr, width, PACKED: tl.constexpr, LIMI
 def swiglu_backward(gate_ptr, up_ptr, grad_h_ptr, grad_gate_ptr, grad_up_ptr, valid_ptr, width,
                     PACKED: tl.constexpr, LIMITED: tl.constexpr, RECOMPUTE: tl.constexpr,
                     BLOCK: tl.constexpr):
-    """grad_h (R, width) -> grad_gate and grad_up, laid out as gate and up are.
-
-    RECOMPUTE: h is written over grad_h.
-    """
+    """grad_h (R, width) -> grad_gate and grad_up, laid out as gate and up. RECOMPUTE: grad_h becomes h."""
     row = tl.program_id(0).to(tl.int64)
     gate_ptr += row * width * (2 if PACKED else 1)
     up_ptr = gate_ptr + width if PACKED else up_ptr + row * width
@@ -112,9 +107,8 @@ def norm_backward(x_ptr, weight_ptr, grad_y_ptr, grad_x_ptr, out_ptr, sums_ptr, 
     """out (R, width) = grad_x plus the gradient of the rows x of a norm, whose result has grad_y.
 
     CENTRED: LayerNorm, else RMSNorm. The programs take turns at groups of ROWS rows. Each writes its part of
-    the weight's gradient, the sum over its rows, to its row of sums (programs, width) fp32. BIAS: below these
-    stand the parts of the bias's gradient, so sums is (2 programs, width). EPS is a constant, because torch's
-    compiler would pass a number in fp64.
+    the weight's gradient to its row of sums (programs, width) fp32. BIAS: the parts of the bias's gradient
+    stand below these. EPS is a constant, because torch's compiler would pass a number in fp64.
     """
     column = tl.arange(0, BLOCK)[None, :]
     weight = tl.load(weight_ptr + column, mask=column < width, other=0.0).to(tl.float32)
@@ -154,10 +148,9 @@ def norm_backward(x_ptr, weight_ptr, grad_y_ptr, grad_x_ptr, out_ptr, sums_ptr, 
 @triton.jit
 def place_within_expert(expert_ptr, place_ptr, counts_ptr, n, blocks, E: tl.constexpr, WIDE: tl.constexpr,
                         BLOCK: tl.constexpr):
-    """The place of each copy in its expert's queue, within a block. One program handles BLOCK copies.
+    """place (n,): how many earlier copies of the same block have the same expert. expert (n,): of each copy.
 
-    expert (n,): the expert of each copy. place (n,): the number of earlier copies of the block with the same
-    expert. counts (E, blocks): the copies of each expert in each block. WIDE: E rounded up to a power of two.
+    counts (E, blocks): the copies of each expert in each block. WIDE: E rounded up to a power of two.
     """
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     one = tl.arange(0, WIDE)
@@ -171,10 +164,7 @@ def place_within_expert(expert_ptr, place_ptr, counts_ptr, n, blocks, E: tl.cons
 @triton.jit
 def sort_copies(expert_ptr, place_ptr, cumulative_ptr, perm_ptr, slot_ptr, counts_ptr, ends_ptr, n, blocks,
                 E: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr):
-    """Place each copy by place_within_expert's results: slot (n,), the copy in each slot, perm (n,).
-
-    The first program also writes counts (E,) int64 and where each expert's slots end, ends (E,) int32.
-    """
+    """Place each copy by place_within_expert's results: slot (n,), and the copy in each slot, perm (n,)."""
     block = tl.program_id(0)
     at = block * BLOCK + tl.arange(0, BLOCK)
     one = tl.arange(0, WIDE)
@@ -189,7 +179,7 @@ def sort_copies(expert_ptr, place_ptr, cumulative_ptr, perm_ptr, slot_ptr, count
     slot += tl.load(place_ptr + at, mask=at < n, other=0)
     tl.store(slot_ptr + at, slot, mask=at < n)
     tl.store(perm_ptr + slot, at.to(tl.int64), mask=at < n)
-    if block == 0:
+    if block == 0:  # counts (E,) int64, and where each expert's slots end, (E,) int32
         tl.store(counts_ptr + one, count, mask=one < E)
         tl.store(ends_ptr + one, end.to(tl.int32), mask=one < E)
 
@@ -230,10 +220,7 @@ def permute(x_ptr, index_ptr, out_ptr, limit, width, K: tl.constexpr, BLOCK: tl.
 @triton.jit
 def unpermute(y_ptr, p_ptr, slot_ptr, out_ptr, limit, width, K: tl.constexpr, GATED: tl.constexpr,
               BLOCK: tl.constexpr):
-    """Row r of out (n, width) is the sum of its K copies y[slot[r, k]], each times p[r, k] if GATED.
-
-    A slot of `limit` or more holds nothing.
-    """
+    """Row r of out (n, width) is the sum of its K copies y[slot[r, k]], each times p[r, k] if GATED."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     for start in range(0, width, BLOCK):
@@ -275,10 +262,9 @@ def unpermute_backward(y_ptr, p_ptr, perm_ptr, grad_ptr, grad_y_ptr, grad_p_ptr,
 
 @triton.jit
 def put(x_ptr, dst_ptr, peers_ptr, rows, width, K: tl.constexpr, BLOCK: tl.constexpr):
-    """Copy rows of x (n, width) into the memory of other GPUs. Program c copies row c // K to dst[c].
+    """Copy row c // K of x (n, width) to dst[c] in the memory of other GPUs. A negative dst is skipped.
 
-    dst[c] = rank * rows + row means row `row` of the buffer (rows, width) whose address is peers[rank]. A
-    negative dst is skipped.
+    dst[c] = rank * rows + row means row `row` of the buffer (rows, width) whose address is peers[rank].
     """
     copy = tl.program_id(0).to(tl.int64)
     dst = tl.load(dst_ptr + copy)
@@ -310,15 +296,14 @@ def quantise(x_ptr, scale_ptr, rows_ptr, columns_ptr, height, width, first, tota
              TRANSPOSED: tl.constexpr, TALL: tl.constexpr, WIDE: tl.constexpr):
     """x (height, width) / *scale in fp8, as rows `first` and on of a matrix (total, width), and transposed.
 
-    rows (total, width) is written if ROWS, columns (width, total) if TRANSPOSED. One program handles a tile
-    of x. The inverse of a scale is exact, because it is a power of two.
+    rows (total, width) is written if ROWS, columns (width, total) if TRANSPOSED.
     """
     row = tl.program_id(0).to(tl.int64) * TALL + tl.arange(0, TALL)
     column = tl.program_id(1).to(tl.int64) * WIDE + tl.arange(0, WIDE)
     inside = (row < height)[:, None] & (column < width)[None, :]
     x = tl.load(x_ptr + row[:, None] * width + column[None, :], mask=inside, other=0.0).to(tl.float32)
     form = rows_ptr.dtype.element_ty if ROWS else columns_ptr.dtype.element_ty
-    narrow = (x * tl.div_rn(1.0, tl.load(scale_ptr))).to(form)
+    narrow = (x * tl.div_rn(1.0, tl.load(scale_ptr))).to(form)  # an exact inverse, of a power of two
     row_of_all = first + row
     if ROWS:
         tl.store(rows_ptr + row_of_all[:, None] * width + column[None, :], narrow, mask=inside)
@@ -367,9 +352,8 @@ def adamw(w_ptr, grad_ptr, m_ptr, v_ptr, out_ptr, scalars_ptr, keep, gain1, gain
 
     scalars (4,) fp32: lr / (1 - beta1^t); sqrt(1 - beta2^t); the divisor of the gradients; 1.0 if nothing may
     change (not_finite). keep = 1 - lr * weight decay, gain = 1 - beta. The moments m and v (n,) are fp32 or
-    bf16, and their new values are computed in fp32. With a gradient in fp32, the kernel moves 28 bytes per
-    weight, 30 with OUT, 8 less with moments in bf16, and 2 less with SPLIT: then out (n,) has the bits of
-    bf16 weights and w the low bits of ops/split_master.py, both int16.
+    bf16, and are computed in fp32. SPLIT: out (n,) has the bits of bf16 weights and w the low bits of
+    ops/split_master.py, both int16.
     """
     if tl.load(scalars_ptr + 3) == 0.0:
         at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -402,11 +386,7 @@ def adamw(w_ptr, grad_ptr, m_ptr, v_ptr, out_ptr, scalars_ptr, keep, gain1, gain
 
 @triton.jit
 def muon_direction(m_ptr, grad_ptr, out_ptr, divisor_ptr, not_finite_ptr, beta, n, BLOCK: tl.constexpr):
-    """Add grad / *divisor to the fp32 momenta m (n,); out (n,) = what Muon orthogonalises.
-
-    Nothing changes where *not_finite is 1.0. beta: the decay of the mean. With a gradient in fp32, the kernel
-    moves 14 bytes per weight in a 16-bit model.
-    """
+    """Add grad / *divisor to the fp32 momenta m (n,). out (n,) = what Muon orthogonalises."""
     if tl.load(not_finite_ptr) == 0.0:
         at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         inside = at < n
@@ -421,15 +401,11 @@ def muon_direction(m_ptr, grad_ptr, out_ptr, divisor_ptr, not_finite_ptr, beta, 
 @triton.jit
 def muon_update(w_ptr, update_ptr, out_ptr, not_finite_ptr, rate, keep, n, OUT: tl.constexpr,
                 BLOCK: tl.constexpr):
-    """The fp32 masters w (n,) = keep w - rate * update, rounded into the model's weights `out` if OUT.
-
-    Nothing changes where *not_finite is 1.0. keep = 1 - rate * weight decay. The kernel moves 12 bytes per
-    weight in a 16-bit model.
-    """
+    """The fp32 masters w (n,) = keep w - rate * update, rounded into the model's weights `out` if OUT."""
     if tl.load(not_finite_ptr) == 0.0:
         at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         inside = at < n
-        w = tl.load(w_ptr + at, mask=inside) * keep
+        w = tl.load(w_ptr + at, mask=inside) * keep  # 1 - rate * weight decay
         w -= rate * tl.load(update_ptr + at, mask=inside).to(tl.float32)
         tl.store(w_ptr + at, w, mask=inside)
         if OUT:

@@ -3,7 +3,6 @@
 In x + f(norm(x)) the rows x have two gradients. Autograd computes the norm's, sums the weight's gradient over
 all rows in another pass, and adds the gradient of x itself in a third. On a GPU one kernel does all this: it
 reads x and both gradients once, and writes one. It computes a row's mean and scale again, so only x is kept.
-With --lora, whose norms are frozen, it sums the weight's gradient for nobody.
 """
 import torch
 import torch.nn.functional as F
@@ -16,17 +15,14 @@ ROW_BYTES = 16_384
 
 
 def fits(width, dtype):
-    """Whether the kernel serves rows (n, width)."""
     return backend.next_power_of_2(width) * dtype.itemsize <= ROW_BYTES
 
 
 def input_and_rms_norm(x, gain, bias, eps):
-    """Return x (n, C) itself and its RMSNorm, (n, C). gain (C,), bias None."""
     return InputAndNorm.apply(x, gain, bias, eps, False)
 
 
 def input_and_layer_norm(x, gain, bias, eps):
-    """Return x (n, C) itself and its LayerNorm, (n, C). gain (C,), bias (C,) or None."""
     return InputAndNorm.apply(x, gain, bias, eps, True)
 
 
@@ -35,17 +31,12 @@ KERNELS = {"rms": input_and_rms_norm, "layer": input_and_layer_norm}
 
 
 def launch(width):
-    """Return (programs at most, options) of kernels.norm_backward for rows of this width.
-
-    They are what was fastest on an H200 in rows of 768, 1024, 2048 and 4096. In rows of 384 twice as many
-    programs took 2 % less. No other width was measured. Every GPU starts as many programs, so that the sums
-    over rows are the same.
-    """
+    """Return (programs at most, options) of kernels.norm_backward: what was fastest on an H200."""
     columns = backend.next_power_of_2(width)
     if columns == width:
         rows = max(1, 4096 // columns)
         warps = max(4, columns // 1024)
-        programs = 2 * 132  # An H100 or H200 has 132 multiprocessors.
+        programs = 2 * 132  # 132 multiprocessors of an H200; alike on every GPU, for the same sums over rows
     else:
         rows = 1
         warps = max(2, columns // 512)
@@ -54,10 +45,7 @@ def launch(width):
 
 
 class InputAndNorm(torch.autograd.Function):
-    """The rows x (n, C) themselves, and their norm (n, C).
-
-    weight (C,). bias (C,), which only a LayerNorm can have, or None.
-    """
+    """The rows x (n, C) themselves, and their norm (n, C): weight (C,), bias (C,) or None."""
 
     @staticmethod
     def forward(ctx, x, weight, bias, eps, is_layer_norm):

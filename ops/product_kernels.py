@@ -1,9 +1,4 @@
-"""Triton kernels of the experts' products, which have unequal sizes.
-
-ops/grouped_mm.py says when they run. Like ops/kernels.py, this file is imported on a GPU only, and by tests.
-
-A program computes one tile of the product, or several, one after the other.
-"""
+"""Triton kernels of the experts' products, which have unequal sizes. ops/grouped_mm.py says when they run."""
 import triton
 import triton.language as tl
 
@@ -14,9 +9,8 @@ def grouped_mm(x_ptr, w_ptr, ends_ptr, y_ptr, I, O, w_expert, w_in, w_out, PROGR
                COLUMNS: tl.constexpr, DEPTH: tl.constexpr):
     """y (R, O): each row of x (R, I) times the matrix of its expert in w (E, I, O, of any strides).
 
-    The rows of y after the last end are not written. Each of PROGRAMS programs computes one tile of
-    ROWS x COLUMNS after the other. The rows of a tile belong to one expert. ends (E,) int32: where the rows
-    of each expert end. WIDE: E rounded up to a power of two. EVEN: DEPTH divides I.
+    Rows of y after the last end are not written. The rows of a tile of ROWS x COLUMNS belong to one expert.
+    ends (E,) int32: where each expert's rows end. WIDE: E rounded up to a power of two.
     """
     expert = tl.arange(0, WIDE)
     end = tl.load(ends_ptr + expert, mask=expert < E, other=0)
@@ -40,7 +34,7 @@ def grouped_mm(x_ptr, w_ptr, ends_ptr, y_ptr, I, O, w_expert, w_in, w_out, PROGR
         w_at = w_ptr + mine.to(tl.int64) * w_expert + at[:, None] * w_in + column[None, :] * w_out
         total = tl.zeros([ROWS, COLUMNS], tl.float32)
         for k in range(0, I, DEPTH):
-            if EVEN:
+            if EVEN:  # DEPTH divides I
                 x = tl.load(x_at)
                 w = tl.load(w_at, mask=(column < O)[None, :], other=0.0)
             else:
@@ -56,11 +50,7 @@ def grouped_mm(x_ptr, w_ptr, ends_ptr, y_ptr, I, O, w_expert, w_in, w_out, PROGR
 @triton.jit
 def grouped_wgrad(grad_ptr, x_ptr, ends_ptr, grad_w_ptr, O, I, PROGRAMS, E: tl.constexpr,
                   PRECISION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr):
-    """grad_w (E, O, I): each expert's rows of grad (R, O), transposed, times its rows of x (R, I).
-
-    The rows of each expert end at ends (E,) int32. An expert without rows gets zeros. The tiles are
-    ROWS x COLUMNS, as in grouped_mm.
-    """
+    """grad_w (E, O, I): each expert's rows of grad (R, O), transposed, times its rows of x (R, I)."""
     across = (I + COLUMNS - 1) // COLUMNS
     tiles = (O + ROWS - 1) // ROWS * across  # of an expert
     for tile in range(tl.program_id(0), E * tiles, PROGRAMS):

@@ -1,8 +1,5 @@
 """fp32 masters of bf16 weights, kept as the weights and the 16 bits that rounding took from each.
 
-    SplitMaster   the masters of a slice: own (n,) bf16 are the weights, low (n,) int16 the bits besides
-    whole         a tensor as it is; of a SplitMaster the tensor that it stands for
-
 The bits of a bf16 number are the upper half of an fp32 number's. So own, followed by 16 zero bits, is near
 its master. The difference of the two, as 32-bit integers, is low, between -32,768 and 32,768:
 
@@ -50,7 +47,6 @@ class SplitMaster:
 
     @classmethod
     def of(cls, own, master):
-        """Make it of own (n,), bf16 weights, and the fp32 master (n,) that they were rounded from."""
         return cls(own, low_bits(master, own))
 
     @property
@@ -71,18 +67,15 @@ class SplitMaster:
         return SplitMaster(self.own.view(shape), self.low.view(shape))
 
     def aminmax(self):
-        """Return the least and the largest weight: nan or infinite where a master is."""
         return self.own.aminmax()
 
     def copy_(self, values):
-        """Take the values (n,), and round them into the weights."""
         values = values.to(self.low.device, torch.float32)
         self.own.copy_(values)
         self.low.copy_(low_bits(values, self.own))
 
 
 def whole(tensor):
-    """Return a tensor itself, and the fp32 tensor that a SplitMaster stands for as a new one."""
     if isinstance(tensor, SplitMaster):
         return joined(tensor.own, tensor.low)
     return tensor
