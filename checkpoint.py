@@ -592,4 +592,4 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    as_program(lambda: main(sys.argv[1:]))
+    raise SystemExit(main(sys.argv[1:]))

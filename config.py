@@ -311,12 +311,8 @@ COMMON = tuple(name for name, said in FLAGS.items() if said["common"])
 SHAPE = flags_of_kind("shape")
 MEANING = flags_of_kind("data") + flags_of_kind("meaning")  # what --resume-changed can allow
 SILENT = flags_of_kind("silent")
-# Flags of earlier versions. They changed no model, so a config.json or a checkpoint that holds one is read
-# without a word. The sentence answers a command line that has it.
-REMOVED = {
-    "kernels": "is no flag any more: leave it out; flash-attn-4 attends where it is installed (pip uninstall "
-               "flash-attn-4 does without), and --deterministic measures no products",
-}
+# Flags of earlier versions. They changed no model, so a config.json or a checkpoint that holds one is read.
+REMOVED = ("kernels",)
 
 
 def has_effect(name, cfg):
@@ -342,7 +338,7 @@ def unknown_flags(saved, beside=()):
 
     Another version of the code wrote them: the model may be another one. beside: names of no flags.
     """
-    names = saved.keys() - FLAGS.keys() - REMOVED.keys() - set(beside)
+    names = saved.keys() - FLAGS.keys() - {*REMOVED, *beside}
     off = (None, False, 0, "", [], "none")
     return {name: saved[name] for name in sorted(names) if saved[name] not in off}
 
@@ -364,9 +360,14 @@ def flags_beyond(known, cfg):
     return beyond
 
 
+def typed(name):
+    """Return the flag of a field as it is typed: --n-layer of n_layer."""
+    return "--" + name.replace("_", "-")
+
+
 def as_typed(flags):
     """Return flags, {name: value}, as they are given on the command line."""
-    return ", ".join(f"--{name.replace('_', '-')} {value}" for name, value in flags.items())
+    return ", ".join(f"{typed(name)} {value}" for name, value in flags.items())
 
 
 # -----------------------------------------------------------------------------
@@ -386,7 +387,7 @@ def check_numbers(flags):
         values = getattr(flags, field.name)
         for value in values if isinstance(values, tuple) else [values]:
             if isinstance(value, (int, float)) and not low <= value <= high:  # nan is in no range
-                flag = f"--{field.name.replace('_', '-')} {value}"
+                flag = f"{typed(field.name)} {value}"
                 if (low, high) == ANY:
                     raise ValueError(f"{flag} has too many digits; give a number below 10^18")
                 raise ValueError(f"{flag} must be at least {low}, at most {high}")

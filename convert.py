@@ -39,7 +39,6 @@ from hub.tokenizer import export_tokenizer
 from hub.weights import HuggingFace, lazy_pieces, lazy_tensors, tensors
 from interface import paths
 from interface.command_line import (
-    as_program,
     command_line,
     given_flags,
     printable,
@@ -466,4 +465,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    as_program(main)
+    raise SystemExit(main())

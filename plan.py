@@ -26,7 +26,7 @@ if __name__ == "__main__":  # It says what to type where numpy or torch is not i
     check_packages()
 
 from cost.plan_flags import arguments
-from interface.command_line import as_program, wrong_input
+from interface.command_line import wrong_input
 
 if __name__ == "__main__":  # --help and wrong flags are answered before torch is imported.
     with wrong_input():
@@ -59,7 +59,6 @@ from cost.step_time import (
 from cost.traffic import bytes_between_nodes, reductions, traffic
 from fast.choose import needs_row_limit
 from interface.layout import check_layout
-from interface.nearest import with_fix
 from interface.serve import Server
 from interface.terminal import counted, say
 
@@ -361,8 +360,7 @@ def scaling(cfg, counts, gpu, vocab):
 
 def plan_one(cfg, vocab):
     """Return (cfg with its global batch, the plan of its layout with all that is printed)."""
-    with with_fix(cfg, cfg.gpus):
-        cfg, _ = check_gpus(cfg, cfg.gpus)
+    cfg, _ = check_gpus(cfg, cfg.gpus)
     plan = estimate(cfg, cfg.gpus, cfg.gpu, vocab)
     plan["ms_uneven"] = uneven_ms(cfg, cfg.gpus, cfg.gpu, vocab)
     plan["warnings"] = warnings(cfg, plan, cfg.gpu, vocab)
@@ -420,4 +418,4 @@ def main(argv=None, parsed=None):
 
 
 if __name__ == "__main__":
-    as_program(lambda: main(parsed=PARSED))
+    raise SystemExit(main(parsed=PARSED))

@@ -31,7 +31,6 @@ import checkpoint
 import config
 from interface import paths, report
 from interface.command_line import (
-    as_program,
     command_line,
     printable,
     wrong_input,
@@ -447,4 +446,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    as_program(main)
+    raise SystemExit(main())

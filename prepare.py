@@ -54,9 +54,8 @@ from config import ceil_div
 from corpus import build, chat, shards, text, tokenizer
 from corpus.folder import KeptWork, install, locked, owned_files
 from corpus.shards import SPLITS
-from interface.command_line import as_program, command_line, wrong_input
+from interface.command_line import change_words, command_line, wrong_input
 from interface.files import must_write
-from interface.nearest import change_words
 from interface.terminal import say
 
 UNIT_BYTES = 16 << 20  # of text per unit of work; the number of workers does not change it
@@ -569,4 +568,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    as_program(main)
+    raise SystemExit(main())

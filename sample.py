@@ -40,7 +40,7 @@ from convert import is_theirs, read_run
 from corpus import text, tokenizer
 from corpus.chat import MARKERS, Template
 from corpus.masked import MASK
-from interface.command_line import as_program, check_utf8, command_line, given_flags, wrong_input
+from interface.command_line import check_utf8, command_line, given_flags, wrong_input
 from interface.console import Console
 from interface.schema import Range, check_schema, load_json
 from interface.serve import Server
@@ -456,8 +456,7 @@ def chat_main(flags, argv):
     SystemExit(2) after one line on stderr from one rank: wrong input.
     """
     from runtime import launch  # isort: skip (before torch: it sets how idle threads wait)
-    from interface import nearest
-    from interface.layout import check_layout
+    from interface.layout import check_alone, check_layout
     from parallel import make_mesh
     world = launch.launch(launch.NO_TIMEOUT, quiet=True)
     with launch.exit_together(world):
@@ -466,12 +465,10 @@ def chat_main(flags, argv):
         vocabulary = load_vocabulary(run, vocab_size)
         Template(vocabulary)  # refuses a vocabulary before the model is read
         cfg = chat_config(cfg, flags)
-        if world.size == 1 and nearest.fits(cfg, None):
-            nearest.check_alone(cfg, argv, "sample.py")
-        again = partial(nearest.command, argv=argv, program="sample.py")
-        with nearest.with_fix(cfg, world.size, again):
-            mesh = make_mesh(world, cfg.tp, 1, cfg.ep, groups=False, n_experts=cfg.n_experts)
-            check_layout(cfg, mesh, cfg.micro_batch * mesh.dp.size)
+        if world.size == 1:
+            check_alone(cfg, argv, "sample.py")
+        mesh = make_mesh(world, cfg.tp, 1, cfg.ep, groups=False, n_experts=cfg.n_experts)
+        check_layout(cfg, mesh, cfg.micro_batch * mesh.dp.size)
     console = Console(world)
     with launch.exit_together(world):
         chat = Chat(load_model(cfg, vocab_size, weights, world), vocabulary, flags, console.agree)
@@ -529,4 +526,4 @@ def continuation(model, vocabulary, flags):
 
 
 if __name__ == "__main__":
-    as_program(main)
+    raise SystemExit(main())

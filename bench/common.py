@@ -15,8 +15,9 @@ from interface.packages import check_packages
 
 check_packages()
 
-from interface import nearest
-from interface.command_line import command_line, program_of, wrong_input
+from interface.command_line import command_line, wrong_input
+from interface.layout import check_alone, check_flags
+from interface.words import program_of
 from runtime.launcher import env_rank, started_by, wrong_environment
 
 
@@ -50,13 +51,10 @@ def read_flags(cls, argv, prog, about):
 
 
 def check_ranks(cfg, world, prog, argv=None):
-    """Raise ValueError unless the flags, a Config, fit these ranks. The message has what fits everything."""
-    from runtime.launch import same_command  # It imports torch, which some programs here do without.
-    program = program_of(prog)
+    """Raise ValueError unless the flags, a Config, fit these ranks. """
     if world.size == 1:
-        nearest.check_alone(cfg, sys.argv[1:] if argv is None else argv, program)
-    with nearest.with_fix(cfg, world.size, lambda ranks: same_command(world, ranks, program)):
-        nearest.check_all(cfg, world.size)
+        check_alone(cfg, sys.argv[1:] if argv is None else argv, program_of(prog))
+    check_flags(cfg, world.size)
 
 
 def start(main):

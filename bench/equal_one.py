@@ -22,8 +22,8 @@ import equality
 
 from config import Config, Outcome
 from corpus.batches import open_data
-from interface import nearest
 from interface.command_line import parse, program_of
+from interface.layout import command
 from parallel import make_mesh
 from runtime.launcher import NO_TIMEOUT
 
@@ -58,7 +58,7 @@ def check(cfg, world, argv=None):
     """
     check_ranks(cfg, world, "equal_one.py", argv)
     if world.size == 1:
-        again = nearest.command(2, sys.argv[1:] if argv is None else argv, program=program_of("equal_one.py"))
+        again = command(2, sys.argv[1:] if argv is None else argv, program=program_of("equal_one.py"))
         raise ValueError(f"one process has no layout to compare; start 2: {again}")
     if cfg.dropout and cfg.tp * cfg.cp * cfg.pp > 1:
         raise ValueError("ranks of tp, cp and pp draw other dropout masks than one process; add --dropout 0")

@@ -2,17 +2,19 @@
 
     check_ranks     whether the ranks can be a mesh; how many replicas they are
     check_layout    whether they can train the model
+    check_flags     both, without a mesh; check_alone: in one process, where the layout may need more
+    command         the command line that starts a number of ranks
     stage_layers    which blocks each pipeline stage holds
 
 train.py refuses a layout that cannot be, plan.py leaves it out. cost/memory.py asks whether memory suffices.
 """
-import functools
 import itertools
 import math
+import shlex
+from types import SimpleNamespace
 
-from config import ceil_div, head_width, largest_divisor, must_divide
+from config import ceil_div, head_width, largest_divisor, must_divide, typed
 
-MOST_PHASES = 1000  # of --rampup-batch-size
 FP8_MULTIPLE = 16  # --fp8: torch's product takes matrices whose rows have a multiple of 16 bytes
 
 
@@ -111,42 +113,15 @@ def check_ramp(full, ramp, unit):
         return
     start, increment, over = ramp
     flag = f"--rampup-batch-size {start} {increment} {over}"
-    fix = f"give START and INCREMENT as multiples of {unit}, and a --global-batch beyond START"
-    for _, near in near_ramps(full, ramp, unit)[:1]:
-        fix = f"try --rampup-batch-size {' '.join(map(str, near))}"
-    if not 0 < start <= full or (full - start) % increment:
-        increments = max(1, ceil_div(full - start, increment))
-        if start % unit == increment % unit == 0:
-            fix = f"try --global-batch {start + increments * increment}"
-        raise ValueError(f"{flag} does not reach global-batch {full} in whole increments; {fix}")
-    if full - start > MOST_PHASES * increment:
-        raise ValueError(f"{flag} has {(full - start) // increment} phases, more than {MOST_PHASES}; {fix}")
     for size in start, min(full, start + increment):  # If these two divide, all that follow do.
         if size % unit:
             raise ValueError(f"{flag} has a phase of {size}, which does not divide by micro-batch * dp = "
-                             f"{unit}; {fix}")
-
-
-@functools.lru_cache(4096)
-def near_ramps(full, ramp, unit):
-    """Return [(how far, ramp)] of ramps that check_ramp() takes, the nearest first; [] if there is none near.
-
-    START is the multiple of the unit below or above, and INCREMENT the nearest one that leads to `full`.
-    """
-    found = []
-    start, increment, over = ramp
-    if min(ramp) < 1:
-        return []
-    for first in {start // unit * unit, (start // unit + 1) * unit}:
-        if not 0 < first < full or (full - first) % unit:
-            continue
-        units = (full - first) // unit
-        low = [n for n in range(1, min(math.isqrt(units), 10**4) + 1) if units % n == 0]
-        steps = [unit * n for n in {*low, *(units // n for n in low)} if units // n <= MOST_PHASES]
-        for step in steps:
-            away = abs(math.log(first / start)) + abs(math.log(step / increment))
-            found.append((away, (first, step, over)))
-    return sorted(found)
+                             f"{unit}; try --rampup-batch-size {next_multiple(start, unit)} "
+                             f"{next_multiple(increment, unit)} {over}")
+    if start > full or (full - start) % increment:
+        reached = start + next_multiple(max(0, full - start), increment)
+        raise ValueError(f"{flag} does not reach global-batch {full} in whole increments; "
+                         f"try --global-batch {reached}")
 
 
 def check_pipeline(cfg, pp, cp):
@@ -169,16 +144,14 @@ def check_fp8(cfg, cp, tp):
     """Raise ValueError unless a GPU can multiply this rank's part of each matrix, and its tokens, as fp8."""
     columns = head_width(cfg) * (cfg.n_head // tp)
     kv_columns = head_width(cfg) * max(1, cfg.n_kv_head // tp)
-    mlp = "--ffn-hidden / tp"
     hidden = cfg.ffn_hidden
     if cfg.n_experts:
-        mlp = "--n-shared-experts * --ffn-hidden / tp"
         hidden *= cfg.n_shared_experts
     sizes = {"--n-embd": cfg.n_embd,
              "--micro-batch * --seq-len / cp": cfg.micro_batch * cfg.seq_len // cp,
              "--n-head / tp * the width of a head": columns,
              "the width of a rank's queries, keys and values together": columns + 2 * kv_columns,
-             mlp: hidden // tp}
+             "--ffn-hidden / tp": hidden // tp}
     for what, size in sizes.items():
         if size % FP8_MULTIPLE:
             raise ValueError(f"--fp8 multiplies matrices whose sides are multiples of {FP8_MULTIPLE}, and "
@@ -191,6 +164,52 @@ def next_multiple(n, of):
 
 
 # -----------------------------------------------------------------------------
+# The ranks that flags ask for
+
+def needed(cfg):
+    """Return the least number of ranks on which the layout of the flags is possible."""
+    stage = cfg.tp * cfg.cp
+    if cfg.zero and cfg.shard:
+        stage = math.lcm(stage, cfg.tp * cfg.shard)
+    return cfg.pp * math.lcm(stage, cfg.ep)
+
+
+def check_flags(cfg, ranks):
+    """Raise ValueError, with the fix, unless the flags fit a number of ranks. A mesh is not made."""
+    dp = check_ranks(ranks, cfg.tp, cfg.pp, cfg.ep, cfg.n_experts, cfg.cp, shard=cfg.shard)
+    sizes = {"world": ranks, "stage": ranks // cfg.pp, "dp": dp, "tp": cfg.tp, "cp": cfg.cp, "pp": cfg.pp,
+             "ep": cfg.ep}
+    mesh = SimpleNamespace(**{axis: SimpleNamespace(size=size) for axis, size in sizes.items()})
+    check_layout(cfg, mesh, cfg.global_batch or cfg.micro_batch * dp)
+
+
+def check_alone(cfg, argv, program="train.py"):
+    """Raise ValueError if one process is started for a layout of several ranks: say what starts them."""
+    ranks = needed(cfg)
+    check_flags(cfg, ranks)
+    if ranks > 1:
+        asked = [f"{typed(axis)} {getattr(cfg, axis)}" for axis in ("tp", "cp", "pp", "ep", "shard")
+                 if getattr(cfg, axis) > 1]
+        raise ValueError(f"{' '.join(asked)} needs {ranks} ranks: {command(ranks, argv, program=program)}")
+
+
+def command(ranks, argv, starter="mpiexec", program="train.py", nodes=1):
+    """Return the command that starts a program on `ranks` ranks. starter: torchrun, srun, or any other.
+
+    nodes: the number of nodes. torchrun is typed on each of them, and HOST is the name of the first.
+    """
+    program = shlex.join([program, *argv])
+    if starter == "torchrun" and nodes > 1 and ranks % nodes == 0:
+        return (f"torchrun --nnodes {nodes} --nproc-per-node {ranks // nodes} --rdzv-backend c10d "
+                f"--rdzv-endpoint HOST:29500 {program}")
+    if starter == "torchrun":
+        return f"torchrun --nproc-per-node {ranks} {program}"
+    if starter == "srun":
+        return f"srun -n {ranks} python {program}"
+    return f"mpiexec -n {ranks} python {program}"
+
+
+# -----------------------------------------------------------------------------
 # The blocks of each stage
 
 def stage_layers(cfg, stages):
@@ -199,7 +218,10 @@ def stage_layers(cfg, stages):
     ValueError: --pp-layers does not fit, or a stage would be empty.
     """
     if cfg.n_layer < stages:
-        raise ValueError(empty_stage(cfg, stages // cfg.pp_chunks))
+        pp = stages // cfg.pp_chunks
+        fix = f"--pp-chunks {cfg.n_layer // pp}" if cfg.n_layer >= pp else f"--pp {cfg.n_layer}"
+        raise ValueError(f"n-layer {cfg.n_layer} is less than pp {pp} * pp-chunks {cfg.pp_chunks}, a stage "
+                         f"would be empty; try {fix}")
     counts = balanced_counts(cfg.n_layer, stages)
     if cfg.pp_layers:
         proposal = ",".join(map(str, counts))
@@ -214,15 +236,6 @@ def stage_layers(cfg, stages):
                              f"n-layer {cfg.n_layer}; try --pp-layers {proposal}")
     ends = list(itertools.accumulate(counts))
     return [(end - count, end) for end, count in zip(ends, counts, strict=True)]
-
-
-def empty_stage(cfg, pp):
-    """Say what is wrong if there are more stages than blocks, and what to try."""
-    stages = f"pp {pp}"
-    if cfg.pp_chunks > 1:
-        stages += f" * pp-chunks {cfg.pp_chunks}"
-    fix = f"--pp-chunks {cfg.n_layer // pp}" if cfg.n_layer >= pp else f"--pp {cfg.n_layer}"
-    return f"n-layer {cfg.n_layer} is less than {stages}, a stage would be empty; try {fix}"
 
 
 def balanced_counts(n_layer, stages):

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from interface import paths
-from interface.command_line import OF_THE_RUN, printable
+from interface.command_line import OF_THE_RUN, change_words, printable
 from interface.files import sound_rows, write_whole
-from interface.nearest import change_words, command
+from interface.layout import command
 from interface.schema import load_json
 from interface.terminal import short
 

@@ -17,7 +17,6 @@ import os
 import sys
 import time
 import traceback
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -30,7 +29,6 @@ from corpus.tokenizer import prompt_tokenizer
 from cost.memory import check_memory
 from interface.command_line import one_line
 from interface.layout import check_layout
-from interface.nearest import with_fix
 from interface.schema import ChangedFile
 from interface.terminal import clock, say
 from ops import fp8
@@ -105,11 +103,10 @@ def same_start(world, cfg, wrong):
 
 
 def make_mesh(cfg, world):
-    """Return the run's mesh. ValueError: the flags do not fit these ranks. It names the nearest that do."""
-    with with_fix(cfg, world.size, again=partial(launch.same_command, world)):
-        mesh = parallel.make_mesh(world, cfg.tp, cfg.pp, cfg.ep, n_experts=cfg.n_experts, cp=cfg.cp,
-                                  shard=cfg.shard)
-        check_layout(cfg, mesh, cfg.global_batch or cfg.micro_batch * mesh.dp.size)
+    """Return the run's mesh. ValueError: the flags do not fit these ranks."""
+    mesh = parallel.make_mesh(world, cfg.tp, cfg.pp, cfg.ep, n_experts=cfg.n_experts, cp=cfg.cp,
+                              shard=cfg.shard)
+    check_layout(cfg, mesh, cfg.global_batch or cfg.micro_batch * mesh.dp.size)
     return mesh
 
 

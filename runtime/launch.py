@@ -32,7 +32,6 @@ with torch_reads_environment():
     import torch.distributed as dist
 
 from config import Outcome, ceil_div
-from interface import nearest
 from interface.command_line import one_line
 from interface.terminal import complain, say
 from interface.tree import Tree, WrongInput, grow
@@ -102,12 +101,6 @@ class World:
     def barrier(self):
         """Wait until all ranks have arrived here. No data is sent."""
         self.tree.barrier()
-
-
-# -----------------------------------------------------------------------------
-def same_command(world, ranks, program="train.py"):
-    """Return the command line of this run, for another number of ranks."""
-    return nearest.command(ranks, sys.argv[1:], world.launcher, program, world.n_nodes)
 
 
 # -----------------------------------------------------------------------------

@@ -13,7 +13,6 @@ import contextlib
 import faulthandler
 import io
 import os
-import re
 import signal
 import sys
 import threading
@@ -22,8 +21,9 @@ from pathlib import Path
 
 import plot
 from config import Config, Outcome
-from interface import files, nearest
-from interface.command_line import INTERRUPTED, one_line, parse, wrong_input
+from interface import files
+from interface.command_line import INTERRUPTED, given, one_line, parse, wrong_input
+from interface.layout import check_alone, check_flags
 from interface.terminal import Stream, open_streams
 from runtime import launcher
 
@@ -209,26 +209,43 @@ def surround():
 def parse_flags(argv):
     """Return (flags, None, timeout), or (None, what is wrong, timeout) on a rank with wrong flags.
 
-    timeout: seconds. With several ranks, the other ranks must hear what is wrong. A single process with wrong
-    flags ends at once. So do --help and --list, which only rank 0 prints.
+    timeout: seconds. All ranks have the same words, so that wrong ones end each rank at once, and rank 0 says
+    what is wrong. Only if a file gives flags, which may be missing on one node, do the ranks tell each other.
+    So end --help and --list, which only rank 0 prints.
     """
-    with wrong_input(), contextlib.ExitStack() as stack:
+    with wrong_input():
         signals.rank = launcher.env_rank()
+        name, n_ranks = launcher.started_by()
+    with wrong_input(quiet=signals.rank != 0), contextlib.ExitStack() as stack:
         if signals.rank != 0:
             stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
         try:
             if "--list" in argv:
                 list_runs(argv)
             cfg = parse(argv)
-            if launcher.started_by()[0] == "single":
-                nearest.check_alone(cfg, argv)
-        except (ValueError, OSError) as e:
-            _, n_ranks = launcher.started_by()
             if n_ranks == 1:
-                raise
-            return None, one_line(e), _timeout(argv)
+                check_alone(cfg, argv)
+                check_data(cfg)
+            elif n_ranks > 1:
+                check_flags(cfg, n_ranks)
+        except (ValueError, OSError) as e:
+            if n_ranks > 1 and (given(argv, "config") or given(argv, "init_from")):
+                return None, one_line(e), Config.timeout
+            if signals.rank and name != "hydra":
+                # A launcher may kill all ranks when one ends, and rank 0 has to print first.
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
+                time.sleep(2)
+            raise
     in_debugger = cfg.pdb >= 0
     return cfg, None, launcher.NO_TIMEOUT if in_debugger else cfg.timeout
+
+
+def check_data(cfg):
+    """Raise FileNotFoundError or ValueError if there is no data: before torch is imported."""
+    from corpus.shards import load_meta, parse_blend
+    if cfg.data != "synthetic":
+        for folder, _ in parse_blend(cfg.data):
+            load_meta(folder)
 
 
 def list_runs(argv):
@@ -237,11 +254,3 @@ def list_runs(argv):
         raise ValueError(f"{' '.join(argv)}: beside --list give one folder of runs, such as out, only")
     plot.print_runs(Path(argv[1] if len(argv) > 1 else "out"))
     raise SystemExit(Outcome.DONE)
-
-
-def _timeout(argv):
-    """Return the seconds of --timeout in flags that cannot be parsed, or the default."""
-    text = " ".join(argv) + " "
-    given = re.findall(r"--timeout[= ]([1-9][0-9]*) ", text)
-    seconds = float(given[-1]) if given else Config.timeout
-    return min(launcher.NO_TIMEOUT, seconds)

@@ -60,9 +60,9 @@ def session(world, argv, plan=None):
     plan = plan or {}
     steps = []
     out, err = text_file(), text_file()
-    started_by = ("single" if world.size == 1 else "torchrun"), world.size
+    started_by = ("single" if world.size == 1 else "hydra"), world.size
     with mock.patch.multiple(launch, launch=lambda *_, **__: world, shutdown=lambda world: None), \
-            mock.patch.object(launcher, "started_by", lambda: started_by), \
+            mock.patch.multiple(launcher, started_by=lambda: started_by, env_rank=lambda: world.rank), \
             mock.patch.multiple(train, Run=record_steps(steps, plan), Step=plant_nan(plan)), \
             contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:

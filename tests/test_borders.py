@@ -3,12 +3,8 @@ import contextlib
 import gzip
 import json
 import os
-import re
 import resource
-import signal
-import subprocess
 import sys
-import time
 from pathlib import Path
 from unittest import mock
 
@@ -20,9 +16,7 @@ from pool import ROOT
 from runs import TINY, assert_refused, refused, session
 from safetensors.torch import save_file
 from test_data import make_text, run
-from test_wrong_commands import MAIN, typed
 
-import checkpoint
 import convert
 import plan
 import plot
@@ -308,11 +302,6 @@ def test_every_program_starts_in_isolation_and_without_asserts(name, isolated):
     assert code == 0 and "Traceback" not in out and len(out) > 300, out
 
 
-def test_without_docstrings_a_program_says_why_it_does_not_run():
-    done = subprocess.run([sys.executable, "-OO", ROOT / "plot.py", "--help"], capture_output=True, text=True)
-    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "use -O" in done.stderr, done.stderr
-
-
 @pytest.mark.parametrize("files, words", [
     (["train_00000.bin", "meta.json"], "holds prepared data"),
     (["tiny/metrics.jsonl"], "holds other runs, such as tiny"),
@@ -340,44 +329,6 @@ def test_a_micro_batch_is_not_told_for_gpus_that_do_not_fit(capsys):
     assert "micro-batches of" not in capsys.readouterr().out
 
 
-def catches(number, status):
-    """Whether a process catches a signal, by the text of its /proc/PID/status."""
-    mask = re.search(r"^SigCgt:\s*([0-9a-f]+)", status, re.M)[1]
-    return bool(int(mask, 16) >> (number - 1) & 1)
-
-
-def test_ctrl_c_after_the_work_says_nothing():
-    """Python ends its threads then, and would print a traceback of theirs."""
-    code = ("import signal, threading, time; from interface.command_line import as_program\n"
-            "signal.signal(signal.SIGINT, signal.default_int_handler)  # a script's & lets it be ignored\n"
-            "threading.Thread(target=time.sleep, args=(60,)).start()\n"
-            "as_program(lambda: print('done', flush=True))")
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    job = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, **pipes)
-    assert job.stdout.readline() == b"done\n"
-    status = Path(f"/proc/{job.pid}/status")
-    if not status.exists():
-        time.sleep(5)  # from the last line of main() to the wait for the thread
-    while status.exists() and catches(signal.SIGINT, status.read_text()):
-        time.sleep(0.01)  # as_program() has not given the signal back yet
-    job.send_signal(signal.SIGINT)
-    _, err = job.communicate(timeout=30)
-    assert job.returncode == -signal.SIGINT and err == b""
-
-
-@pytest.mark.parametrize("found, left", [
-    (signal.default_int_handler, signal.SIG_DFL), (signal.SIG_IGN, signal.SIG_IGN)])
-def test_a_program_ends_with_the_code_of_its_main(found, left):
-    """An interrupt that was ignored, as behind nohup, stays ignored."""
-    before = signal.signal(signal.SIGINT, found)
-    try:
-        with pytest.raises(SystemExit) as leaving:
-            command_line.as_program(lambda: 7)
-        assert leaving.value.code == 7 and signal.getsignal(signal.SIGINT) == left
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
 def test_a_folder_moves_to_a_name_that_is_free(tmp_path):
     """Only a folder that is there is moved."""
     folder = tmp_path / "toy"
@@ -401,19 +352,3 @@ def test_ctrl_c_is_one_line_and_exit_code_130(capsys):
     with pytest.raises(SystemExit) as leaving, command_line.wrong_input():
         raise KeyboardInterrupt
     assert leaving.value.code == 130 and capsys.readouterr().err == "nanoshard: interrupted by Ctrl-C\n"
-
-
-@pytest.mark.parametrize("command", [
-    "train.py tiny --data synthetic --out {}", "train.py tiny --data {}", "train.py {}",
-    "train.py --config {}", "train.py tiny --data synthetic --resume {}", "plot.py {}", "sample.py {}",
-    "train.py tiny --data synthetic --init-from {}", "convert.py import {} --out out/x",
-    "prepare.py {} --name x", "prepare.py prose.txt --name {}", "prepare.py prose.txt --name x --out {}",
-    "checkpoint.py diff {} {}"])
-def test_a_name_that_no_disk_takes_is_one_line(command, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(MAIN, "checkpoint.py", checkpoint.main)
-    Path("prose.txt").write_text("some words of a text\n" * 300)
-    result = typed(command.replace("{}", "n" * 300))
-    assert result["code"] == 2 and result["err"].count("\n") == 1
-    assert "... is too long, with 3" in result["err"] and "give a shorter one" in result["err"]
-    assert len(result["err"]) < 300

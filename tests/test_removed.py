@@ -8,7 +8,6 @@ from runs import TINY, assert_refused, chars, go, refused, session
 import convert
 import plan
 import sample
-from config import REMOVED
 from interface.command_line import parse
 from runtime.launch import World
 
@@ -64,13 +63,6 @@ def test_it_is_sampled_and_exported(earlier, tmp_path, capsys):
 @pytest.mark.parametrize("words", [["--kernels", "plain"], ["--kernels=auto"]], ids=str)
 def test_a_command_line_with_a_removed_flag_gets_one_line(words, tmp_path):
     said = session(World(), [*TINY, *words, f"--out={tmp_path}/run"])
-    assert_refused(said, "--kernels is no flag any more", "pip uninstall flash-attn-4")
+    assert_refused(said, "--kernels: leave it out", "pip uninstall flash-attn-4")
     assert not (tmp_path / "run").exists()
-    refused(plan.main, ["dense-210m", *words], "--kernels is no flag any more")
-
-
-def test_an_answer_says_what_to_do():
-    for name, answer in REMOVED.items():
-        with pytest.raises(ValueError, match=f"--{name} is no flag any more: leave it out; "):
-            parse([f"--{name}=plain"])
-        assert answer.startswith("is no flag any more: leave it out; ")
+    refused(plan.main, ["dense-210m", *words], "--kernels: leave it out")

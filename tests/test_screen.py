@@ -28,7 +28,7 @@ import plot
 import prepare
 from config import Config
 from cost.plan_tables import print_table
-from interface import nearest, packages, paths, terminal
+from interface import packages, paths, terminal
 from interface.command_line import parse
 from interface.presets import PRESETS
 from runtime import ending, launch, log, tracker
@@ -326,22 +326,6 @@ def test_too_many_shards_keep_the_work_for_other_flags(tmp_path, monkeypatch, ca
         prepare.main([*flags, "--shard-tokens=100"])
     prepare.main(flags)
     assert "1 of 1 pieces are kept" in capsys.readouterr().out and not Path("data/x/.parts").exists()
-
-
-@pytest.mark.parametrize("name, beside, user, ranks, expected", [
-    ("mpiexec", "ompi_info", 0, 2, "mpiexec --allow-run-as-root -n 2 python train.py"),
-    ("mpiexec.openmpi", "other", 1000, 5, "mpiexec --oversubscribe -n 5 python train.py"),
-    ("mpiexec", "ompi_info", 1000, 2, "mpiexec -n 2 python train.py"),
-    ("mpiexec", "mpichversion", 0, 5, "mpiexec -n 5 python train.py"),
-    ("mpiexec.hydra", "ompi_info", 0, 5, "mpiexec -n 5 python train.py")])
-def test_the_printed_mpiexec_has_the_flags_that_open_mpi_needs(name, beside, user, ranks, expected, tmp_path,
-                                                               monkeypatch):
-    for path in (tmp_path / name, tmp_path / beside):
-        path.touch(0o755)
-    monkeypatch.setattr(nearest.shutil, "which", lambda program: str(tmp_path / name))
-    monkeypatch.setattr(nearest.os, "geteuid", lambda: user)
-    monkeypatch.setattr(nearest.os, "cpu_count", lambda: 4)
-    assert nearest.command(ranks, []) == expected
 
 
 # -----------------------------------------------------------------------------

@@ -461,16 +461,3 @@ def test_help_says_what_a_word_without_a_flag_means(program, word, means):
     assert said.startswith(f"usage: {name} {word} [flags]\n")
     [line] = [line for line in said.splitlines() if line.startswith(f"  {word} ")]
     assert means in line and "parse_flags" not in said
-
-
-def test_asserts_may_be_left_out_and_texts_not(monkeypatch, capsys):
-    for level, code in ((0, None), (1, None), (2, 2)):
-        monkeypatch.setattr(sys, "flags", SimpleNamespace(optimize=level))
-        left = None
-        try:
-            with command_line.wrong_input():
-                pass
-        except SystemExit as e:
-            left = e.code
-        assert left == code
-    assert "python -OO drops the texts" in capsys.readouterr().err

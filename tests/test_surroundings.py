@@ -26,9 +26,8 @@ from runtime.launcher import bare_environment
 
 @pytest.mark.parametrize("full,ramp,wrong", [
     (16, (4, 4, 100), ""), (16, (16, 4, 100), ""), (1500, (500, 1, 10), ""), (8, (), ""),
-    (1502, (500, 1, 10), "has 1002 phases"), (16, (0, 4, 100), "whole increments"),
-    (16, (20, 4, 100), "whole increments"), (16, (4, 5, 100), "whole increments")])
-def test_a_ramp_reaches_the_batch_in_at_most_a_thousand_increments(full, ramp, wrong):
+    (1502, (500, 1, 10), ""), (16, (20, 4, 100), "whole increments"), (16, (4, 5, 100), "whole increments")])
+def test_a_ramp_reaches_the_batch_in_whole_increments(full, ramp, wrong):
     def check():
         check_ramp(full, ramp, 1)
         check_batch(Config(micro_batch=1, rampup_batch_size=ramp), 1, full)
@@ -49,7 +48,7 @@ def test_one_process_is_told_how_many_its_layout_needs(monkeypatch, capsys):
     monkeypatch.setattr(launcher, "started_by", lambda: ("single", 1))
     with pytest.raises(SystemExit):
         session.parse_flags(["--tp=2"])
-    assert "--tp 2 needs 2 ranks, and one process is started" in capsys.readouterr().err
+    assert "--tp 2 needs 2 ranks: mpiexec -n 2" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("names,host", [("n1 n2\n", "n1"), ("n1\n", "127.0.0.1"), ("\n", None)])
