@@ -166,7 +166,14 @@ def import_adapter(flags):
                   or tokenizer.load_if_there(step.parent, vocab_size))
     saved = save_run(flags, cfg, pieces, vocabulary, {"base": adapters.reference(step, index)})
     return (f"{saved}: adapters of rank {rank}, alpha {alpha:g}, on top of {step}\n"
-            f"{paths.after_import(saved.parent, saved)}")
+            f"{after_import(saved.parent, saved)}")
+
+
+def after_import(out, step):
+    """Return lines with what can be typed with an imported model: its folder, and its step in there."""
+    sample = shlex.join(["python", paths.program("sample.py"), str(out)])
+    train = shlex.join(["python", paths.program("train.py"), "--data", "data/NAME", "--init-from", str(step)])
+    return f"write text:   {sample} --prompt ...\ntrain on:     {train}"
 
 
 def import_model(flags):
@@ -179,15 +186,14 @@ def import_model(flags):
     cfg = dataclasses.replace(weights.cfg, vocab_size=weights.vocab_size)
     step = save_run(flags, cfg, lazy_pieces(weights), vocabulary, {})
     if vocabulary:
-        prepare = shlex.quote(paths.program("prepare.py"))
-        data = f"python {prepare} FILE... --name NAME --tokenizer {shlex.quote(flags.out)}"
+        data = f"python {paths.program('prepare.py')} FILE... --name NAME --tokenizer {shlex.quote(flags.out)}"
     else:
         data = f"{flags.model} holds no tokenizer.json; make it with the tokenizer of the model's training"
     left_out = ""
     if weights.left_out:
         left_out = (f"left out, as the logits do not depend on them: {len(weights.left_out)} tensors, "
                     f"{printable(weights.left_out[0])} first\n")
-    return f"{left_out}{step}\n{paths.after_import(step.parent, step)}\ndata/NAME:    {data}"
+    return f"{left_out}{step}\n{after_import(step.parent, step)}\ndata/NAME:    {data}"
 
 
 def save_run(flags, cfg, pieces, vocabulary, meta):
@@ -446,11 +452,8 @@ def main(argv=None):
             raise ValueError(f"--out {flags.out or 'is missing'}: give a new file, such as model.gguf")
         print(write_gguf(flags))
         return
-    if flags.command == "import":
-        into = flags.out or paths.imported(flags.model)
-        asked = paths.download(flags.model, f"python convert.py import {{}} --out {shlex.quote(into)}")
-        if asked:
-            raise ValueError(asked)
+    if flags.command == "import" and not Path(flags.model).exists():
+        raise ValueError(f"{flags.model} is not there; {paths.FROM_HUB}")
     is_new = not out.exists() or out.is_dir() and not any(out.iterdir())
     if not flags.out or not is_new:
         raise ValueError(f"--out {flags.out or 'is missing'}: give a new directory, or an empty one")

@@ -271,12 +271,11 @@ def size_on_disk(run):
 
 def words_of_flag(name, value):
     """Return a flag of config.json as it is typed into a shell."""
-    flag = name.replace("_", "-")
     if isinstance(value, bool):
-        return f"--{flag}" if value else f"--no-{flag}"
+        return config.typed(name if value else f"no_{name}")
     if isinstance(value, list):
-        return " ".join([f"--{flag}", *map(str, value)])
-    return f"--{flag}={shlex.quote(str(value))}"
+        return " ".join([config.typed(name), *map(str, value)])
+    return f"{config.typed(name)}={shlex.quote(str(value))}"
 
 
 def describe_flags(flags):
@@ -368,7 +367,7 @@ def check_picture(path):
     """ValueError unless --png names a new file, or a picture that matplotlib drew."""
     if path.suffix not in (".png", ".svg", ".pdf"):
         raise ValueError(f"--png {path} is no .png, .svg or .pdf; give such a name")
-    if os.path.lexists(path) and (path.is_symlink() or b"atplotlib" not in read_file(path)):
+    if os.path.lexists(path) and (path.is_symlink() or b"atplotlib" not in path.read_bytes()):
         raise ValueError(f"--png {path} is there already and was not drawn by matplotlib; give a new file")
 
 
@@ -376,7 +375,7 @@ def check_page(path):
     """ValueError unless --html names a new file, or a page of ours."""
     if path.suffix != ".html":
         raise ValueError(f"--html {path} is no .html; give such a name")
-    if os.path.lexists(path) and (path.is_symlink() or report.GENERATOR.encode() not in read_file(path)):
+    if os.path.lexists(path) and (path.is_symlink() or report.GENERATOR.encode() not in path.read_bytes()):
         raise ValueError(f"--html {path} is there already and is no page of ours; give a new file")
 
 

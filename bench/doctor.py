@@ -283,9 +283,6 @@ def tokens(data):
     except (OSError, ValueError) as e:
         status = "FAIL" if Path(folder).exists() else "WARN"
         text = " ".join(str(e).split())
-        before, is_elsewhere, place = text.partition("; it is in the programs' folder: ")
-        if is_elsewhere:
-            return status, before, place
         text, _, fix = text.partition("; make it with: ")
         fix = fix or "python prepare.py stdlib"
         return status, text, f"{fix}, in one process"

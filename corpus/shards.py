@@ -29,7 +29,7 @@ from corpus.blend import first_folder, parse_blend, sample_schedule, samples_per
 from corpus.documents import document_places, masks_documents
 from corpus.synthetic import draw_keys, inputs_and_targets, permute
 from interface import paths
-from interface.schema import ChangedFile, Range, check_schema, load_json, open_file
+from interface.schema import ChangedFile, Range, check_schema, load_json
 
 SPLITS = ("train", "val")
 MAGIC = b"nanoshrd"
@@ -96,16 +96,16 @@ def as_prepare_writes_it(command):
 def how_to_fix(folder, meta=None, is_damaged=False):
     """Return the end of an error message: the command that makes the data again.
 
-    is_damaged: meta.json is not as it should be, and prepare.py may not replace the files of the folder.
+    is_damaged: meta.json is not as it should be, and prepare.py does not replace the files of the folder.
 
     The command in meta.json is shown only if it is exactly as prepare.py writes it, so that a file cannot
     offer `curl X | sh`.
     """
     command = as_prepare_writes_it((meta or {}).get("command", ""))
-    first = paths.move_away(Path(folder)) if is_damaged else ""
-    if command and (first or not is_damaged):
+    first = f"move {folder} away, then " if is_damaged else ""
+    if command:
         return f"{first}make it with: {command}"
-    return paths.make_data(folder, is_damaged=is_damaged)
+    return first + paths.make_data(folder)
 
 
 def load_meta(folder):
@@ -271,7 +271,7 @@ def verify_file(path, shard, dtype, meta):
     fix = how_to_fix(path.parent, meta)
     digest = hashlib.sha256()
     largest = 0
-    with open_file(path) as f:
+    with open(path, "rb") as f:
         digest.update(f.read(HEADER_BYTES))
         while block := f.read(1 << 24):
             digest.update(block)

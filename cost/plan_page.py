@@ -2,7 +2,7 @@
 import dataclasses
 import typing
 
-from config import Config
+from config import Config, typed
 from cost.parameters import micro_batches, stage_mesh
 from cost.plan_flags import PlanFlags
 from cost.step_time import bubble
@@ -56,13 +56,10 @@ def other_words(cfg):
     for name, value in vars(cfg).items():
         if name in (*IN_FORM, "serve", "port") or value == getattr(usual, name):
             continue
-        flag = name.replace("_", "-")
-        if value is False:
-            words.append(f"--no-{flag}")
-        elif value is True:
-            words.append(f"--{flag}")
+        if isinstance(value, bool):
+            words.append(typed(name if value else f"no_{name}"))
         else:
-            words += [f"--{flag}", as_word(value)]
+            words += [typed(name), as_word(value)]
     return words
 
 

@@ -20,7 +20,6 @@ import time
 from pathlib import Path
 
 from interface.command_line import one_line
-from interface.schema import read_file
 from interface.terminal import complain, say
 
 PART = re.compile(r"\..+\.[0-9a-f]{8}\.part")  # the names of new_part()
@@ -312,7 +311,7 @@ def sound_rows(path):
     """
     rows = []
     damaged = 0
-    text = read_file(path) if Path(path).exists() else b""
+    text = Path(path).read_bytes() if Path(path).exists() else b""
     for line in text.split(b"\n"):
         row = None
         with contextlib.suppress(ValueError, RecursionError):

@@ -36,7 +36,7 @@ from interface.files import (
     write_whole,
 )
 from interface.presets import PRESETS
-from interface.schema import load_json, read_file
+from interface.schema import load_json
 from interface.terminal import clock, say, short, show
 from moe import expert_stats
 from ops.accelerator import device_name, peak_memory, peak_resident
@@ -315,7 +315,7 @@ def machine(world):
 def read_tokenizer(folder):
     """Return {name: bytes} of the files of a data folder that describe its tokenizer."""
     names = ("meta.json", "tokenizer.json")
-    return {name: read_file(folder / name) for name in names if (folder / name).exists()}
+    return {name: (folder / name).read_bytes() for name in names if (folder / name).exists()}
 
 
 def git_revision():

@@ -9,7 +9,6 @@ from pathlib import Path
 
 from corpus.shards import as_prepare_writes_it, first_folder, load_meta
 from interface.command_line import one_line
-from interface.schema import read_file
 
 
 def path_of_data(meta):
@@ -35,7 +34,7 @@ def refuse_vocabulary(cfg, path, meta, changed):
     now = Path(first_folder(cfg.data)) / "tokenizer.json"
     is_other = "vocab_size" in changed and not cfg.vocab_size
     if before.is_file() and now.is_file():
-        is_other = is_other or read_file(before) != read_file(now)
+        is_other = is_other or Path(before).read_bytes() != Path(now).read_bytes()
     if not is_other:
         return
     sizes = ""

@@ -22,7 +22,7 @@ import plan
 import plot
 from corpus import chat, shards, tokenizer
 from corpus import text as readers
-from interface import command_line, paths
+from interface import command_line
 from interface.command_line import printable
 from runtime import other_data
 from runtime.launch import World
@@ -327,25 +327,6 @@ def test_a_micro_batch_is_not_told_for_gpus_that_do_not_fit(capsys):
     """8 GPUs and tp 3: there is no dp whose micro-batch could be named."""
     refused(plan.main, ["gpt2", "--gpus", "8", "--tp", "3"], "8 ranks do not divide by tp 3")
     assert "micro-batches of" not in capsys.readouterr().out
-
-
-def test_a_folder_moves_to_a_name_that_is_free(tmp_path):
-    """Only a folder that is there is moved."""
-    folder = tmp_path / "toy"
-    assert "mv " not in paths.make_data(folder, is_damaged=True)
-    for old in ("toy.old", "toy.old2", "toy.old3"):
-        folder.mkdir(exist_ok=True)
-        (folder / "meta.json").touch()
-        said = paths.make_data(folder, is_damaged=True)
-        assert f"mv {folder} {tmp_path / old}, then make it with: " in said
-        (tmp_path / old).mkdir()
-
-
-def test_a_command_behind_cd_has_the_paths_of_that_folder(monkeypatch):
-    """../data of the tutorial's folder is data where prepare.py is typed."""
-    monkeypatch.chdir(ROOT / "tutorial")
-    assert paths.make_data("../data/x") == "make it with: cd .. && python prepare.py FILE... --name x"
-    assert paths.make_data("../more/x").endswith("python prepare.py FILE... --name x --out more")
 
 
 def test_ctrl_c_is_one_line_and_exit_code_130(capsys):

@@ -565,7 +565,7 @@ def test_chat_false_is_no_chat(tuned, capsys):
 
 @pytest.mark.parametrize("argv,words", [
     (["{pre}", "--chat"], "was not trained on conversations"), (["{tuned}", "--chat", "--tp=2"],
-     "and one process is started; start 2: mpiexec -n 2 python sample.py {tuned} --chat --tp=2"),
+     "--tp 2 needs 2 ranks: mpiexec -n 2 python sample.py {tuned} --chat --tp=2"),
     (["{tuned}", "--tp=2"], "are for --chat"), (["{tuned}", "--chat", "--ep=2"], "ep 2"),
     (["{tuned}/nothing", "--chat"], "no config.json")])
 def test_wrong_input_of_chat(argv, words, tuned, pretrained):

@@ -124,7 +124,7 @@ def test_an_element_that_nobody_owns_is_not_equal():
 @pytest.mark.parametrize("n,argv,words", [
     (1, ["--compared-steps=2"], "to compare; start 2: mpiexec -n 2 python equal_one.py tiny {shape} "
                                 "--compared-steps=2"),
-    (1, ["--tp=2"], "start 2: mpiexec -n 2 python equal_one.py tiny {shape} --tp=2"),
+    (1, ["--tp=2"], "--tp 2 needs 2 ranks: mpiexec -n 2 python equal_one.py tiny {shape} --tp=2"),
     (2, ["--global-batch=3"], "3 does not divide by micro-batch 2 * dp 2; try --global-batch 4"),
     (2, ["--tp=2", "--dropout=0.1"], "add --dropout 0"),
     (2, ["--tp=4"], "try --tp 2"), (2, ["--zero=7"], "--zero"),

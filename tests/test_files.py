@@ -28,7 +28,7 @@ import plot
 from config import Config
 from corpus import shards
 from interface import files, report
-from interface.schema import ChangedFile, load_json
+from interface.schema import ChangedFile
 from ops import checksum
 from runtime import hang, resume
 from runtime.launch import World

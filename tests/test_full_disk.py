@@ -231,13 +231,12 @@ def test_a_shard_that_is_cut_while_it_is_verified_is_named(made, tmp_path, monke
     shutil.copytree(made / "data/toy", tmp_path / "toy")
     path = tmp_path / "toy/train_00000.bin"
     monkeypatch.setattr(np, "memmap", None)
-    open_file = shards.open_file
 
-    def cut_first(opened):
+    def cut_first(opened, mode):
         if opened == path:
             os.truncate(path, 5001)
-        return open_file(opened)
-    monkeypatch.setattr(shards, "open_file", cut_first)
+        return open(opened, mode)
+    monkeypatch.setattr(shards, "open", cut_first, raising=False)
     with pytest.raises(ValueError, match=f"^{path} has sha256 "):
         shards.verify(tmp_path / "toy", cache=False)
 

@@ -28,7 +28,7 @@ import plot
 import prepare
 from config import Config
 from cost.plan_tables import print_table
-from interface import packages, paths, terminal
+from interface import terminal
 from interface.command_line import parse
 from interface.presets import PRESETS
 from runtime import ending, launch, log, tracker
@@ -339,45 +339,6 @@ def test_a_program_without_its_packages_says_what_to_type(program):
                           text=True, timeout=60)
     assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
     assert done.stderr.startswith("nanoshard: this python has no numpy, torch, tyro; type: ")
-
-
-@pytest.mark.parametrize("has, here, fix", [
-    (True, True, "source .venv/bin/activate"), (False, True, "make .venv/ready"),
-    (True, False, "source HOME/.venv/bin/activate"), (False, False, "make -C HOME .venv/ready")])
-def test_packages_are_in_the_environment_or_made(has, here, fix, tmp_path, monkeypatch, capsys):
-    home = tmp_path / "home"
-    (home / ".venv/bin").mkdir(parents=True)
-    if has:
-        (home / ".venv/bin/python").touch()
-    monkeypatch.chdir(home if here else tmp_path)
-    packages.check_packages(home)
-    assert capsys.readouterr().err == ""
-    monkeypatch.setattr(packages, "NEEDED", ("os", "no_such_package"))
-    with pytest.raises(SystemExit, match="^2$"):
-        packages.check_packages(home)
-    said = capsys.readouterr().err.replace(str(home), "HOME")
-    assert said == f"nanoshard: this python has no no_such_package; type: {fix}\n"
-
-
-def test_below_the_programs_a_line_leads_up(tmp_path, monkeypatch):
-    """What is not there is told by a cd where it is in the programs' folder, or where that makes it."""
-    programs = tmp_path / "programs"
-    for folder in ("docs", "data/mine", "out/run"):
-        (programs / folder).mkdir(parents=True)
-    for file in ("prepare.py", "text.txt", "data/mine/meta.json", "data/mine/tokenizer.json",
-                 "out/run/config.json"):
-        (programs / file).touch()
-    monkeypatch.setattr(paths, "PROGRAMS", programs)
-    monkeypatch.chdir(programs / "docs")
-    up = "it is in the programs' folder: cd .."
-    assert [paths.meant_data("data/mine"), paths.meant_run("out/run")] == [up, up]
-    assert paths.meant_file("text.txt") == f"; {up}"
-    assert paths.meant_data("data/stdlib") == "make it with: cd .. && python prepare.py stdlib"
-    monkeypatch.chdir(tmp_path)
-    assert paths.meant_data("data/mine") == f"it is in the programs' folder: cd {programs}"
-    assert paths.meant_data("data/stdlib") == "make it with: python prepare.py stdlib"
-    monkeypatch.chdir(programs)
-    assert paths.meant_data("data/stdlib").endswith("make it with: python prepare.py stdlib")
 
 
 def test_a_search_says_how_many_layouts_it_tries_and_how_far_it_is(monkeypatch, capsys):
