@@ -80,8 +80,10 @@ def no_preset(word):
     if path.suffix == ".py":
         return (f"{word} is a file of Python, which is not read: the first word is one of the presets "
                 f"{', '.join(PRESETS)}")
+    if paths.is_data(path):
+        return f"{word} holds data: --data {word}"
     if path.exists():
-        return f"{word} is no preset; if it is data, --data {word}; {paths.meant_data(word)}"
+        return f"{word} is no preset; {paths.meant_data(word)}"
     close = difflib.get_close_matches(word.replace("_", "-"), PRESETS, 1)
     hint = f"perhaps {close[0]} is meant, of " if close else "the presets are "
     return f"no preset {word!r}; {hint}{', '.join(PRESETS)}"
@@ -231,22 +233,22 @@ def change_words(argv, changes):
 
 def plain_switches(argv, cls):
     """Return argv as tyro expects it: it knows --x and --no-x; --x True, --x False and --x=true are ours."""
-    switches = [field.name for field in dataclasses.fields(cls) if field.type in (bool, "bool")]
+    types = {field.name: field.type for field in dataclasses.fields(cls)}
     plain = []
     left = list(argv)
     while left:
         word = left.pop(0)
         name, equals, value = word.partition("=")
         key = words.key_of(name)
-        if name.startswith("--") and key in switches:
+        if name.startswith("--") and types.get(key) in (bool, "bool"):
             if not equals and left and left[0].lower() in ("true", "false"):
                 value = left.pop(0)
             if value.lower() not in ("", "true", "false"):
                 raise ValueError(f"{name} is a switch: {name}, {typed(f'no_{key}')} or {name} True; "
                                  f"not {value!r}")
             plain.append(typed(f"no_{key}" if value.lower() == "false" else key))
-        elif name.startswith("--") and value and not value.startswith("-"):
-            plain += [name, value]  # tyro finds what a misspelt name resembles
+        elif name.startswith("--") and value and key not in types:
+            plain += [name, value]  # tyro finds what a misspelt name resembles, without its value
         else:
             plain.append(word)
     return plain
