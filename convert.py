@@ -452,8 +452,6 @@ def main(argv=None):
             raise ValueError(f"--out {flags.out or 'is missing'}: give a new file, such as model.gguf")
         print(write_gguf(flags))
         return
-    if flags.command == "import" and not Path(flags.model).exists():
-        raise ValueError(f"{flags.model} is not there; {paths.FROM_HUB}")
     is_new = not out.exists() or out.is_dir() and not any(out.iterdir())
     if not flags.out or not is_new:
         raise ValueError(f"--out {flags.out or 'is missing'}: give a new directory, or an empty one")

@@ -72,7 +72,7 @@ WRONG = [
     ("train.py --num_train_epochs 3", "give --steps"),
     ("train.py --bf16 False --report_to wandb", "python train.py --wandb online"),
     ("train.py --model_name_or_path out/run", "python train.py --init-from out/run"),
-    ("convert.py import gpt2", "hf download"),
+    ("convert.py import gpt2 --out x", "hf download"),
     # Megatron-LM
     ("train.py --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2", "train.py --tp 2 --pp 2"),
     ("train.py --use-distributed-optimizer --sequence-parallel", "python train.py --zero 1"),
