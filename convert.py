@@ -186,7 +186,8 @@ def import_model(flags):
     cfg = dataclasses.replace(weights.cfg, vocab_size=weights.vocab_size)
     step = save_run(flags, cfg, lazy_pieces(weights), vocabulary, {})
     if vocabulary:
-        data = f"python {paths.program('prepare.py')} FILE... --name NAME --tokenizer {shlex.quote(flags.out)}"
+        data = (f"python {paths.program('prepare.py')} FILE... --name NAME "
+                f"--tokenizer {shlex.quote(flags.out)}")
     else:
         data = f"{flags.model} holds no tokenizer.json; make it with the tokenizer of the model's training"
     left_out = ""

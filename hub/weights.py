@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import checkpoint
 from hub.families import FAMILIES, read_config
+from interface.paths import FROM_HUB
 from interface.schema import check_schema, load_json_of_others
 
 
@@ -194,7 +195,7 @@ def list_safetensors(folder):
         if path.parent != folder or path.suffix != ".safetensors":
             raise ValueError(f"{index} names the file {str(path)!r}, no .safetensors beside it")
         if not folder.is_dir():
-            raise FileNotFoundError(f"{folder} is no directory; give that of a downloaded model")
+            raise FileNotFoundError(f"{folder} is no directory; {FROM_HUB}")
         if not path.is_file():
             raise FileNotFoundError(f"{path} is no file; files of other kinds (.bin, .pt) can run code and "
                                     "are not read: save the model again with transformers")
