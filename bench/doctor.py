@@ -283,9 +283,10 @@ def tokens(data):
     except (OSError, ValueError) as e:
         status = "FAIL" if Path(folder).exists() else "WARN"
         text = " ".join(str(e).split())
-        text, _, fix = text.partition("; make it with: ")
-        fix = fix or "python prepare.py stdlib"
-        return status, text, f"{fix}, in one process"
+        fix = "python prepare.py stdlib"
+        if "make it with: " in text:
+            text, _, fix = text.rpartition("; ")
+        return status, text, f"{fix.removeprefix('make it with: ')}, in one process"
     return ok("; ".join(said))
 
 

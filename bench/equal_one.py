@@ -22,8 +22,9 @@ import equality
 
 from config import Config, Outcome
 from corpus.batches import open_data
-from interface.command_line import parse, program_of
+from interface.command_line import parse
 from interface.layout import command
+from interface.words import program_of
 from parallel import make_mesh
 from runtime.launcher import NO_TIMEOUT
 

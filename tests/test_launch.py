@@ -451,7 +451,7 @@ def set_before_launch(flags, result):
     os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
     train.launch.launch = lambda *_, **__: sys.exit(9)
     try:
-        train.main(["tiny", *flags])
+        train.main(["tiny", "--data=synthetic", *flags])
     except SystemExit as e:
         settings = torch.are_deterministic_algorithms_enabled(), os.environ.get("CUBLAS_WORKSPACE_CONFIG")
         result.write_text(repr((e.code, *settings)))
@@ -634,6 +634,7 @@ from unittest import mock
 from runtime import session
 if sys.argv.pop() == "fails":
     session.Signals._leave = mock.Mock(side_effect=MemoryError("in the handler"))
+sys.argv.append("--data=synthetic")
 session.start_program()
 session.signals.rank = -1
 os.kill(os.getpid(), signal.SIGTERM)
@@ -704,6 +705,8 @@ try:
     if program == "sample.py":
         import sample
         sample.load_model(None, 0, None)
+    if program == "train.py":
+        sys.argv.append("--data=synthetic")
     sys.path.insert(0, os.path.dirname(program))
     runpy.run_path(program, run_name="__main__")
 except KeyboardInterrupt as e:

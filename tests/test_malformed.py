@@ -122,7 +122,7 @@ DATA = {  # name: (what is done to the data's directory d, a word of the line)
     "train is val": (lambda d: change_shard(d / META, "val", sha256=json.loads(
         (d / META).read_text())["shards"]["train"][0]["sha256"]), "train and val"),
     "meta.json a string": (lambda d: (d / META).write_text('"x"'), META),
-    "meta.json 200,000 deep": (lambda d: (d / META).write_text("[" * 200_000), "nested too deep"),
+    "meta.json 200,000 deep": (lambda d: (d / META).write_text("[" * 200_000), "no sound JSON"),
     "vocab_size a fraction": (lambda d: change_json(d / META, vocab_size=1.5), "vocab_size is 1.5"),
     "vocab_size true": (lambda d: change_json(d / META, vocab_size=True), "vocab_size is True"),
     "vocab_size below the ids": (lambda d: change_json(d / META, vocab_size=2), "vocab_size is 2"),
@@ -262,7 +262,7 @@ CONFIG = [  # (a change of the run's config.json, a word of sample.py's line)
     ({"n_experts": 4}, "moe"), ({"pos": "learned"}, "wpe"), ({"vocab_size_used": 3}, "vocab_size_used 3"),
     ({"vocab_size_used": 1.5}, "1.5"), ({"vocab_size_used": GONE}, "lacks vocab_size_used"),
     ({"compile": "yes"}, "true or false"), ({"rampup_batch_size": ["a"]}, "rampup_batch_size[0]"),
-    ({"dropout": float("nan")}, "NaN")]
+    ({"dropout": float("nan")}, "nan")]
 
 
 @pytest.mark.parametrize("change,word", CONFIG, ids=lambda v: str(v)[:30])
@@ -293,7 +293,7 @@ OTHER = {  # name: (program, its arguments in the directory d, a word of the lin
     "sample: -1 tokens": (sample.main, lambda d: run_args(d, "--max-new-tokens", "-1"), "--max-new-tokens"),
     "sample: unknown flag": (sample.main, lambda d: run_args(d, "--topk", "3"), "--top-k"),
     "sample: config nested": (sample.main, lambda d: (d / "run/config.json").write_text("[" * 200_000)
-                              and [str(d / "run")], "nested too deep"),
+                              and [str(d / "run")], "no sound JSON"),
     "sample: unknown character": (sample.main, lambda d: run_args(d, "--prompt", "%"), "'%'"),
     "sample: index cut": (
         sample.main, lambda d: run_args(d, cut=f"{STEP}/index.json") and [str(d / STEP)], "json"),
