@@ -29,7 +29,7 @@ from typing import NamedTuple
 if sys.flags.safe_path:  # python -I leaves out the program's own folder
     sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from interface.command_line import as_program, one_line, printable, wrap, wrong_input
+from interface.command_line import one_line, printable, wrap, wrong_input
 from interface.files import new_part, remove_folder, remove_parts, set_aside, sync, write_whole
 from interface.paths import meant_checkpoint, meant_run
 from interface.schema import check_schema, load_json

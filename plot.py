@@ -44,7 +44,7 @@ from interface.files import (
     write_whole,
 )
 from interface.presets import PRESETS
-from interface.schema import load_json, read_file
+from interface.schema import load_json
 from interface.terminal import columns
 
 AT_END = ("loss", "val_loss", "grad_norm", "lr", "tok_s", "ms", "mem_gb")  # a text file for each, in OUT

@@ -203,7 +203,7 @@ def copy_rows(out):
     for name in ("metrics.jsonl", "experts.jsonl", "notes.jsonl"):
         if (out / name).exists():
             new = free_name(out / f"{name}.aside")
-            write_whole(new, read_file(out / name))
+            write_whole(new, (out / name).read_bytes())
             names.append(new.name)
     return names
 

@@ -350,14 +350,6 @@ def test_a_run_without_checkpoints_is_renamed_if_the_next_one_has_other_flags(tm
     assert kept == [json.loads(line)["step"] for line in before.splitlines()]
 
 
-def test_a_pipe_in_the_place_of_a_file_is_refused_at_once(tmp_path):
-    os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(ValueError, match="pipe is a pipe or a device, not a file"):
-        load_json(tmp_path / "pipe")
-    with pytest.raises(ValueError, match="pipe is a pipe or a device, not a file"):
-        files.sound_rows(tmp_path / "pipe")
-
-
 @pytest.mark.parametrize("wrong", ["cut", "overwritten", "masks"])
 def test_a_shard_that_is_changed_under_a_run_is_named(wrong, tmp_path):
     """A memory-mapped file that is cut ends the process by SIGBUS."""
