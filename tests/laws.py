@@ -60,7 +60,7 @@ LONG_FILES = {
     "tests/test_chat.py": 659, "tests/test_checkpoint.py": 602, "tests/test_cli.py": 621,
     "tests/test_convert.py": 629, "tests/test_data.py": 749, "tests/test_import.py": 655,
     "tests/test_launch.py": 743, "tests/test_model.py": 633, "tests/test_plan.py": 729,
-    "tests/test_products.py": 664, "tests/test_resume.py": 702, "tests/test_wrong_commands.py": 749}
+    "tests/test_products.py": 664, "tests/test_resume.py": 702}
 
 
 # -----------------------------------------------------------------------------
