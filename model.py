@@ -133,11 +133,10 @@ class Block(nn.Module):
             router_loss = None
         else:
             x, y = self.maybe_recompute(self.attention_half, x, t, cos, sin, cache, places)
-            routing = self.moe.before_experts(y)
-            y = self.moe(y, routing)  # (n, C)
-            if routing.shared is not None:
-                y = y + routing.shared
-            router_loss = routing.router_loss
+            gates, expert_ids, router_loss, shared = self.moe.before_experts(y)
+            y = self.moe(y, gates, expert_ids)  # (n, C)
+            if shared is not None:
+                y = y + shared
         if self.norm_place == "after":
             y = self.norm2(y)
         elif self.norm_place == "both":

@@ -19,13 +19,6 @@ a letter is the expert that a row visits:
 Here | stands between receivers, then between senders, then between local experts. Rank 0 sends
 [2, 3] rows and receives [2, 4], and its experts' rows end at [4, 6]. The results go the same way
 back, after which each stands where its row came from.
-
-    MoE               the layer: route, plan, dispatch, the experts' matrices, combine; its losses
-    Router            one logit per expert
-    token dispatcher  plan: who goes where; dispatch: rows to their experts; combine: the way back
-        Local         one rank holds all experts: a sort and a gather
-        AllToAll      dropless over ep ranks: a message holds exactly the rows that go to its rank
-        Capacity      each expert takes equal numbers of rows, others are dropped: even messages
 The shapes are in the letters of model.py's legend.
 """
 import math
@@ -41,27 +34,9 @@ from ops.grouped_mm import SwiGLUExperts, grouped_mm, use_grouped_mm
 from ops.permute import Permute, Unpermute, invert, queue_by_expert, sort_by_expert
 from parallel import all_to_all, parameter
 
-# -----------------------------------------------------------------------------
-# The layer
-
-class Routing(NamedTuple):
-    """What is known of n rows before they visit their experts."""
-    gates: torch.Tensor        # (n, K) in the model's dtype
-    expert_ids: torch.Tensor   # (n, K) int64
-    router_loss: torch.Tensor  # () this rank's part
-    shared: torch.Tensor       # (n, C) the shared MLP's output; None without one
-
-
-class Stats(NamedTuple):
-    """Sums over the step so far, in fp64, on the device: the host need not wait for them."""
-    tokens: torch.Tensor        # (E,) how often each expert was chosen
-    balance_loss: torch.Tensor  # () these three: this rank's parts
-    z_loss: torch.Tensor        # ()
-    entropy: torch.Tensor       # () of the router's probabilities, in nats
-
 
 class MoE(nn.Module):
-    """In the place of a block's MLP. shared: an MLP that every token visits as well, or None."""
+    """The layer in place of the MLP. shared: an MLP that every token visits as well, or None."""
 
     def __init__(self, cfg, mesh, shared=None):
         super().__init__()
@@ -69,29 +44,30 @@ class MoE(nn.Module):
         self.mesh = mesh
         self.E = cfg.n_experts
         self.K = cfg.top_k
-        up = (cfg.n_experts, cfg.ffn_hidden, cfg.n_embd)
-        down = (cfg.n_experts, cfg.n_embd, cfg.ffn_hidden)
+        up = (self.E, cfg.ffn_hidden, cfg.n_embd)
         self.router = Router(cfg, mesh)
         self.w1 = parameter(up, mesh, expert=True)  # (e, F, C)
         self.w3 = parameter(up, mesh, expert=True) if cfg.mlp in GATED else None  # (e, F, C)
-        self.w2 = parameter(down, mesh, expert=True)  # (e, C, F)
+        self.w2 = parameter((self.E, cfg.n_embd, cfg.ffn_hidden), mesh, expert=True)  # (e, C, F)
         self.shared = shared
         if cfg.capacity_factor:  # fast.choose.Choice.install() may replace it by a faster one
             self.dispatcher = Capacity(cfg, mesh)
         else:
             self.dispatcher = Local(cfg, mesh) if mesh.ep.size == 1 else AllToAll(cfg, mesh)
-        losses = [torch.zeros((), dtype=torch.float64) for _ in range(3)]
-        self.stats = Stats(torch.zeros(self.E, dtype=torch.float64), *losses)
+        # Sums over the step so far: how often each expert was chosen, then this rank's parts of
+        # balance loss, z loss and the entropy of the router's probabilities, in nats
+        self.stats = torch.zeros(self.E + 3, dtype=torch.float64)
 
-    def forward(self, x, routing):  # (n, C) -> (n, C), without the shared MLP's output
-        plan = self.dispatcher.plan(routing.expert_ids, routing.gates)
-        return self.maybe_recompute(self.experts, x, routing.gates, plan)
-
-    def before_experts(self, x):  # (n, C) -> Routing
+    def before_experts(self, x):
+        """Return what route() does, and the shared MLP's output, (n, C) or None."""
         # The routing is never recomputed, because rounding could lead to other experts.
         gates, expert_ids, router_loss = self.route(x)
         shared = None if self.shared is None else self.maybe_recompute(self.shared, x)
-        return Routing(gates, expert_ids, router_loss, shared)
+        return gates, expert_ids, router_loss, shared
+
+    def forward(self, x, gates, expert_ids):  # (n, C) -> (n, C), without the shared MLP's output
+        plan = self.dispatcher.plan(expert_ids, gates)
+        return self.maybe_recompute(self.experts, x, gates, plan)
 
     def maybe_recompute(self, f, *args):
         """Return f(*args). Under --recompute full, backward calls f again."""
@@ -101,23 +77,22 @@ class MoE(nn.Module):
         return checkpoint(f, *args, use_reentrant=False, preserve_rng_state=draws)
 
     def route(self, x):
-        """Choose the experts of the rows x (n, C): gates (n, K), expert_ids (n, K), router loss ().
+        """Choose experts for x (n, C): gates (n, K), expert_ids (n, K), this rank's router loss ().
 
-        The parts of the tp and cp ranks, which share a micro-batch, add up to its router loss.
+        The losses of the tp and cp ranks, which share a micro-batch, add up to that of all rows.
         """
-        K = self.K
         logits = self.router(x)  # (n, E)
         if self.cfg.router == "sigmoid":
             scores = logits.sigmoid()
             probabilities = scores / scores.sum(1, keepdim=True)  # what the balance loss balances
             bias = self.router.bias
-            expert_ids = stable_top_k(scores if bias is None else scores + bias, K)
+            expert_ids = stable_top_k(scores if bias is None else scores + bias, self.K)
             gates = scores.gather(1, expert_ids)  # of the scores: the bias only affects the choice
-            if K > 1:
+            if self.K > 1:
                 gates = gates / gates.sum(1, keepdim=True)
         else:
             probabilities = logits.softmax(1)
-            expert_ids = stable_top_k(probabilities, K)
+            expert_ids = stable_top_k(probabilities, self.K)
             if self.cfg.router == "softmax-topk":
                 gates = logits.gather(1, expert_ids).softmax(1)
             else:
@@ -129,24 +104,19 @@ class MoE(nn.Module):
         z_loss = logits.logsumexp(1).square().sum() / rows  # arXiv:2202.08906 eq. 5
         with torch.no_grad():
             entropy = -(probabilities * probabilities.clamp(min=1e-30).log()).sum() / rows
-            self.stats.tokens.add_(tokens)
-            self.stats.balance_loss.add_(balance_loss)
-            self.stats.z_loss.add_(z_loss)
-            self.stats.entropy.add_(entropy)
+            self.stats.add_(torch.hstack([tokens.double(), balance_loss, z_loss, entropy]))
         router_loss = self.cfg.aux_coef * balance_loss + self.cfg.z_coef * z_loss
         return gates.to(x.dtype), expert_ids, router_loss
 
     def balance_loss(self, probabilities, tokens, rows):
         """Return this rank's part of E * sum over the experts of f_i * P_i, ().
 
-        probabilities (n, E); tokens (E,): how often each expert was chosen; rows: of the whole
-        micro-batch. f_i is the fraction of the K * rows choices that fall on expert i, and P_i its
+        f_i is the fraction of the micro-batch's K * rows choices that fall on expert i, and P_i its
         mean probability (Switch Transformer, arXiv:2101.03961 eq. 4-6; with several choices as in
         Megatron-LM). It is 1 when the load is balanced, E/K when all go to the same K experts.
         """
         if self.router.bias is not None:  # then what the router would choose without it counts
             tokens = count_tokens(stable_top_k(probabilities, self.K), self.E)
-        # The ranks of tp and cp share one micro-batch.
         total = self.mesh.tp.all_reduce(tokens.to(probabilities.dtype))  # SUM of E counts, over tp
         total = self.mesh.cp.all_reduce(total)  # SUM of E counts, over cp
         # f_i is total / (K * rows), and P_i is the ranks' sum of probabilities.sum(0) / rows.
@@ -158,10 +128,7 @@ class MoE(nn.Module):
         return self.dispatcher.combine(results, gates, plan)
 
     def ffn(self, x, ends):
-        """Send each row through its expert: (R, C) -> (R, C). An expert's rows end at ends (e,).
-
-        From Capacity: (e, rows, C) -> (e, rows, C), and ends is None.
-        """
+        """Send each row through its expert: (R, C) -> (R, C). With Capacity x is (e, rows, C)."""
         # On a GPU, one function does all of this for SwiGLU. The lines below are the reference.
         if self.cfg.mlp == "swiglu" and use_grouped_mm(x, self.w1) and x.numel():
             ends = None if ends is None else ends.to(torch.int32)
@@ -171,8 +138,7 @@ class MoE(nn.Module):
 
 
 class Router(nn.Module):
-    """One row of weights per expert, and a bias that only affects the choice: loss-free balancing,
-    arXiv:2408.15664."""
+    """One row of weights per expert, and a bias that only affects the choice (arXiv:2408.15664)."""
 
     def __init__(self, cfg, mesh):
         super().__init__()
@@ -187,15 +153,12 @@ class Router(nn.Module):
 
 
 def stable_top_k(scores, K):
-    """Return the columns of the K largest scores of each row, the largest first: (n, E) -> (n, K).
-
-    Among equal scores, the lowest column comes first. torch.topk leaves this open.
-    """
+    """Return the columns of each row's K largest scores, the largest first: (n, E) -> (n, K)."""
     rest = scores.detach()
     columns = torch.arange(scores.size(1), device=scores.device)
     picked = []
     for _ in range(K):
-        column = rest.max(1).indices  # (n,) the first of the largest
+        column = rest.max(1).indices  # (n,) the first of equal ones; torch.topk leaves this open
         picked.append(column)
         # The compiler makes one kernel of these rounds, which it cannot do with scatter.
         rest = rest.masked_fill(columns == column.unsqueeze(1), -torch.inf)
@@ -208,14 +171,8 @@ def count_tokens(expert_ids, E):  # (n, K) -> (E,), how often each expert occurs
     return zeros.scatter_add_(0, flat, torch.ones_like(flat))  # bincount would wait for the host
 
 
-# -----------------------------------------------------------------------------
-# The token dispatchers
-
 class Plan(NamedTuple):
-    """Who goes where. A rank has N = n * K copies of its rows, and its experts receive R rows.
-
-    A copy stands in a slot, sorted by expert: see ops/permute.py.
-    """
+    """Who goes where. A copy stands in a slot, sorted by expert: see ops/permute.py."""
     perm: torch.Tensor      # (slots,) the copy in each slot; N where the slot is empty
     inv_perm: torch.Tensor  # (N,) the slot of each copy; `slots` where the copy was dropped
     ends: torch.Tensor = None       # (e,) where each local expert's rows end; None with Capacity
@@ -241,7 +198,7 @@ class Dispatcher:
         self.E = cfg.n_experts
         self.K = cfg.top_k
         self.e = cfg.n_experts // mesh.ep.size
-        # Of the step so far, on the device as Stats are:
+        # Of the step so far, on the device:
         self.n_dropped = torch.zeros((), dtype=torch.float64)  # copies
         self.rows_needed = torch.zeros((), dtype=torch.int64)  # the largest R, for fast/graph.py
 
@@ -264,23 +221,21 @@ class AllToAll(Dispatcher):
     """Dropless over ep ranks, as in the drawing. In each layer the host waits for row counts."""
 
     def plan(self, expert_ids, gates):
-        ep = self.ep
         perm, inv_perm, counts, _ = sort_by_expert(expert_ids.flatten(), self.E)
-        sent_counts = counts.view(ep.size, self.e)  # by receiver and expert
+        sent_counts = counts.view(-1, self.e)  # (ep, e), by receiver and expert
         # E counts to the experts' owners, over ep
-        received_counts = ep.all_to_all(counts).view(ep.size, self.e)  # by sender and expert
+        received_counts = self.ep.all_to_all(counts).view(-1, self.e)  # by sender and expert
         # Before the sync point, so that the device computes it while the host waits.
         torch.maximum(self.rows_needed, received_counts.sum(), out=self.rows_needed)
 
-        # Sync point, the only one here: all_to_all takes the sizes of its messages from the host.
+        # The only sync point: all_to_all takes the sizes of its messages from the host.
         send, receive = torch.stack([sent_counts.sum(1), received_counts.sum(1)]).tolist()
         R = sum(receive)
 
         # Received rows stand by sender, and by expert among those of one sender. With the counts
         # [[2, 1], [1, 2]], local_expert is [0 0 1 | 0 1 1], and by_expert is [0 1 3 | 2 4 5].
-        numbers = torch.arange(self.e, device=expert_ids.device).repeat(ep.size)  # (ep*e,)
-        row_counts = received_counts.flatten()  # (ep*e,)
-        local_expert = numbers.repeat_interleave(row_counts, output_size=R)  # (R,)
+        numbers = torch.arange(self.e, device=expert_ids.device).repeat(self.ep.size)  # (ep*e,)
+        local_expert = numbers.repeat_interleave(received_counts.flatten(), output_size=R)  # (R,)
         by_expert = local_expert.argsort(stable=True)
         by_sender = invert(by_expert, R)
         ends = received_counts.sum(0).cumsum(0)
@@ -338,9 +293,6 @@ def expert_capacity(cfg, n):
     return min(math.ceil(rows * (1 - 1e-9)), n)  # in floats, 50 * 1.1 is a little more than 55
 
 
-# -----------------------------------------------------------------------------
-# Before and after a step
-
 def moe_layers(model):
     """Return {layer number: MoE} of this stage."""
     return {int(i): block.moe for i, block in model.blocks.items() if block.moe is not None}
@@ -348,37 +300,30 @@ def moe_layers(model):
 
 def reset_stats(model):
     for layer in moe_layers(model).values():
-        for total in (*layer.stats, layer.dispatcher.n_dropped, layer.dispatcher.rows_needed):
+        for total in (layer.stats, layer.dispatcher.n_dropped, layer.dispatcher.rows_needed):
             total.zero_()
 
 
 @torch.no_grad()
 def update_router_bias(model, rate, not_finite):
-    """Raise the bias of experts below the global batch's mean load, lower others by rate.
-
-    not_finite: () 1.0 where the update was refused; then no bias changes.
-    """
+    """Raise the bias of experts below the global batch's mean load, lower others by rate."""
     for layer in moe_layers(model).values():
         if layer.router.bias is None:
             continue
-        load = layer.stats.tokens.clone()
+        load = layer.stats[:layer.E].clone()
         layer.mesh.stage.all_reduce(load)  # SUM of E counts, over the stage
         step = rate * (load.mean() - load).sign().float()
-        layer.router.bias += step * (1 - not_finite)
+        layer.router.bias += step * (1 - not_finite)  # none where the update was refused
 
 
 @torch.no_grad()
 def expert_stats(model, micro_batches):
-    """Return the statistics of the step just done, on every rank: {layer: {name: number}}.
-
-    load: the experts' fractions of the copies, a list; dropped: a fraction of them; aux, z,
-    entropy: means over the global batch's micro_batches.
-    """
+    """Return {layer: {name: number}} of the step just done, the same on every rank."""
     device = next(model.parameters()).device
-    shape = model.cfg.n_layer, model.cfg.n_experts + 4
-    table = torch.zeros(shape, dtype=torch.float64, device=device)
+    table = torch.zeros(model.cfg.n_layer, model.cfg.n_experts + 4, dtype=torch.float64,
+                        device=device)
     for i, layer in moe_layers(model).items():
-        table[i] = torch.hstack([*layer.stats, layer.dispatcher.n_dropped])
+        table[i] = torch.hstack([layer.stats, layer.dispatcher.n_dropped])
     model.mesh.world.all_reduce(table)  # SUM of L*(E+4) numbers, over the world
     found = {}
     for i, (*tokens, balance_loss, z_loss, entropy, n_dropped) in enumerate(table.tolist()):

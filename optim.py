@@ -27,7 +27,9 @@ def learning_rate(cfg, step):
         return cfg.lr * step / cfg.warmup
     low = cfg.lr / 10 if cfg.min_lr is None else cfg.min_lr
     last = cfg.decay_steps or cfg.steps
-    start = stable_until(cfg) if cfg.lr_schedule == "wsd" else cfg.warmup
+    start = cfg.warmup
+    if cfg.lr_schedule == "wsd":  # arXiv:2404.06395, section 4: constant until the decay
+        start = max(start, last - round(cfg.decay_ratio * last))
     if step <= start:
         return cfg.lr
     if step >= last:
@@ -38,15 +40,6 @@ def learning_rate(cfg, step):
     return low + 0.5 * (1 + math.cos(math.pi * progress)) * (cfg.lr - low)
 
 
-def stable_until(cfg):
-    """The last step before the decay of --lr-schedule wsd (arXiv:2404.06395, section 4)."""
-    last = cfg.decay_steps or cfg.steps
-    return max(cfg.warmup, last - round(cfg.decay_ratio * last))
-
-
-# -----------------------------------------------------------------------------
-# The update
-
 class AdamW:
     """What torch.optim.AdamW(fused=True) does, with decoupled weight decay (arXiv:1711.05101).
 
@@ -54,13 +47,12 @@ class AdamW:
     decay: of matrices; vectors have none. moments_dtype: None is that of the masters.
     """
     moments = "exp_avg", "exp_avg_sq"
+    eps = 1e-8
 
-    def __init__(self, data_parallel, betas, decay, eps=1e-8, moments_dtype=None):
-        self.data_parallel = data_parallel
+    def __init__(self, data_parallel, betas, decay, moments_dtype=None):
         self.buckets = [b for b in data_parallel.buckets if b.optimizer == "adamw"]
         self.betas = betas
         self.decay = decay
-        self.eps = eps
         master = self.buckets[0].master
         self.step_count = torch.zeros((), device=master.device)  # updates that were taken
         self.state = {}  # {a bucket's master: {name of a moment: tensor}}
@@ -81,9 +73,8 @@ class AdamW:
             v = beta2 * v + (1 - beta2) * g**2
             p = p - lr * (m / (1 - beta1**t)) / (sqrt(v / (1 - beta2**t)) + eps)
 
-        m is exp_avg, v is exp_avg_sq. With --moments-dtype bf16 they are rounded after the update.
-        lr: float. divisor: (), in the masters' dtype. not_finite: () fp32; where it is 1.0, nothing
-        changes.
+        m is exp_avg, v is exp_avg_sq. divisor: (), in the masters' dtype. not_finite: () fp32;
+        where it is 1.0, nothing changes.
         """
         self.step_count += 1 - not_finite
         if self.use_triton:
@@ -95,13 +86,12 @@ class AdamW:
             master = whole(p) if isinstance(p, SplitMaster) else p
             moments = [self.state[p][name] for name in self.moments]
             exp_avg, exp_avg_sq = [moment.to(p.dtype) for moment in moments]  # bf16's are copied
-            decay = self.decay if bucket.decayed else 0.0
             # The kernel of nanoGPT's AdamW(fused=True). It does nothing where found_inf is 1.
             torch._fused_adamw_(
                 [master], [bucket.grad_total.to(p.dtype) / divisor], [exp_avg], [exp_avg_sq], [],
                 [self.step_count], lr=lr, beta1=self.betas[0], beta2=self.betas[1],
-                weight_decay=decay, eps=self.eps, amsgrad=False, maximize=False,
-                found_inf=not_finite)
+                weight_decay=self.decay if bucket.decayed else 0.0, eps=self.eps, amsgrad=False,
+                maximize=False, found_inf=not_finite)
             moments[0].copy_(exp_avg)  # rounds; nothing where both are the same memory
             moments[1].copy_(exp_avg_sq)
             if master is p:
@@ -134,10 +124,7 @@ class AdamW:
 
 
 def sums_of_squares(slices):
-    """Return the sum of squares of each slice, (k,) fp64, by Triton.
-
-    Torch's norms read at half the bandwidth.
-    """
+    """Return each slice's sum of squares, (k,) fp64, at twice the bandwidth of torch's norms."""
     from ops import kernels
     parts = [ceil_div(piece.numel(), TIMES * BLOCK) for piece in slices]
     # Each slice has a row for the sums of its parts, in fp32. Rows begin at multiples of 128
@@ -152,14 +139,11 @@ def sums_of_squares(slices):
 
 
 class StepStats(NamedTuple):
-    """The numbers of the whole model that judge a step: () fp64 each, on the device.
-
-    The last two are 0 unless full statistics are asked for.
-    """
+    """The numbers of the whole model that judge a step: () fp64 each, on the device."""
     loss: torch.Tensor        # mean cross-entropy, in nats per trained token of the global batch
     grad_norm: torch.Tensor   # of the whole model's gradient, before clipping
     num_zeros: torch.Tensor   # gradients that are zero, those of the vocabulary's padding too
-    param_norm: torch.Tensor  # norm of the weights
+    param_norm: torch.Tensor  # norm of the weights; without full=True, both of these are 0
 
 
 class Optimizer:
@@ -175,13 +159,11 @@ class Optimizer:
         self.count_factors = torch.tensor([bucket.count_factor for bucket in buckets],
                                           dtype=torch.float64, device=device)
         moments_dtype = torch.bfloat16 if cfg.moments_dtype == "bf16" else None
-        self.adam = AdamW(data_parallel, (cfg.beta1, cfg.beta2), cfg.weight_decay,
-                          moments_dtype=moments_dtype)
+        self.adam = AdamW(data_parallel, (cfg.beta1, cfg.beta2), cfg.weight_decay, moments_dtype)
         self.muon = Muon(cfg, data_parallel) if cfg.optimizer == "muon" else None
         # fp16 multiplies the loss by loss_scale, which is halved at an overflow (arXiv:1710.03740).
-        self.loss_scale = None
-        if cfg.dtype == "fp16":
-            self.loss_scale = torch.full((), INITIAL_LOSS_SCALE, device=device)
+        scale = torch.full((), INITIAL_LOSS_SCALE, device=device)
+        self.loss_scale = scale if cfg.dtype == "fp16" else None
         self.growth_tracker = torch.zeros((), dtype=torch.int32, device=device)
         self.stop = None  # The run's runtime.agree.Stop: this rank's votes to stop, and their sums.
         self.snapshot_done = None  # event: the checkpoint has its copy of weights and moments
@@ -191,15 +173,12 @@ class Optimizer:
         """This rank's slice of each bucket's gradients. A LoneBucket has another in each step."""
         return [bucket.grad_total for bucket in self.data_parallel.buckets]
 
-    # -------------------------------------------------------------------------
-    # A step
-
     @torch.no_grad()
     def stats(self, loss, full=True):
         """Return the StepStats. loss: () this rank's part of the mean.
 
-        One all-reduce of four numbers, and of the votes to stop, is enough. Over all ranks each
-        number of the model counts once, because a slice that k ranks hold counts 1/k on each.
+        Over all ranks each number of the model counts once, because a slice that k ranks hold
+        counts 1/k on each.
         """
         loss = loss.double() / self.data_parallel.mesh.tp.size  # Every tp rank has the same loss.
         slices = [bucket.grad_total for bucket in self.data_parallel.buckets]
@@ -212,11 +191,9 @@ class Optimizer:
             norms = [torch.linalg.vector_norm(piece, dtype=torch.float64) for piece in slices]
             squares = torch.stack(norms).square()
         grad_squares = (squares[:n] * self.count_factors).sum()
-        num_zeros = torch.zeros_like(loss)
-        param_squares = torch.zeros_like(loss)
-        if full:
-            num_zeros = self.num_zeros()
-            param_squares = (squares[n:] * self.count_factors).sum()
+        zero = torch.zeros_like(loss)
+        num_zeros = self.num_zeros() if full else zero
+        param_squares = (squares[n:] * self.count_factors).sum() if full else zero
 
         # Nobody votes in one process, in tests and in bench/.
         votes = [] if self.stop is None else self.stop.votes(loss.device)
@@ -224,9 +201,7 @@ class Optimizer:
         self.data_parallel.mesh.world.all_reduce(sums)  # SUM of 4 numbers and 6 votes, over world
         if self.stop is not None:
             self.stop.sums = sums[4:]
-        grad_norm = sums[1].sqrt()
-        if self.loss_scale is not None:
-            grad_norm = grad_norm / self.loss_scale
+        grad_norm = self.unscale(sums[1].sqrt())
         return StepStats(sums[0], grad_norm, num_zeros=sums[2], param_norm=sums[3].sqrt())
 
     def num_zeros(self):
@@ -242,17 +217,16 @@ class Optimizer:
 
     @torch.no_grad()
     def step(self, lr, grad_norm):
-        """Do one update. Return not_finite, () fp32: 1.0 where the step was not taken.
+        """Do one update. Return not_finite, () fp32: 1.0 where the norm was not finite.
 
-        If the norm is not finite, neither weights nor moments nor Adam's step count change, only
-        fp16's loss scale. The host does not wait for the device.
+        Then only fp16's loss scale changes, neither weights nor moments nor Adam's step count.
         """
         if self.snapshot_done is not None:
             self.snapshot_done.wait()  # The device waits, not the host.
             self.snapshot_done = None
 
-        # The gradients are divided once: by what clips them, as torch's clip_grad_norm_ does, and
-        # by the factor of the loss.
+        # The gradients are divided once: to clip them, as torch's clip_grad_norm_ does, and by the
+        # factor of the loss.
         divisor = torch.ones_like(grad_norm)
         if self.cfg.clip > 0:
             divisor = torch.clamp((grad_norm + 1e-6) / self.cfg.clip, min=1.0)
@@ -270,9 +244,6 @@ class Optimizer:
             torch._amp_update_scale_(self.loss_scale, self.growth_tracker, not_finite, 2.0, 0.5,
                                      LOSS_SCALE_STEPS)
         return not_finite
-
-    # -------------------------------------------------------------------------
-    # Masters and the model's weights
 
     @torch.no_grad()
     def masters_to_model(self):
@@ -301,9 +272,6 @@ class Optimizer:
                 bucket.replicas.broadcast(master)
             is_same = master.to(bucket.own.dtype) == bucket.own
             master.copy_(torch.where(is_same, master, bucket.own.to(master.dtype)))
-
-    # -------------------------------------------------------------------------
-    # What a checkpoint holds besides masters
 
     def moments(self):
         """Return {name of a moment: its slice of each bucket, None where a bucket has none}."""

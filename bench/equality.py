@@ -28,8 +28,7 @@ def forward_in_chunks(chunks, cp):
     The whole micro-batch was routed, but the rows of each rank have their own capacity. Rank r of cp has
     segments r and 2 cp - 1 - r of each sequence, and every tp rank has a part of these rows.
     """
-    def forward(self, x, routing):
-        p, ids = routing.gates, routing.expert_ids
+    def forward(self, x, p, ids):
         rows, y = torch.arange(x.size(0), device=x.device), torch.zeros_like(x)
         rows = rows.view(-1, 2 * cp, self.cfg.seq_len // (2 * cp))
         for r in range(cp):

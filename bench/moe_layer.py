@@ -74,8 +74,8 @@ def moe_layer(cfg, mesh, device):
 
 def forward(layer, x):
     """x (n, C) -> (output (n, C), balance loss ())."""
-    routing = layer.before_experts(x)
-    return layer(x, routing), routing.router_loss
+    gates, expert_ids, router_loss, _ = layer.before_experts(x)
+    return layer(x, gates, expert_ids), router_loss
 
 
 def compiled(cfg, device):

@@ -71,8 +71,8 @@ def mixtral():
             theirs.experts.gate_up_proj.copy_(torch.cat([ours.w1, ours.w3], 1))
             theirs.experts.down_proj.copy_(ours.w2)
         a, b = x.clone().requires_grad_(), x.clone().requires_grad_()
-        routing = ours.before_experts(a)
-        y = ours(a, routing)
+        gates, expert_ids, router_loss, _ = ours.before_experts(a)
+        y = ours(a, gates, expert_ids)
         z = theirs(b.unsqueeze(0)).squeeze(0)
         seed = torch.randn(T, C, generator=torch.Generator().manual_seed(2))
         logits = x @ ours.router.weight.T
@@ -85,7 +85,7 @@ def mixtral():
             "grad router": difference(ours.router.weight.grad, theirs.gate.weight.grad),
             "grad w1": difference(ours.w1.grad, w13[0]), "grad w3": difference(ours.w3.grad, w13[1]),
             "grad w2": difference(ours.w2.grad, theirs.experts.down_proj.grad),
-            "aux (theirs/K)": difference(routing.router_loss, balance / K)}
+            "aux (theirs/K)": difference(router_loss, balance / K)}
     return out
 
 

@@ -1,8 +1,7 @@
 """Rows to the experts and back: a sort of the rows' copies by expert, and the copying of rows.
 
 A row has K copies, one for each expert that it visits: copy c is choice c % K of row c // K. With
-K = 2, copies 0 and 1 are of row 0, copies 2 and 3 of row 1. Copies stand in slots, sorted by
-expert:
+K = 2, copies 2 and 3 are of row 1. Copies stand in slots, sorted by expert:
     perm (slots,)     the copy in each slot; N = n*K where the slot is empty
     inv_perm (N,)     the slot of each copy; `slots` where the copy was dropped
 Only with a capacity can slots be empty and copies be dropped. Moving rows to the slots and moving
@@ -13,8 +12,6 @@ import torch
 
 from ops import backend
 
-# -----------------------------------------------------------------------------
-# Who stands where
 
 def sort_by_expert(expert, E):
     """Sort the copies by expert, and those of one expert by number: expert (N,) int64 of each copy.
@@ -36,18 +33,11 @@ def queue_by_expert(expert, E):
 
 
 def invert(slot, slots):
-    """Return the copy in each slot, (slots,), N where it is empty: perm of inv_perm.
-
-    slot (N,): the slot of each copy, or `slots` if it has none.
-    """
+    """Return the copy in each slot, (slots,), N where it is empty. slot (N,) is as inv_perm."""
     copies = torch.arange(slot.numel(), device=slot.device)
-    # The last entry is for the copies without a slot.
-    empty = slot.new_full((slots + 1,), slot.numel())
+    empty = slot.new_full((slots + 1,), slot.numel())  # the last is for copies without a slot
     return empty.scatter_(0, slot, copies)[:slots]
 
-
-# -----------------------------------------------------------------------------
-# Moving rows
 
 class Permute(torch.autograd.Function):
     """Copy row i of x to every slot that holds one of its K copies: (n, C) -> (slots, C)."""
@@ -74,8 +64,7 @@ class Unpermute(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        grad_y, grad_gates = unpermute_backward(*ctx.saved_tensors, grad)
-        return grad_y, grad_gates, None, None
+        return *unpermute_backward(*ctx.saved_tensors, grad), None, None
 
 
 def rows_or_zeros(x, index):
@@ -98,10 +87,7 @@ def permute(x, perm, K):
 
 
 def unpermute(y, inv_perm, K, gates=None):
-    """Return the sum of each row's K copies, each times its gate: y (slots, C) -> (n, C).
-
-    gates (n, K). A dropped copy adds nothing.
-    """
+    """Return the sum of each row's K copies, each times its gate: y (slots, C) -> (n, C)."""
     if not backend.use_triton(y) or not y.numel():
         copies = rows_or_zeros(y, inv_perm).unflatten(0, (-1, K))  # (n, K, C)
         if gates is not None:
