@@ -1,11 +1,7 @@
 """Data parallelism by hand: gradients in flat buckets, summed while backward still runs; ZeRO-1.
 
-    assign_buckets   which parameters share a bucket
-    Bucket           their buffers, and the way of a gradient: take, start_sum, wait_sum
-    DataParallel     the buckets of a model, hooked into its backward; zero.py has ZeRO-2 and ZeRO-3
-
-The drawing shows the buffers of one bucket of n elements, on rank 1 of the four ranks that hold the
-same parameters. Under ZeRO-1, the slice of each rank is a quarter of the bucket:
+The buffers of a bucket of n elements under ZeRO-1, on rank 1 of the four ranks that hold the same
+parameters. Each rank updates its slice, a quarter of the bucket:
 
              0          n/4        n/2        3n/4        n
     flat     | weights in the model's dtype               |  every p.data is a window of it
@@ -15,9 +11,8 @@ same parameters. Under ZeRO-1, the slice of each rank is a quarter of the bucket
     master              | fp32     |   AdamW updates it; its two moments are as long
     own                 | rounded  |   = flat[own_slice]: the new master, sent to the others
 
-A rank updates only its slice. The table shows what a rank keeps of a bucket under each --zero, and
-in brackets what it keeps once for the whole model. A slot is memory for one whole bucket. A part is
-the embedding, a block, or the head (zero.py):
+What a rank keeps of a bucket under each --zero, and in brackets what it keeps once for the whole
+model. A slot is memory for one bucket. A part is the embedding, a block, or the head (zero.py):
 
               flat (weights)                grad                           master, moments
     zero 0    n                             n, summed by all-reduce        n: the slice is all n
@@ -27,10 +22,9 @@ the embedding, a block, or the head (zero.py):
 
 In an fp32 model, master and own are the same memory.
 
-bucket.axis has the ranks over which the gradients are summed: those that hold the same parameters.
-Its ranks form two axes (parallel.Sharing), and one order serves every --zero: gradients are
-reduce-scattered over bucket.shard, whose ranks keep different slices. Then the slice is all-reduced
-over bucket.replicas, whose ranks keep the same slice.
+The ranks of bucket.axis hold the same parameters. They form two axes (parallel.Sharing): gradients
+are reduce-scattered over bucket.shard, whose ranks keep different slices. Then the slice is
+all-reduced over bucket.replicas, whose ranks keep the same slice.
 
     without ZeRO    shard is this rank alone, and replicas are all ranks of bucket.axis
     with ZeRO       shard is all ranks of bucket.axis, and replicas is this rank alone
@@ -51,11 +45,9 @@ from ops.accelerator import on_side_stream
 from ops.split_master import SplitMaster
 from parallel import CompletedWork
 
-# A bucket is closed when it has this many elements. With a vocabulary of 4,096 `tiny` has 1.8
-# million, so all its matrices are in one bucket, whose sum starts only at the end of backward.
-BUCKET_ELEMENTS = 16_000_000
+BUCKET_ELEMENTS = 16_000_000  # A bucket is closed when it has this many elements.
 ALIGNMENT = 128  # each slice begins at a multiple of this, so that loads are aligned
-COPY_ALONE = 2**22  # a gradient of at least this many elements has a copy kernel of its own
+COPY_ALONE = 2**22  # from this many elements on, a copy by itself is twice as fast as one for all
 
 
 # -----------------------------------------------------------------------------
@@ -67,7 +59,6 @@ def trained_parameters(model):
 
 
 def frozen_parameters(model):
-    """Return [(name, parameter)] of what is not trained."""
     return [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
 
 
@@ -86,13 +77,12 @@ def assign_buckets(named_parameters, zero=0, bucket_elements=BUCKET_ELEMENTS, op
                    lone_axes=()):
     """Return [(name, parameter)] of each bucket, roughly in the order in which backward fills them.
 
-    Backward reaches the last layers first, so buckets are filled in reverse. A bucket is one tensor
-    of the optimizer, so vectors (norms, biases), which are not decayed, have buckets of their own,
-    and so have Muon's matrices. Buckets that are still open at the end come last.
+    Backward reaches the last layers first. A bucket is one tensor of the optimizer, so vectors
+    (norms, biases), which are not decayed, have buckets of their own, and so have Muon's matrices.
 
-    lone_axes: the names of the axes of one rank, which has nobody to sum with. Under ZeRO-0 and
-    ZeRO-1 a parameter of such an axis that has at least half a bucket gets one of its own, which
-    needs no copy (fast/buckets.py). Another bucket of matrices is closed
+    lone_axes: the names of the axes of one rank. Under ZeRO-0 and ZeRO-1 a parameter of such an
+    axis that has at least half a bucket gets one of its own, which needs no copy (fast/buckets.py).
+    Another bucket of matrices is closed
         under ZeRO-0 and ZeRO-1   when it has bucket_elements
         under ZeRO-2              at the first end of a block after that: the gradients of a block
                                   come almost at once, and a second bucket would wait for a slot
@@ -129,7 +119,7 @@ def assign_buckets(named_parameters, zero=0, bucket_elements=BUCKET_ELEMENTS, op
 # One bucket
 
 def padded_elements(n, n_slices):
-    """Return the length of a buffer for n elements that is cut into `n_slices` aligned slices."""
+    """Return the length of a buffer for n elements that has `n_slices` aligned slices."""
     if n_slices == 1:
         return n
     multiple = ALIGNMENT * n_slices
@@ -141,8 +131,8 @@ class Bucket:
 
     In a step, hooks call take(i) for every gradient, and start_sum() when all have come. The step
     calls wait_sum(), and the optimizer after_update() when it has written master and own. The
-    masters keep the fp32 values that were drawn, not the rounded ones, so that updates smaller than
-    a bf16 step add up from the start. ZeRO-1: arXiv:1910.02054, section 5.1.
+    masters start from the fp32 values that were drawn, not from the rounded ones. ZeRO-1:
+    arXiv:1910.02054, section 5.1.
     """
 
     def __init__(self, named_parameters, axis, zero=0, dtype=None, optimizer="adamw"):
@@ -171,13 +161,11 @@ class Bucket:
         self.flat.copy_(weights)
         for p, window in zip(self.params, self.windows(self.flat), strict=True):
             p.data = window
-        # In an fp32 model one memory has several names: master = own = flat[own_slice]. In a bf16
-        # model flat and own are bf16, and master is a copy.
         self.own = self.flat[self.own_slice]
         self.master = weights[self.own_slice]
         if weights is not self.flat:
             self.master = self.master.clone()  # A view would keep the memory of all n weights.
-        self.gather_handle = None  # handle of the running all-gather of new weights, or None
+        self.gather_handle = None  # of the running all-gather of new weights
         self.reset()
 
     def allocate(self, weights):
@@ -230,8 +218,7 @@ class Bucket:
         elif self.replicas.size == 1:  # with ZeRO: the shard is all ranks of the axis
             # SUM of n numbers, n/size of them to each rank, over the shard
             self.sum_handle = self.shard.start_reduce_scatter(self.grad_total, self.grad)
-        else:  # With --shard, the second sum needs the first. On a GPU a stream of its own waits
-            # between them, so that neither the host nor backward does.
+        else:  # With --shard, a side stream waits between the sums: host and backward go on.
             with on_side_stream(self.grad.device):
                 # SUM of n numbers, n/size of them to each rank, over the shard
                 self.shard.start_reduce_scatter(self.grad_total, self.grad).wait()
@@ -239,12 +226,11 @@ class Bucket:
                 self.sum_handle = self.replicas.start_all_reduce(self.grad_total)
 
     def wait_sum(self):
-        """Wait for the sum. It starts only here in two cases.
+        """Wait for the sum. Where a parameter got no gradient, on all ranks alike, it starts here.
 
-        A parameter got no gradient, which happens on all ranks alike. Or the axis is "tied", the
-        first and the last stage, which hold the same embedding. While the last stage waits in such
-        a sum for the first, the first waits for a message of the last. On a GPU a running sum can
-        keep that message from starting. So this sum starts after all messages.
+        So does that of "tied", the first and the last stage. While the last waits in such a sum for
+        the first, the first waits for a message of the last. On a GPU a running sum can keep that
+        message from starting. So this sum starts after all messages.
         """
         if self.sum_handle is None:
             self.start_sum()
@@ -253,10 +239,7 @@ class Bucket:
         self.sum_handle = CompletedWork()
 
     def after_update(self):
-        """Under ZeRO-1 and 2, send the others the slice that the optimizer has just written.
-
-        fast/graph.py replaces this function, because a CUDA graph starts with the gathers.
-        """
+        """Under ZeRO-1 and 2, send the others the slice that the optimizer has just written."""
         if self.n_slices > 1:
             self.start_gather()
 
@@ -272,10 +255,7 @@ class Bucket:
             self.gather_handle = None
 
     def copy_gradients(self):
-        """Copy all p.grad into their windows of grad, at once. A gradient of None is zero.
-
-        One kernel copies all small gradients; for a large one, a copy by itself is twice as fast.
-        """
+        """Copy all p.grad into their windows of grad, at once. A gradient of None is zero."""
         small_windows = []
         small_grads = []
         for p, window in zip(self.params, self.grad_windows, strict=True):
@@ -294,13 +274,8 @@ class Bucket:
 # -----------------------------------------------------------------------------
 # All buckets of a model
 
-def unique(items):
-    """Return the items in their order, each once."""
-    return list(dict.fromkeys(items))
-
-
 def draw_weights(model, named_parameters):
-    """Give parameters that have no memory yet the values that they start from."""
+    """Give parameters that have no memory yet memory, and the values that they start from."""
     for name, p in named_parameters:
         if p.untyped_storage().nbytes() == 0:
             # A copy, because what is drawn can be a window of a tensor of all tp ranks.
@@ -321,9 +296,8 @@ class DataParallel:
                  faster=None):
         """Lay out the buckets.
 
-        dtype: of the weights, from now on. optimizer: the one of --optimizer. split_masters:
-        whether the masters that AdamW updates are each a SplitMaster. The dtype is then bf16.
-        faster(class, axis, parameters): the class that a bucket has in its place, or None.
+        dtype: of the weights, from now on. faster(class, axis, parameters): the class that a
+        bucket has in its place, or None.
         """
         self.mesh = mesh
         self.zero = zero
@@ -341,24 +315,19 @@ class DataParallel:
             if split_masters and bucket.optimizer == "adamw":
                 bucket.master = SplitMaster.of(bucket.own, bucket.master)
         self.frozen_buckets = self.freeze(model, frozen_parameters(model), dtype)
-        bucket_of = {}
-        for bucket in self.frozen_buckets + self.buckets:
-            bucket_of.update(dict.fromkeys(bucket.params, bucket))
+        buckets = self.frozen_buckets + self.buckets
+        bucket_of = {p: bucket for bucket in buckets for p in bucket.params}
         self.buckets_of = {}  # module: the buckets of its parameters
         for module in model.modules():
             own = [bucket_of[p] for p in module.parameters() if p in bucket_of]
-            self.buckets_of[module] = unique(own)
+            self.buckets_of[module] = list(dict.fromkeys(own))  # each once, in order
         self.buffers = dict(model.named_buffers())  # not trained, but part of the state
         model.data_parallel = self
 
     def add_bucket(self, named_parameters, dtype, optimizer):
-        """Make a bucket of these parameters, and let backward fill it.
-
-        The one rule (parallel.reduction_axis) names the axis over which their gradients are summed.
-        On a mesh with dp alone, without experts, it is "stage" or "dp", which have the same ranks.
-        """
+        """Make a bucket of these parameters, and let backward fill it."""
         params = [p for _, p in named_parameters]
-        axis = self.mesh.axes()[params[0].reduction_axis]
+        axis = self.mesh.axes()[params[0].reduction_axis]  # the one rule of parallel.py
         bucket_class = self.bucket_class(axis, params)
         if self.faster is not None:
             bucket_class = self.faster(bucket_class, axis, params)
@@ -394,8 +363,7 @@ class DataParallel:
         return hook
 
     def freeze(self, model, named_parameters, dtype):
-        """Give parameters that are not trained their dtype. Return the buckets that they are in:
-        here none, because every rank has them whole."""
+        """Give parameters that are not trained their dtype. Return their buckets: here none."""
         for name, p in named_parameters:
             draw_weights(model, [(name, p)])
             p.data = p.data.to(dtype or p.dtype)

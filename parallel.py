@@ -1,12 +1,11 @@
 r"""The ranks as a mesh; tensor, sequence, context and expert parallelism by hand.
 
 The one rule: the loss is divided once, by the number of trained tokens of the whole global batch.
-Every gradient reduction is then a plain SUM over the ranks that hold the same parameter, which
-ddp.py does. There are no averages and no second division. The one exception is the router's loss,
-a mean over each micro-batch: it is divided by the number of micro-batches of the global batch.
+Every gradient reduction is then a plain SUM over the ranks that hold the same parameter. The one
+exception is the router's loss, a mean over each micro-batch: it is divided by the number of
+micro-batches of the global batch.
 
-Collectives are methods of Axis; pipeline.py sends to neighbours, and fast/ copies between GPUs. A
-comment at each call says what moves and over which axis. To list the calls, with some false hits:
+A comment at each collective says what moves and over which axis. To list them, with false hits:
     grep -nE "\b(axis|[cetp]p|world|stage|shard|replicas)\.\w+\(" *.py runtime/*.py
     grep -nE "_(rows|all|segments|ranks)\(|i(send|recv)\b" *.py
 """
@@ -38,10 +37,9 @@ class CompletedWork:
 
 @dataclass(frozen=True)
 class Axis:
-    """A group of ranks that this rank belongs to, and their collectives.
+    """The ranks along one or several axes of the mesh, and their collectives.
 
-    One axis of the mesh, such as dp or tp, or several of them together, as in `stage`. Over one
-    rank, a collective is the identity; start_reduce_scatter and start_all_gather need more.
+    Over one rank, a collective is the identity; start_reduce_scatter and start_all_gather need two.
     """
     name: str
     rank: int = 0
@@ -60,10 +58,7 @@ class Axis:
 
     @functools.cached_property
     def ring(self):
-        """The part of a tensor that a rank sends in an all-gather or a reduce-scatter by a ring.
-
-        Source: Thakur et al. 2005, section 4.
-        """
+        """The part of a tensor that a rank sends in a ring all-gather (Thakur et al. 2005)."""
         return (self.size - 1) / self.size
 
     def sharing(self, zero=1):
@@ -115,8 +110,7 @@ class Axis:
     def all_to_all(self, x, send=None, receive=None):
         """(sum(send), ...) -> (sum(receive), ...): block j of x's rows goes to rank j.
 
-        The received blocks are in the order of their senders. send, receive: the rows of each
-        block; None for equal blocks.
+        send, receive: the rows of each block, by rank; None for equal blocks.
         """
         if self.size == 1:
             return x
@@ -135,17 +129,16 @@ class Axis:
         return x
 
     def own_segments(self, x, dim):
-        """Cut x along dim into 2*size equal segments, and return this rank's two, joined.
+        """Of 2*size segments of x along dim, rank i has the i-th from the front and from the back.
 
-        Rank i has the i-th segment from the front and the i-th from the back. In causal attention
-        these two together see the same number of keys on every rank, so the work is balanced.
+        In causal attention these two see the same number of keys on every rank.
         """
         segments = x.chunk(2 * self.size, dim)
         return torch.cat([segments[self.rank], segments[-1 - self.rank]], dim)
 
 
 class Sharing(NamedTuple):
-    """The two axes of the ranks that need the same buffer: every rank is on one of each."""
+    """The two axes of the ranks that need the same buffer."""
     shard: Axis     # its ranks keep different slices: gradients are reduce-scattered over it
     replicas: Axis  # its ranks keep the same slice: that slice is all-reduced over it
 
@@ -173,12 +166,8 @@ class Mesh:
 
 
 def ranks_of_axes(pp, dp, cp, tp, ep):
-    """Return for each axis the ranks of its groups: {name: [(rank, ...), ...]}.
-
-    The order of the ranks, slowest first, is pp, dp, cp, tp. For the experts, the same ranks of a
-    stage are ordered as (edp, ep).
-    """
-    grid = torch.arange(pp * dp * cp * tp).view(pp, dp, cp, tp)
+    """Return for each axis the ranks of its groups: {name: [(rank, ...), ...]}."""
+    grid = torch.arange(pp * dp * cp * tp).view(pp, dp, cp, tp)  # tp varies fastest
     expert_grid = grid.view(pp, -1, ep)  # (pp, edp, ep)
     ends = grid[::max(1, pp - 1)]  # the first and the last stage: (2, dp, cp, tp), or (1, ...)
     tables = {  # (groups, ranks in a group)
@@ -214,10 +203,10 @@ def cut_into_blocks(groups, block, stage):
 
 
 def make_mesh(world, tp=1, pp=1, ep=1, *, cp=1, n_experts=0, shard=0, groups=True):
-    """Return this rank's Mesh. world: a runtime.launch.World.
+    """Return this rank's Mesh. ValueError: the sizes do not fit.
 
-    shard: see --shard. groups=False makes no process groups, for plans: there world has only rank,
-    size and calls. ValueError: the sizes do not fit (interface.layout.check_ranks).
+    world: a runtime.launch.World. groups=False makes no process groups, for plans: there world has
+    only rank, size and calls.
     """
     dp = check_ranks(world.size, tp, pp, ep, n_experts, cp, shard=shard)
     made = {}  # (is pp, ranks): process group
@@ -225,7 +214,7 @@ def make_mesh(world, tp=1, pp=1, ep=1, *, cp=1, n_experts=0, shard=0, groups=Tru
     # Every rank creates every group, in the same order. Axes with the same ranks share a group, but
     # pp has groups of its own: NCCL matches the calls on a communicator by their order, and the
     # stages mix sends and sums in different orders.
-    def axis_of(name, table, **more):
+    def axis_of(name, table, sharing=None):
         own = Axis(name, ranks=(world.rank,))  # stages in the middle have no tied embedding
         for ranks in table:
             key = (name == "pp", ranks)
@@ -234,22 +223,21 @@ def make_mesh(world, tp=1, pp=1, ep=1, *, cp=1, n_experts=0, shard=0, groups=Tru
                 if len(ranks) < world.size or name == "pp":
                     made[key] = dist.new_group([*ranks], timeout=world.timeout)
             if world.rank in ranks:
+                tree = world.tree if groups and name == "world" else None
                 own = Axis(name, ranks.index(world.rank), len(ranks), made.get(key), ranks,
-                           world.calls, **more)
+                           world.calls, tree, sharing)
         return own
 
     axes = {}
     for name, table in ranks_of_axes(pp, dp, cp, tp, ep).items():
-        more = {}
-        if name == "world" and groups:
-            more["tree"] = world.tree
+        sharing = None
         sums_gradients = name in ("dp" if cp == 1 else "dpcp", "stage", "edp", "tied")
         if sums_gradients and shard not in (0, dp * cp):
             # A block is `shard` neighbours among dp x cp, with their tp.
             shards, replicas = cut_into_blocks(table, shard * tp, dp * cp * tp)
-            more["shard_sharing"] = Sharing(axis_of(f"{name}.shard", shards),
-                                            axis_of(f"{name}.replicas", replicas))
-        axes[name] = axis_of(name, table, **more)
+            sharing = Sharing(axis_of(f"{name}.shard", shards),
+                              axis_of(f"{name}.replicas", replicas))
+        axes[name] = axis_of(name, table, sharing)
     return Mesh(**axes)
 
 
@@ -261,34 +249,23 @@ def reduction_axis(mesh, tp_dim, expert=False, tied=False):
 
     A gradient is summed over all ranks that hold the same weights, because each of these ranks has
     only a part of it: from other tokens, from other heads or columns, or from the other use of a
-    tied matrix. tp_dim: the dimension that is cut over tp, or None.
+    tied matrix.
     """
-    # The first and the last stage each hold a copy of a tied embedding. The first has the gradient
-    # of the lookup, the last that of the head.
     if tied:
-        return "tied"
-    # The ranks with the same experts. Each of them has already received tokens from all ep ranks.
+        return "tied"  # The first stage has the gradient of the lookup, the last that of the head.
     if expert:
-        return "edp"
-    # The whole stage holds a tensor that is not cut. Under sequence parallelism, its tp ranks see
-    # different tokens, too.
+        return "edp"  # Each of these ranks has already received tokens from all ep ranks.
     if tp_dim is None:
-        return "stage"
-    # The ranks with the same share of a tensor that is cut over tp: the replicas, and the cp ranks,
-    # which see other tokens of the same sequences.
-    return "dp" if mesh.cp.size == 1 else "dpcp"
+        return "stage"  # Under sequence parallelism, its tp ranks see different tokens, too.
+    return "dp" if mesh.cp.size == 1 else "dpcp"  # cp ranks see other tokens of the same sequences
 
 
-_gives_memory = True  # whether parameter() gives its parameters memory
+_gives_memory = True
 
 
 @contextlib.contextmanager
 def parameters_without_memory():
-    """Within this context `parameter` makes parameters of 0 bytes.
-
-    Nothing may read or write them before ddp.draw_weights has given them memory: torch
-    does not check that.
-    """
+    """What `parameter` makes in this context has 0 bytes: unusable before ddp.draw_weights."""
     global _gives_memory
     _gives_memory = False
     try:
@@ -302,7 +279,7 @@ def parameter(shape, mesh, tp_dim=None, expert=False, *, used=None, tied=False):
 
     The tensor is cut along tp_dim over tp or, if it belongs to experts, along dim 0 over ep.
     used: the number of rows of dim 0 that are not padding of the vocabulary. tied: whether another
-    stage has a copy. ddp.DataParallel.add_bucket sums the gradient over p.reduction_axis.
+    stage has a copy.
     """
     dim = 0 if expert else tp_dim
     local = list(shape)
@@ -325,15 +302,11 @@ def parameter(shape, mesh, tp_dim=None, expert=False, *, used=None, tied=False):
 
 # -----------------------------------------------------------------------------
 # Tensor and sequence parallelism: the two collectives around attention and around the MLP
-#   gather_rows   before: each rank has n of the B*t rows, and its output features need all of them.
-#                 Forward is an all-gather, backward a reduce-scatter.
-#   scatter_rows  after: each rank has a partial sum of every row, and keeps n rows of the total.
-#                 Forward is a reduce-scatter, backward an all-gather.
-# In arXiv:2205.05198, figure 5, they are called g and g-bar. They send as many bytes as the
-# all-reduces of Megatron-LM's first paper (arXiv:1909.08053, figure 3).
-# All tp ranks call backward on the same loss. Is the gradient then counted once per rank? No: each
-# rank's backward covers only its own columns of the logits, and the reduce-scatter in backward of
-# the head's gather_rows adds these parts.
+#   gather_rows   before: each rank has n of the B*t rows, and its output features need all of them
+#   scatter_rows  after: each rank has a partial sum of every row, and keeps n rows of the total
+# Source: arXiv:2205.05198, figure 5, where they are called g and g-bar.
+# All tp ranks call backward on the same loss, but the gradient counts once: each rank's backward
+# covers only its own columns of the logits. Backward of the head's gather_rows adds these parts.
 
 class _GatherRows(torch.autograd.Function):
     @staticmethod
@@ -397,10 +370,8 @@ def sum_over_ranks(x, axis):
 
 def gather_segments(x, axis):
     """(t, ...) on each rank, its two segments of a sequence -> (T, ...) on all, in order."""
-    # t positions from each rank to all, over cp
-    segments = gather_rows(x, axis).chunk(2 * axis.size)
-    # Each rank sent one segment from the front of the sequence and one from its back. The front
-    # segments arrive in order. The back segments arrive in reverse and are read backwards.
+    segments = gather_rows(x, axis).chunk(2 * axis.size)  # t positions from each to all, over cp
+    # The front segments arrive in order. The back segments arrive in reverse: read backwards.
     return torch.cat(segments[0::2] + segments[::-2])
 
 

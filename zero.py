@@ -3,22 +3,12 @@
     ZeRO-2   whole gradients exist only in two buffers, the slots, which buckets use in turn
     ZeRO-3   whole weights exist only while they are needed, too: of the current part and the next
 
-The table in ddp.py says what a rank keeps under each --zero. Where a bucket's shard is one rank
-there is nothing to share, so the bucket is a plain one.
+The table in ddp.py says what a rank keeps under each --zero. A bucket of one rank is a plain one.
 """
-import itertools
-
 import torch
 
-from ddp import (
-    Bucket,
-    DataParallel,
-    assign_buckets,
-    draw_weights,
-    padded_elements,
-    unique,
-    uses_weight_decay,
-)
+import ddp
+from ddp import Bucket, DataParallel
 from parallel import CompletedWork
 
 # -----------------------------------------------------------------------------
@@ -28,7 +18,7 @@ class Slot:
     """A buffer for one bucket's gradients: backward fills it while the other slot is reduced."""
 
     def __init__(self, n, flat, axis):
-        """n: elements. flat: that of a bucket. axis: the ranks of the stage that share buckets."""
+        """n: elements. flat: that of a bucket. axis: the ranks that share buckets, for fast/."""
         dtype = torch.promote_types(flat.dtype, torch.float32)
         self.buffer = torch.zeros(n, dtype=dtype, device=flat.device)
         self.user = None  # the bucket whose gradients are in the buffer
@@ -113,10 +103,7 @@ class SlotBucket(Bucket):
 
 
 def uses_slot(axis):
-    """Whether a bucket over this axis is reduced in every micro-batch.
-
-    Tied weights are not: each stage would wait in every micro-batch for the other's backward.
-    """
+    # Tied weights do not: each stage would wait in every micro-batch for the other's backward.
     return axis.sharing().shard.size > 1 and axis.name != "tied"
 
 
@@ -129,12 +116,11 @@ class ZeRO2(DataParallel):
         if sliced:
             first = sliced[0]
             shard = mesh.stage.sharing().shard  # the size of each other shard divides this one's
-            n = padded_elements(max(bucket.filled for bucket in sliced), shard.size)
+            n = ddp.padded_elements(max(bucket.filled for bucket in sliced), shard.size)
             slots = [first.slot_class(n, first.flat, shard) for _ in range(2)]
             # Backward fills the buckets roughly in this order: neighbours alternate.
-            for i, bucket in enumerate(self.buckets):
-                if isinstance(bucket, SlotBucket):
-                    bucket.use(slots[i % 2])
+            for i, bucket in enumerate(sliced):
+                bucket.use(slots[i % 2])
 
     def bucket_class(self, axis, params):
         return SlotBucket if uses_slot(axis) else Bucket
@@ -162,11 +148,8 @@ class ShardedBucket(SlotBucket):
     def kept_slice(self):
         return self.own.clone()  # It was a window of flat, which will be freed.
 
-    def is_whole(self):
-        return self.storage.nbytes() > 0
-
     def fetch(self):
-        if not self.is_whole():
+        if self.storage.nbytes() == 0:
             self.storage.resize_(self.nbytes)
             self.start_gather()
 
@@ -210,11 +193,14 @@ class ZeRO3(ZeRO2):
         head = [model.norm, model.wte if model.head is None else model.head, model.mlm]
         parts = [[model.wte, model.wpe], *([block] for block in model.blocks.values()), head]
         self.parts = [[module for module in part if module is not None] for part in parts]
-        self.sharded = [self.sharded_buckets(part) for part in self.parts]
+        self.sharded = []  # the buckets of each part
+        for part in self.parts:
+            buckets = [bucket for module in part for bucket in self.buckets_of[module]]
+            self.sharded.append([bucket for bucket in buckets if isinstance(bucket, ShardedBucket)])
         self.current_part = 0
 
     def bucket_class(self, axis, params):
-        if uses_slot(axis) and uses_weight_decay(params[0]):
+        if uses_slot(axis) and ddp.uses_weight_decay(params[0]):
             return ShardedBucket
         return super().bucket_class(axis, params)
 
@@ -222,33 +208,25 @@ class ZeRO3(ZeRO2):
         """Share out the matrices that are not trained -> their buckets."""
         rest = []
         buckets = []
-        for group in assign_buckets(named_parameters, zero=3):
+        for group in ddp.assign_buckets(named_parameters, zero=3):
             params = [p for _, p in group]
             axis = self.mesh.axes()[params[0].reduction_axis]
             if self.bucket_class(axis, params) is ShardedBucket:
-                draw_weights(model, group)
+                ddp.draw_weights(model, group)
                 buckets.append(FrozenBucket(group, axis, self.zero, dtype))
             else:
                 rest += group
         super().freeze(model, rest, dtype)
         return buckets
 
-    def sharded_buckets(self, modules):
-        buckets = itertools.chain.from_iterable(self.buckets_of[module] for module in modules)
-        return [bucket for bucket in buckets if isinstance(bucket, ShardedBucket)]
-
     def part_of(self, module):
-        """The next part, from the current one on, with this module, or None. A tied embedding is in
-        two: after an evaluation the last block is fetched with it, which changes no number."""
+        """The next part, from the current one on, with this module (a tied embedding is in two)."""
         n = len(self.parts)
         order = [(self.current_part + ahead) % n for ahead in range(n)]
         return next((part for part in order if module in self.parts[part]), None)
 
     def provide_weights(self, module, x=None):
-        """Gather what `module`, which forward has reached with the input x, reads.
-
-        x is given for the first module of a part; others are runtime/watch.py's and bench/'s.
-        """
+        """Gather what `module` reads. x: its input, for the first module of a part in forward."""
         part = self.part_of(module)
         if part is None:
             super().provide_weights(module)
@@ -271,10 +249,11 @@ class ZeRO3(ZeRO2):
             needed = [part, part - 1]  # Then backward comes: the head, then the last block.
         else:
             needed = [part, part + 1]
-        wanted = unique(itertools.chain.from_iterable(self.sharded[number] for number in needed))
-        for bucket in unique(itertools.chain.from_iterable(self.sharded)):
-            if bucket not in wanted:
-                bucket.free()
+        wanted = [bucket for number in needed for bucket in self.sharded[number]]
+        for part_buckets in self.sharded:
+            for bucket in part_buckets:
+                if bucket not in wanted:
+                    bucket.free()
         for bucket in wanted:
             bucket.fetch()
         for module in self.parts[part]:

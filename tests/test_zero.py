@@ -35,7 +35,7 @@ def parts_alive(world, flags):
     seen, bytes_seen, kind = {}, [], "forward"
 
     def alive():
-        whole = [i for i, part in enumerate(data_parallel.sharded) if any(b.is_whole() for b in part)]
+        whole = [i for i, part in enumerate(data_parallel.sharded) if any(b.storage.nbytes() for b in part)]
         at_rest = sum(b.own.nbytes if isinstance(b, ShardedBucket) else b.flat.nbytes
                       for b in data_parallel.buckets)
         sharded = {*itertools.chain(*data_parallel.sharded)}
