@@ -9,8 +9,8 @@ over the side that is not cut is a sum over the ranks:
     X = [X_0, X_1]   cut by columns:  X X^T = X_0 X_0^T + X_1 X_1^T
     X = [X_0; X_1]   cut by rows:     X^T X = X_0^T X_0 + X_1^T X_1
 
-Both are (C, C), because tp cuts the other side of every matrix in a block. So each Gram matrix has
-one all-reduce of (C, C), and every rank then multiplies its own share.
+Both are (C, C), because tp cuts the other side of every matrix in a block. Every rank then
+multiplies its own share.
 
 One step of the iteration is X -> P X with a polynomial P in the Gram matrix G of X. The Gram matrix
 of P X is P G P, which needs no X. So where X is much longer than it is wide, several steps multiply
@@ -39,11 +39,10 @@ from parallel import Axis
 
 COEFFICIENTS = 3.4445, -4.7750, 2.0315  # of x, x^3 and x^5
 # Steps of the iteration from one Gram matrix. A step multiplies a negative eigenvalue, which comes
-# from rounding, by 12, so five steps have two Gram matrices. Three steps and then two have smaller
-# errors than two and then three (docs/muon.md). A short matrix is cheaper with five Gram matrices.
+# from rounding, by 12, so five steps have two Gram matrices (docs/muon.md).
 STEPS_OF_LONG = 3, 2
 STEPS_OF_SHORT = 1, 1, 1, 1, 1
-LONG = 1.5  # From this ratio of its sides on, a matrix is long: there both need the same products.
+LONG = 1.5  # from this ratio of its sides on, a matrix is long: there both need the same products
 EPS = 1e-7  # the least norm by which a matrix is divided
 NORM = 16.0  # of a matrix when the iteration starts: its Gram matrix is no subnormal number in fp16
 UPDATE_RMS = 0.2  # the root mean square of an update, about that of AdamW's
@@ -88,15 +87,14 @@ def normalised(x, axis):
 
 
 def product_of_polynomials(gram, n_steps):
-    """Return the product of n_steps polynomials: Gram matrices (k, C, C) -> the same shape.
+    """Gram matrices (k, C, C) -> the product of n_steps polynomials a + b G + c G^2, (k, C, C).
 
-    The polynomial of a step is a + b G + c G^2. All of them commute, because each is one of G_1.
+    All of them commute, because each is one of G_1.
     """
     linear, cubic, quintic = COEFFICIENTS
     product = None
     for i in range(n_steps):
-        polynomial = torch.baddbmm(
-            gram, gram, gram, beta=cubic / NORM**2, alpha=quintic / NORM**4)
+        polynomial = torch.baddbmm(gram, gram, gram, beta=cubic / NORM**2, alpha=quintic / NORM**4)
         polynomial.diagonal(dim1=1, dim2=2).add_(linear)
         product = polynomial if product is None else polynomial @ product
         if i < n_steps - 1:
@@ -107,10 +105,6 @@ def product_of_polynomials(gram, n_steps):
 def steps_per_gram(side, other):
     """How many steps each Gram matrix serves. side: of the Gram matrix; other: of x."""
     return STEPS_OF_LONG if other >= LONG * side else STEPS_OF_SHORT
-
-
-def direction_dtype(model_dtype):  # of what is orthogonalised; fp16 is too narrow for momenta
-    return torch.bfloat16 if model_dtype.itemsize == 2 else model_dtype
 
 
 def iteration_dtype(model_dtype):  # as long as that of directions
@@ -156,19 +150,16 @@ class Matrix(NamedTuple):
 
 
 def shapes_of(params):
-    """Return (shape on this rank, full shape) of each matrix among a bucket's parameters.
-
-    The experts of a layer are one parameter, and each of them is a matrix of its own.
-    """
+    """[(shape on this rank, full shape)] of the matrices of a bucket's parameters."""
     shapes = []
-    for p in params:
+    for p in params:  # (rows, columns), or (experts, rows, columns): each expert is a matrix
         shape = tuple(p.shape[-2:])
         shapes += [(shape, tuple(p.full_shape[-2:]))] * (p.numel() // math.prod(shape))
     return shapes
 
 
 def owned_matrices(shapes, lengths, n_ranks):
-    """Return the Matrices that each rank owns: the largest first, each to the least busy rank.
+    """[the Matrices that each rank owns]: the largest first, each to the least busy rank.
 
     shapes: from shapes_of, for each bucket. lengths: elements of each bucket's slices.
     """
@@ -198,16 +189,15 @@ def owned_matrices(shapes, lengths, n_ranks):
 
 
 def batches_of(matrices, elements):
-    """Return lists of numbers of matrices: those of one shape that are computed together.
+    """Lists of numbers of matrices: those of one shape that are computed together.
 
-    elements: those of this rank's slices. A batch needs no more, so in a 16-bit model directions
-    and batch need no more memory than AdamW's second moment would.
+    A batch needs no more memory than `elements`, those of this rank's slices. So in a 16-bit model
+    directions and batch need no more than AdamW's second moment would.
     """
     batches = []
     for i, matrix in enumerate(matrices):
         most = min(BATCH_ELEMENTS // math.prod(matrix.shape), elements // matrix.workspace)
-        is_alike = i > 0 and matrix[:2] == matrices[i - 1][:2]
-        if is_alike and len(batches[-1]) < most:
+        if i > 0 and matrix[:2] == matrices[i - 1][:2] and len(batches[-1]) < most:
             batches[-1].append(i)
         else:
             batches.append([i])
@@ -217,8 +207,7 @@ def batches_of(matrices, elements):
 class WholeMatrices:
     """The matrices of all buckets of one axis. Each is whole on one rank while it is computed.
 
-    A rank's vector is its slices of all these buckets, joined. Without ZeRO every rank has all
-    elements, so nothing is sent. With --shard, each shard computes all matrices by itself.
+    A rank's vector is its slices of all these buckets, joined.
     """
 
     def __init__(self, buckets, tp):
@@ -231,56 +220,49 @@ class WholeMatrices:
         self.matrices = owned[self.axis.rank]
         self.batches = batches_of(self.matrices, sum(self.sizes))
         self.outgoing = []                # slices of this rank's vector, in the order of sending
-        self.sent = [0] * len(owned)      # elements to each rank
+        self.sent = []                    # elements to each rank
         self.pieces_of = [[] for _ in self.matrices]  # numbers of the pieces that arrive
         self.lengths = []                 # elements of each piece
         self.received = [0] * len(owned)  # elements from each rank
+        rank = self.axis.rank
         for other, matrices in enumerate(owned):
-            for matrix in matrices:
-                if self.axis.rank in matrix.parts:
-                    part = matrix.parts[self.axis.rank]
-                    self.outgoing.append(part)
-                    self.sent[other] += length_of(part)
+            parts = [matrix.parts[rank] for matrix in matrices if rank in matrix.parts]
+            self.outgoing += parts
+            self.sent.append(sum(length_of(part) for part in parts))
             for i, matrix in enumerate(self.matrices):
                 if other in matrix.parts:
-                    length = length_of(matrix.parts[other])
                     self.pieces_of[i].append(len(self.lengths))
-                    self.lengths.append(length)
-                    self.received[other] += length
+                    self.lengths.append(length_of(matrix.parts[other]))
+                    self.received[other] += self.lengths[-1]
 
     def orthogonalise(self, vector):
-        """Return the updates of this rank's slices, in the memory of vector. Collective.
-
-        In a 16-bit model the vector is in bf16, and the updates are in fp16.
-        """
+        """The updates of this rank's slices, in the memory of vector. Collective."""
         dtype = iteration_dtype(vector.dtype)
         pieces = [vector[part] for part in self.outgoing]
-        if self.axis.size == 1:
+        if self.axis.size == 1:  # without ZeRO
             self.compute_updates(pieces)
-            return vector.view(dtype)
-        # Each rank sends the others their matrices' elements in its slices, over the shard.
-        outgoing = torch.cat([vector[:0], *pieces])  # A slice that is all padding has no pieces.
-        received = self.axis.all_to_all(outgoing, self.sent, self.received)
-        self.compute_updates(received.split(self.lengths))
-        self.hand_back(received.view(dtype), [piece.view(dtype) for piece in pieces])
+        else:
+            # Each rank sends the others their matrices' elements in its slices, over the shard.
+            outgoing = torch.cat([vector[:0], *pieces])  # a slice of padding alone has no pieces
+            received = self.axis.all_to_all(outgoing, self.sent, self.received)
+            self.compute_updates(received.split(self.lengths))
+            self.hand_back(received.view(dtype), [piece.view(dtype) for piece in pieces])
         return vector.view(dtype)
 
     def compute_updates(self, pieces):
         """Write updates where directions are. pieces: (n,) each, parts of matrices."""
         for batch in self.batches:
+            matrix = self.matrices[batch[0]]
             of_batch = [pieces[i] for number in batch for i in self.pieces_of[number]]
-            self.compute_batch(self.matrices[batch[0]], of_batch)
-
-    def compute_batch(self, matrix, pieces):  # a function: its tensors are freed before the next
-        x = torch.cat(pieces).view(-1, *matrix.shape)
-        axis = ALONE if matrix.cut is None else self.tp
-        scale = UPDATE_RMS * math.sqrt(max(matrix.full_shape))  # of the whole matrix
-        update = orthogonalise(x, matrix.cut, axis, scale=scale).view(-1)
-        torch._foreach_copy_([piece.view(update.dtype) for piece in pieces],
-                             update.split([piece.numel() for piece in pieces]))
+            x = torch.cat(of_batch).view(-1, *matrix.shape)
+            axis = ALONE if matrix.cut is None else self.tp
+            scale = UPDATE_RMS * math.sqrt(max(matrix.full_shape))
+            update = orthogonalise(x, matrix.cut, axis, scale=scale).view(-1)
+            torch._foreach_copy_([piece.view(update.dtype) for piece in of_batch],
+                                 update.split([piece.numel() for piece in of_batch]))
+            del x, update  # before the next batch needs memory
 
     def hand_back(self, updates, pieces):
-        """Send the updates to where their elements came from."""
         # As many elements go back to the slices, over the shard.
         updates = self.axis.all_to_all(updates, self.received, self.sent)
         if pieces:
@@ -295,11 +277,10 @@ def length_of(part):
 # The update
 
 class Muon:
-    """What torch.optim.Muon does with Nesterov momentum, with decoupled weight decay.
+    """Nesterov momentum and decoupled weight decay, as torch.optim.Muon has them.
 
-    state holds the momentum of each bucket's masters. In a 16-bit model the directions are in bf16,
-    which has the range of fp32. The iteration computes in fp16, which is eight times as precise: it
-    first gives every matrix the same norm. In other models everything has the masters' dtype.
+    In a 16-bit model the directions are in bf16, which has the range of fp32. The iteration
+    computes in fp16, which is eight times as precise: it first gives every matrix the same norm.
     """
     moments = ("momentum",)
 
@@ -307,29 +288,24 @@ class Muon:
         self.momentum = cfg.momentum
         self.decay = cfg.weight_decay
         self.lr_factor = cfg.muon_lr_factor
-        self.buckets = []
+        self.buckets = [b for b in data_parallel.buckets if b.optimizer == "muon"]
         self.state = {}
         of_axis = {}  # name of an axis: buckets
-        for bucket in data_parallel.buckets:
-            if bucket.optimizer != "muon":
-                continue
-            self.buckets.append(bucket)
+        for bucket in self.buckets:
             self.state[bucket.master] = {"momentum": torch.zeros_like(bucket.master)}
             of_axis.setdefault(bucket.axis.name, []).append(bucket)
-        # On a GPU two kernels of ops/kernels.py read and write each number once: 26 bytes per
-        # weight, without the iteration. If you change add_gradient or update, change the kernels,
-        # or set this to False.
+        # On a GPU two kernels of ops/kernels.py read and write each number once. If you change
+        # add_gradient or update, change the kernels, or set this to False.
         self.use_triton = any(backend.use_triton(bucket.master) for bucket in self.buckets)
         tp = data_parallel.mesh.tp
         self.groups = [WholeMatrices(alike, tp) for alike in of_axis.values()]
 
     def step(self, lr, divisor, not_finite):
-        """Update masters and weights. The arguments are those of AdamW.step. Collective.
-
-        Where not_finite is 1.0, momenta and masters stay as they are.
-        """
+        """Update masters and weights. The arguments are those of AdamW.step. Collective."""
         for group in self.groups:
-            dtype = direction_dtype(group.buckets[0].own.dtype)
+            dtype = group.buckets[0].own.dtype
+            if dtype.itemsize == 2:
+                dtype = torch.bfloat16  # fp16 is too narrow for momenta
             vector = torch.empty(sum(group.sizes), dtype=dtype, device=divisor.device)
             directions = vector.split(group.sizes)
             for bucket, direction in zip(group.buckets, directions, strict=True):
@@ -345,8 +321,7 @@ class Muon:
         if self.use_triton:
             from ops import kernels
             n = momentum.numel()
-            grid = (ceil_div(n, 2048),)
-            kernels.muon_direction[grid](
+            kernels.muon_direction[(ceil_div(n, 2048),)](
                 momentum, grad, direction, divisor, not_finite, self.momentum, n, BLOCK=2048,
                 num_warps=8)
             return
@@ -362,8 +337,7 @@ class Muon:
         if self.use_triton:
             from ops import kernels
             n = master.numel()
-            grid = (ceil_div(n, 2048),)
-            kernels.muon_update[grid](
+            kernels.muon_update[(ceil_div(n, 2048),)](
                 master, update, bucket.own, not_finite, rate, 1 - rate * self.decay, n,
                 OUT=bucket.own.dtype != master.dtype, BLOCK=2048, num_warps=8)
             return

@@ -8,10 +8,9 @@ forward and the backward of micro-batch i; a backward takes about twice as long 
     stage 2        F0 F1    B0 F2 B1 F3 B2 F4 B3 F5 B4    B5
     stage 3           F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5
 
-Stage s of pp keeps the activations of at most pp - s micro-batches, however many there are. With
---pp-chunks v (section 2.2 of that paper) a rank holds v smaller stages: chunk c of rank r is
-stage c * pp + r. Ranks then idle for (pp - 1) / (v n) of n micro-batches' time, and send v times
-as often.
+Stage s of pp keeps the activations of at most pp - s micro-batches. With --pp-chunks v (section 2.2
+of that paper) a rank holds v smaller stages: chunk c of rank r is stage c * pp + r. Ranks then idle
+for (pp - 1) / (v n) of n micro-batches' time, and send v times as often.
 """
 import contextlib
 import functools
@@ -60,7 +59,6 @@ def forward_backward(model, data_parallel, batches, n_trained, loss_scale=None, 
 def several_stages(model, data_parallel, batches, n_trained, loss_scale, seeds, set_seed):
     loss_part = zero_loss(model)
     waiting = {}  # (micro-batch, chunk): (input, output, router loss), until its backward
-    backwards_done = [0] * len(model.chunks)
 
     def forward(i, chunk, hidden):  # -> what the next stage gets
         if seeds:
@@ -72,16 +70,14 @@ def several_stages(model, data_parallel, batches, n_trained, loss_scale, seeds, 
         if is_last_stage(model, chunk):
             out = out / n_trained  # the one division
             loss_part.add_(out.detach())
-        # The one exception: see forward_backward.
         router_loss = router_loss / (len(batches) * model.mesh.dp.size)
         waiting[i, chunk] = hidden, out, router_loss
         return out.detach()
 
     def backward(i, chunk, grad):  # -> what the previous stage gets
         hidden, out, router_loss = waiting.pop((i, chunk))
-        backwards_done[chunk] += 1
-        # Only a chunk's last backward completes the sums of its gradients.
-        data_parallel.completes_grads = backwards_done[chunk] == len(batches)
+        # The last backward of a chunk completes the sums of its gradients.
+        data_parallel.completes_grads = i == len(batches) - 1
         outputs, grads = [out], [loss_scale if is_last_stage(model, chunk) else grad]
         if router_loss.requires_grad:
             outputs.append(router_loss)
@@ -125,8 +121,7 @@ def rank_layers(cfg, axis):
 
 
 def dropout_seeds(cfg, mesh, step, n_micro_batches):
-    """[[the seed of each micro-batch] of each chunk] on this rank: functions of their place, so no
-    state is saved."""
+    """[[the seed of each micro-batch] of each chunk] on this rank: no state is saved."""
     first = mesh.dp.rank * n_micro_batches
     part = mesh.cp.rank * mesh.tp.size + mesh.tp.rank  # which of a micro-batch's tokens
     seeds = []
@@ -156,11 +151,10 @@ def schedule(rank, pp, chunks, micro_batches, backward=True):
 
         rank 0    F0 F1 B0 F2 B1 F3 B2 B3    (warmup 1)
         rank 1    F0 B0 F1 B1 F2 B2 F3 B3    (warmup 0)
-
-    Micro-batches go through a chunk pp at a time: then the first has come around to the next chunk.
     """
     order = []
-    for first in range(0, micro_batches, pp):  # up to a multiple of pp
+    # pp micro-batches go through a chunk; then the first has come around to the next chunk.
+    for first in range(0, micro_batches, pp):
         for chunk in range(chunks):
             order += [(i, chunk) for i in range(first, first + pp)]
     forwards = [Op("F", i, chunk) for i, chunk in order]
@@ -221,7 +215,7 @@ class Ring:
         self.n_chunks = len(model.chunks)
         self.timers = timers
         self.like = next(model.parameters())  # for the dtype and device of messages
-        self.shape = n_tokens // model.mesh.tp.size, model.cfg.n_embd  # (n, C)
+        self.shape = n_tokens // model.mesh.tp.size, model.cfg.n_embd
         self.inbox = {}  # Op: (the tensor that it waits for, the number of its batch)
         self.in_flight = deque()  # batches under way, oldest first; they keep their tensors alive
         self.started = 0
@@ -281,9 +275,6 @@ class Cache:
 
     def __init__(self):
         self.seen = 0  # how many tokens of the list that stream() continues have been read
-        self.clear()
-
-    def clear(self):
         self.length = 0
         self.kv = {}
 
@@ -299,8 +290,7 @@ class Cache:
 
 @torch.no_grad()
 def next_logits(model, tokens, cache):
-    """tokens (copies, t) int64 -> the logits (vocab,) of the first copy's last position, fp32, on
-    every rank's host."""
+    """tokens (copies, t) -> fp32 logits (vocab,) of the last position, on every rank's host."""
     logits = torch.empty(model.vocab_size, device=tokens.device)
 
     def forward(i, chunk, hidden):
@@ -317,13 +307,12 @@ def next_logits(model, tokens, cache):
     return model.mesh.pp.broadcast(logits, model.mesh.pp.size - 1).cpu()
 
 
-@torch.no_grad()
 def stream(model, tokens, max_new_tokens, cache, *, temperature, top_k, rng):
     """Append up to max_new_tokens to tokens, a list of int, and yield each of them.
 
-    Temperature 0 takes the likeliest token; top_k keeps the k likeliest. cache: a Cache, new or
-    from an earlier call on the same list, to which the caller may have appended since. When the
-    window is full, it is rebuilt from the last seq_len / 2 tokens. All ranks call this together.
+    cache: a Cache, new or from an earlier call on the same list, to which the caller may have
+    appended since. When the window is full, it is rebuilt from the last seq_len / 2 tokens.
+    Temperature 0 takes the likeliest token. All ranks call this together.
     """
     device = next(model.parameters()).device
     window = model.cfg.seq_len
@@ -332,7 +321,8 @@ def stream(model, tokens, max_new_tokens, cache, *, temperature, top_k, rng):
     for _ in range(max_new_tokens):
         new = tokens[cache.seen:][-window:]
         if cache.length + len(new) > window:
-            cache.clear()
+            cache.length = 0
+            cache.kv = {}
             new = tokens[-max(1, window // 2):]
         cache.seen = len(tokens)
         x = torch.tensor([new] * copies, device=device)  # (tp, t)

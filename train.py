@@ -77,8 +77,7 @@ def train(run):
 class Step:
     """One optimizer step: gradients, statistics, veto, update.
 
-    On a GPU make_step() wraps it in a fast.graph.GraphedStep, which calls these methods in the
-    first steps and then replays `gradients` as a CUDA graph.
+    On a GPU make_step() wraps it in a fast.graph.GraphedStep, which replays `gradients`.
     """
 
     def __init__(self, cfg, model, data_parallel, opt):
@@ -106,8 +105,7 @@ class Step:
     def gradients(self, batches, number, set_seed=torch.manual_seed, n_trained=None):
         """Do forward, backward and gradient sums. Return this rank's part of the mean loss, ().
 
-        The loss is in at least fp32. With dropout, set_seed is called before each forward.
-        fast/graph.py passes another one while it captures a step.
+        With dropout, set_seed is called before each forward; fast/graph.py passes its own.
         """
         cfg = self.cfg
         mesh = self.model.mesh
@@ -140,8 +138,8 @@ class Step:
 def evaluate(cfg, model, source, batch, device):
     """Return the mean cross-entropy, in nats per trained token, of --eval-iters batches.
 
-    batch: the sequences of each. A source of fewer has fewer batches; of one that is smaller than
-    a batch, the first sequences count again. Collective.
+    batch: the sequences of each. If the source has fewer than one batch, its first sequences count
+    again. Collective.
     """
     mesh = model.mesh
     n_batches = max(1, min(cfg.eval_iters, source.n_samples // batch))
@@ -156,7 +154,6 @@ def evaluate(cfg, model, source, batch, device):
     return total.item() / source.n_targets(0, n_batches * batch)
 
 
-# The layout tests build with this function, so the code that they verify is the code that trains.
 def build(cfg, mesh, vocab_size, device, timers=contextlib.nullcontext, choice=None):
     """Return this rank's (model, data_parallel, optimizer). choice: a fast.choose.Choice."""
     choice = choice or choose(cfg, mesh, device)
@@ -165,12 +162,10 @@ def build(cfg, mesh, vocab_size, device, timers=contextlib.nullcontext, choice=N
     # parameter gets memory just before its bucket is made, so with --zero 3 no rank ever holds all
     # of the model.
     torch.set_default_dtype(torch.promote_types(dtype, torch.float32))
-    # Where no fast way is taken, as on a CPU, install() changes nothing, and bucket_class() returns
-    # the plain class that it is given.
     try:
         with torch.device(device), parameters_without_memory():
             model = GPT(cfg, mesh, vocab_size, rank_layers(cfg, mesh.pp))
-            choice.install(model)
+            choice.install(model)  # on a CPU it changes nothing
     finally:
         torch.set_default_dtype(torch.float32)
     if device.type != "cpu":
@@ -178,10 +173,9 @@ def build(cfg, mesh, vocab_size, device, timers=contextlib.nullcontext, choice=N
         # or fp16, which TF32 holds exactly. In backward TF32 rounds the gradient.
         is_16_bit = cfg.dtype in ("bf16", "fp16")
         torch.set_float32_matmul_precision("high" if is_16_bit else "highest")
-    DataParallelClass = LEVELS[cfg.zero]
-    data_parallel = DataParallelClass(model, mesh, cfg.zero, timers, dtype=dtype,
-                                      optimizer=cfg.optimizer, split_masters=cfg.split_masters,
-                                      faster=choice.bucket_class)
+    data_parallel = LEVELS[cfg.zero](model, mesh, cfg.zero, timers, dtype=dtype,
+                                     optimizer=cfg.optimizer, split_masters=cfg.split_masters,
+                                     faster=choice.bucket_class)
     return model, data_parallel, Optimizer(cfg, data_parallel)
 
 
@@ -191,8 +185,7 @@ class Run:
     def __init__(self, cfg, world, watchdog):
         """world: a runtime.launch.World, this process's place among all processes.
 
-        Two Axes have all ranks: mesh.world is for the collectives of a step, whose bytes are
-        counted, and world.axis for what a run sends besides.
+        world.axis is for what a run sends besides the collectives of a step, which are counted.
         """
         self.cfg = cfg
         self.world = world
@@ -249,9 +242,7 @@ class Run:
         first = self.state.samples
         device = self.world.device
         self.metrics.stragglers.begin()
-        batch = self.batch
-        if cfg.rampup_batch_size:
-            batch = batch_size(first, batch, cfg.rampup_batch_size)
+        batch = batch_size(first, self.batch, cfg.rampup_batch_size)
         with self.metrics.timers("data"):
             batches = micro_batches(cfg, self.mesh, self.train_data, first, batch, device)
         if number == cfg.inject_spike:
@@ -324,7 +315,6 @@ class Run:
 
 
 def main(argv=None):
-    """Do a whole run."""
     outcome = Outcome.DONE
     with agree.started(argv) as start:  # flags, world and watchdog; all ranks have equal flags
         # No variable holds the Run: the process groups must be free when the ranks part.

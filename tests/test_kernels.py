@@ -365,8 +365,9 @@ def test_adamw_rounds_moments_and_not_what_updates_the_weights(kernels):
 def test_muon(kernels, dtype, keeps_dtype):
     """The kernels beside their torch twins: three steps, the second refused, lengths that fit no block."""
     from model import DTYPES
-    from muon import Muon, direction_dtype, iteration_dtype
+    from muon import Muon, iteration_dtype
     model_dtype, n = DTYPES[dtype], 5000
+    direction_dtype = torch.float32 if dtype == "fp32" else torch.bfloat16
     w, m = torch.randn(n, device=DEVICE), torch.randn(n, device=DEVICE) / 100
     own = w if dtype == "fp32" else w.to(model_dtype)
     divisor = torch.tensor(3.0, device=DEVICE)
@@ -383,7 +384,7 @@ def test_muon(kernels, dtype, keeps_dtype):
             grad = grad.to(model_dtype) if keeps_dtype else grad
             refused = torch.tensor(not_finite, device=DEVICE)
             grad[7] = torch.nan if not_finite else grad[7]
-            direction = torch.full((n,), 7.0, device=DEVICE, dtype=direction_dtype(model_dtype))
+            direction = torch.full((n,), 7.0, device=DEVICE, dtype=direction_dtype)
             Muon.add_gradient(twin, momentum[:-1], grad[:-1], direction[:-1], divisor, refused)
             Muon.update(twin, bucket, update.to(iteration_dtype(model_dtype))[:-1], 0.1, refused)
             if not not_finite:  # Nobody uses the direction of a step that is refused.
