@@ -24,11 +24,8 @@ In an fp32 model, master and own are the same memory.
 
 The ranks of bucket.axis hold the same parameters. They form two axes (parallel.Sharing): gradients
 are reduce-scattered over bucket.shard, whose ranks keep different slices. Then the slice is
-all-reduced over bucket.replicas, whose ranks keep the same slice.
-
-    without ZeRO    shard is this rank alone, and replicas are all ranks of bucket.axis
-    with ZeRO       shard is all ranks of bucket.axis, and replicas is this rank alone
-    with --shard    both have several ranks
+all-reduced over bucket.replicas, whose ranks keep the same slice. Only with --shard do both have
+several ranks.
 
 A class of fast/buckets.py may replace a few methods of a Bucket, for less waiting. With
 --split-masters, master is a SplitMaster of ops/split_master.py.

@@ -103,7 +103,7 @@ class SlotBucket(Bucket):
 
 
 def uses_slot(axis):
-    # Tied weights do not: each stage would wait in every micro-batch for the other's backward.
+    # Tied weights do not: in every micro-batch, each stage would wait for the other's backward.
     return axis.sharing().shard.size > 1 and axis.name != "tied"
 
 
