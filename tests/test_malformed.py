@@ -47,7 +47,7 @@ def copy(good, tmp_path):
 
 def tree(folder):
     """{path: content} of every file and directory, except the record of which shards were verified."""
-    files = (p for p in sorted(folder.rglob("*")) if p.name != ".verified.json")
+    files = (p for p in sorted(folder.rglob("*")) if p.name not in (".verified.json", ".lock"))
     return {str(p): hashlib.sha256(p.read_bytes()).hexdigest() if p.is_file() else "directory" for p in files}
 
 
