@@ -297,8 +297,7 @@ class Muon:
         # On a GPU two kernels of ops/kernels.py read and write each number once. If you change
         # add_gradient or update, change the kernels, or set this to False.
         self.use_triton = any(backend.use_triton(bucket.master) for bucket in self.buckets)
-        tp = data_parallel.mesh.tp
-        self.groups = [WholeMatrices(alike, tp) for alike in of_axis.values()]
+        self.groups = [WholeMatrices(alike, data_parallel.mesh.tp) for alike in of_axis.values()]
 
     def step(self, lr, divisor, not_finite):
         """Update masters and weights. The arguments are those of AdamW.step. Collective."""
@@ -307,8 +306,7 @@ class Muon:
             if dtype.itemsize == 2:
                 dtype = torch.bfloat16  # fp16 is too narrow for momenta
             vector = torch.empty(sum(group.sizes), dtype=dtype, device=divisor.device)
-            directions = vector.split(group.sizes)
-            for bucket, direction in zip(group.buckets, directions, strict=True):
+            for bucket, direction in zip(group.buckets, vector.split(group.sizes), strict=True):
                 momentum = self.state[bucket.master]["momentum"]
                 self.add_gradient(momentum, bucket.grad_total, direction, divisor, not_finite)
             updates = group.orthogonalise(vector).split(group.sizes)

@@ -290,7 +290,7 @@ class Cache:
 
 @torch.no_grad()
 def next_logits(model, tokens, cache):
-    """tokens (copies, t) -> fp32 logits (vocab,) of the last position, on every rank's host."""
+    """tokens (tp, t) -> fp32 logits (vocab,) of the last position, on every rank's host."""
     logits = torch.empty(model.vocab_size, device=tokens.device)
 
     def forward(i, chunk, hidden):
@@ -316,8 +316,6 @@ def stream(model, tokens, max_new_tokens, cache, *, temperature, top_k, rng):
     """
     device = next(model.parameters()).device
     window = model.cfg.seq_len
-    # One token cannot be split over the tp ranks, so they run `copies` copies of the sequence.
-    copies = model.mesh.tp.size
     for _ in range(max_new_tokens):
         new = tokens[cache.seen:][-window:]
         if cache.length + len(new) > window:
@@ -325,7 +323,8 @@ def stream(model, tokens, max_new_tokens, cache, *, temperature, top_k, rng):
             cache.kv = {}
             new = tokens[-max(1, window // 2):]
         cache.seen = len(tokens)
-        x = torch.tensor([new] * copies, device=device)  # (tp, t)
+        # One token cannot be split over the tp ranks, so they run a copy of the sequence each.
+        x = torch.tensor([new] * model.mesh.tp.size, device=device)  # (tp, t)
         logits = next_logits(model, x, cache)
         tokens.append(sample_token(logits, temperature, top_k, rng))
         yield tokens[-1]

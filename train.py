@@ -183,10 +183,7 @@ class Run:
     """A run from its flags to its files. Every method runs on every rank; rank 0 logs."""
 
     def __init__(self, cfg, world, watchdog):
-        """world: a runtime.launch.World, this process's place among all processes.
-
-        world.axis is for what a run sends besides the collectives of a step, which are counted.
-        """
+        """world: a runtime.launch.World, this process's place among all processes."""
         self.cfg = cfg
         self.world = world
         self.watchdog = watchdog  # a runtime.watch.Watch: it ends a run that hangs
