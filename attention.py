@@ -1,10 +1,8 @@
-"""Self-attention: which keys a query sees, rotary positions, norms of queries and keys.
+"""Self-attention, in the letters of model.py's legend.
 
-    Attention     the heads of one layer, split over tp
-    attend        which keys a query sees, in training, under cp and in generation
     rope_cache    the angles of the rotary positions; rotate() turns queries and keys by them
-
-The shapes are in the letters of model.py's legend.
+    attend        which keys a query sees, in training, under cp and in generation
+    Attention     the heads of one layer, split over tp
 """
 import math
 
@@ -16,8 +14,6 @@ from config import head_width
 from layers import ColumnLinear, Gain, RowLinear, select_rows
 from parallel import gather_rows, gather_segments, sum_over_ranks
 
-# -----------------------------------------------------------------------------
-# Rotary positions
 
 def rope_cache(T, D, base, device, dtype, scaling=()):
     """Return cos and sin of position * frequency, (T, D/2) each: arXiv:2104.09864, 3.4.2."""
@@ -44,49 +40,23 @@ def scaled_frequency(frequency, slowdown, low, high, trained_length):
 def rotate(x, cos, sin):
     """Turn each pair (x_i, x_{i+D/2}) by its position's angle: (B, t, heads, D) -> same."""
     first, second = x.chunk(2, dim=-1)  # (B, t, heads, D/2) each
-    cos = cos.unsqueeze(1)  # (t, 1, D/2)
-    sin = sin.unsqueeze(1)  # (t, 1, D/2)
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)  # (t, 1, D/2) each
     turned = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
     return turned.type_as(x)
 
 
-# -----------------------------------------------------------------------------
-# Norms of queries and keys
-
-def norm_of_all_heads(q, k, q_gain, k_gain, eps, axis):
-    """Return RMSNorm of q over all heads of a token together, and of k: (B, t, heads, D) -> same.
-
-    q_gain (h, D), k_gain (g, D). A rank has some of the heads. Where several ranks have a copy of
-    the same key head, all key heads have the same number of copies, so the mean does not change.
-    """
-    wide = torch.promote_types(q.dtype, torch.float32)
-    wide_q = q.to(wide)
-    wide_k = k.to(wide)
-    # Each rank takes the mean over its own columns: (B, t) for queries and for keys.
-    means = torch.stack([wide_q.square().mean((2, 3)), wide_k.square().mean((2, 3))])
-    means = sum_over_ranks(means, axis) / axis.size  # SUM of 2*B*t numbers, over tp
-    q_scale, k_scale = torch.rsqrt(means + eps)[..., None, None].unbind()  # (B, t, 1, 1) each
-    return (wide_q * q_scale * q_gain).type_as(q), (wide_k * k_scale * k_gain).type_as(k)
-
-
-# -----------------------------------------------------------------------------
-# Which keys a query sees
-
 def attend(q, k, v, cfg, window=0, places=None, *, flex=None, flash=None, dropout=0.0):
     """Attention of queries (B, h, queries, D) to the keys (B, g, keys, D) that they see.
 
-    Training, generation and context parallelism all ask here. The keys stand side by side in the
-    sequence, and the last query has the position of the last key. window: the keys that a query
-    sees at most, the last of which is its own position; 0 is all. places (B, queries): each query's
-    place in its document, from 1; None where nothing separates documents. flex, a
-    fast.flex.FlexAttention, attends in the place of a mask, and flash, a fast.flash.FlashAttention,
-    where there is none.
+    The last query has the position of the last key. window: the keys that a query sees at most, the
+    last of which is its own position; 0 is all. places (B, queries): each query's place in its
+    document, from 1; None where nothing separates documents. flex, a fast.flex.FlexAttention,
+    attends in the place of a mask, and flash, a fast.flash.FlashAttention, where there is none.
     """
     n_queries = q.size(2)
     if window:  # the first query sees the keys before it that fit into its window, and none earlier
         reach = n_queries + window - 1
-        k = k[:, :, -reach:]
-        v = v[:, :, -reach:]
+        k, v = k[:, :, -reach:], v[:, :, -reach:]
     n_keys = k.size(2)
     mask = None  # (queries, keys) or (B, 1, queries, keys): True where a query sees a key
     is_causal = False  # torch's own causal mask, for as many queries as keys
@@ -126,37 +96,29 @@ def attend_segments(q, k, v, cfg, axis, *, places=None, **options):
         return attend(q, k, v, cfg, **options)
 
     # This rank has segment number rank from the start, and segment number rank from the end.
-    early_queries, late_queries = q.chunk(2, dim=2)  # (B, h, t/2, D) each
-    segment_size = q.size(2) // 2
-    early_end = (axis.rank + 1) * segment_size
-    late_end = k.size(2) - axis.rank * segment_size
-    early_places = late_places = None
-    if places is not None:
-        early_places, late_places = places.chunk(2, dim=1)  # (B, t/2) each
-    early = attend(early_queries, k[:, :, :early_end], v[:, :, :early_end], cfg,
-                   places=early_places, **options)
-    late = attend(late_queries, k[:, :, :late_end], v[:, :, :late_end], cfg,
-                  places=late_places, **options)
-    return torch.cat([early, late], dim=2)  # (B, h, t, D)
+    size = q.size(2) // 2
+    ends = [(axis.rank + 1) * size, k.size(2) - axis.rank * size]
+    segments = q.chunk(2, dim=2)  # (B, h, t/2, D) each
+    places = [None, None] if places is None else places.chunk(2, dim=1)  # (B, t/2) each
+    outputs = []
+    for queries, end, its_places in zip(segments, ends, places, strict=True):
+        y = attend(queries, k[:, :, :end], v[:, :, :end], cfg, places=its_places, **options)
+        outputs.append(y)
+    return torch.cat(outputs, dim=2)  # (B, h, t, D)
 
-
-# -----------------------------------------------------------------------------
-# A layer
 
 class Attention(nn.Module):
     """Self-attention, causal except in a masked language model. Its heads are split over tp.
 
     Where tp exceeds the number of key/value heads, wk and wv are replicated, and each rank uses the
     one key/value head that its query heads share. layer: the block's number, counted from 0.
-    fast.choose.Choice.install() may set flex and flash: see attend().
     """
 
     def __init__(self, cfg, mesh, layer=0):
         super().__init__()
         self.cfg = cfg
         self.mesh = mesh
-        self.flex = None
-        self.flash = None
+        self.flex = self.flash = None  # what Choice.install() may give: see attend()
         number = layer + 1
         is_full = cfg.full_every > 0 and number % cfg.full_every == 0
         is_unrotated = cfg.no_rope_every > 0 and number % cfg.no_rope_every == 0
@@ -180,15 +142,13 @@ class Attention(nn.Module):
         self.wo = RowLinear(cfg.n_head * self.D, C, cfg.bias, mesh)
         self.q_norm = self.k_norm = None
         if cfg.qk_norm == "head":  # one weight of D numbers for all heads
-            self.q_norm = Gain(cfg, self.D, mesh)
-            self.k_norm = Gain(cfg, self.D, mesh)
+            self.q_norm, self.k_norm = Gain(cfg, self.D, mesh), Gain(cfg, self.D, mesh)
         elif cfg.qk_norm == "all":  # a weight for each column of wq and wk, cut as they are
             self.q_norm = Gain(cfg, cfg.n_head * self.D, mesh, tp_dim=0)
             self.k_norm = Gain(cfg, G * self.D, mesh, tp_dim=0 if cuts_kv else None)
 
     def forward(self, x, t, cos, sin, cache=None, places=None):  # (n, C) -> (n, C)
-        # Every rank sees all tokens, for its own heads: n rows from each rank to all, over tp.
-        x = gather_rows(x, self.mesh.tp)  # (B*t, C)
+        x = gather_rows(x, self.mesh.tp)  # (B*t, C): n rows from each rank to all, over tp
         x = self.wq(x, self.wk, self.wv)  # (B*t, (h + 2g)*D)
         x = x.view(-1, t, self.h + 2 * self.g, self.D)
         if self.rotates and self.q_norm is None:  # queries and keys turn together
@@ -199,8 +159,7 @@ class Attention(nn.Module):
         if self.q_norm is not None:
             q, k = self.normed(q, k)
             if self.rotates:
-                q = rotate(q, cos, sin)
-                k = rotate(k, cos, sin)
+                q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         q = q.transpose(1, 2)  # (B, h, t, D): a view, as k and v are
         k = k.transpose(1, 2)  # (B, g, t, D)
         v = v.transpose(1, 2)
@@ -223,6 +182,15 @@ class Attention(nn.Module):
         if self.cfg.qk_norm == "head":
             q = F.rms_norm(q, (self.D,), self.q_norm.gain(), eps)
             return q, F.rms_norm(k, (self.D,), self.k_norm.gain(), eps)
+
+        # Over all heads of a token together, some of which are on each rank. Where several ranks
+        # have a copy of the same key head, all have as many copies, so the mean does not change.
+        tp = self.mesh.tp
+        wide = torch.promote_types(q.dtype, torch.float32)
+        wide_q, wide_k = q.to(wide), k.to(wide)
+        means = torch.stack([wide_q.square().mean((2, 3)), wide_k.square().mean((2, 3))])
+        means = sum_over_ranks(means, tp) / tp.size  # (2, B, t): SUM of 2*B*t numbers, over tp
+        q_scale, k_scale = torch.rsqrt(means + eps)[..., None, None].unbind()  # (B, t, 1, 1) each
         q_gain = self.q_norm.gain().view(self.h, self.D)
         k_gain = select_rows(self.k_norm.gain(), self.wk.rows).view(self.g, self.D)
-        return norm_of_all_heads(q, k, q_gain, k_gain, eps, self.mesh.tp)
+        return (wide_q * q_scale * q_gain).type_as(q), (wide_k * k_scale * k_gain).type_as(k)

@@ -1,10 +1,9 @@
 """The layers that attention, the MLP and the head are made of, in the letters of model.py's legend.
 
-    NORMS, Norm               LayerNorm or RMSNorm over the width
-    ColumnLinear, RowLinear   matrices that are cut over tp
-    vocab_embedding           rows of an embedding that is cut over tp
-    vocab_cross_entropy       logits that are cut over tp; three numbers per token are sent
-    Adapter, add_lora         --lora: two narrow matrices beside one that is not trained
+    Norm                                   LayerNorm or RMSNorm over the width
+    ColumnLinear, RowLinear                matrices that are cut over tp
+    vocab_embedding, vocab_cross_entropy   rows and logits of a vocabulary that is cut over tp
+    Adapter                                --lora: two narrow matrices beside one
 """
 from collections.abc import Callable
 from typing import NamedTuple
@@ -16,8 +15,6 @@ import torch.nn.functional as F
 from ops.cross_entropy import IGNORE
 from parallel import MAX, parameter, scatter_rows
 
-# -----------------------------------------------------------------------------
-# Norms
 
 def rms_norm(x, gain, bias, eps):  # arXiv:1910.07467
     return F.rms_norm(x, gain.shape, gain, eps)
@@ -33,14 +30,11 @@ class NormKind(NamedTuple):
     takes_bias: bool = False    # with --bias
     has_offset: bool = False    # its parameter is `offset`, from 0, and the gain is 1 + offset
     kernel: str | None = None   # which norm of ops/norms.py computes its gradients on a GPU
-    # How much more often torch's kernels go over a block's rows without --compile, for the planner:
-    # of the ladders of W1, G2 and W2b (bench/ladder.py)
-    passes: int = 47
 
 
 # A new name also goes into the list at `norm` in config.py.
 NORMS = {"rms": NormKind(rms_norm, kernel="rms"),
-         "layer": NormKind(layer_norm, takes_bias=True, kernel="layer", passes=12),
+         "layer": NormKind(layer_norm, takes_bias=True, kernel="layer"),
          "rms1p": NormKind(rms_norm, has_offset=True, kernel="rms")}
 
 
@@ -60,10 +54,7 @@ class Gain(nn.Module):
 
 
 class Norm(Gain):
-    """The norm that --norm names, over the width. Statistics are in at least fp32.
-
-    fast.choose.Choice.install() may set kernel, a function of ops/norms.py.
-    """
+    """The norm that --norm names, over the width. Statistics are in at least fp32."""
 
     def __init__(self, cfg, mesh):
         super().__init__(cfg, cfg.n_embd, mesh)
@@ -71,16 +62,13 @@ class Norm(Gain):
         self.formula = kind.formula
         self.eps = cfg.norm_eps
         self.bias = parameter((cfg.n_embd,), mesh) if kind.takes_bias and cfg.bias else None
-        self.kernel = None
+        self.kernel = None  # what Choice.install() may give: a function of ops/norms.py
 
     def forward(self, x):  # (n, C) -> (n, C)
         return self.formula(x, self.gain(), self.bias, self.eps)
 
     def input_and_norm(self, x):  # (n, C) -> (n, C) twice
-        """Return x, with which the caller goes on, and its norm.
-
-        In backward, x has a gradient from each, which a kernel adds up.
-        """
+        """Return x and its norm. In backward, a kernel adds up the gradients of both."""
         if self.kernel is not None:
             return self.kernel(x, self.gain(), self.bias, self.eps)
         return x, self(x)
@@ -90,26 +78,18 @@ class Norm(Gain):
 # Matrices that are cut over tp (Megatron-LM, arXiv:1909.08053, section 3)
 
 def linear(x, weights, bias=None):
-    """Return x W^T + bias, (B*t, n_out), where W is the matrices of a list, one below the other.
-
-    x (B*t, n_in), weights (rows, n_in) each. One product reads x once.
-    """
+    """x W^T + bias, (B*t, n_out), where W is the weights (rows, n_in), one below the other."""
     weight = weights[0] if len(weights) == 1 else torch.cat(weights)
     return F.linear(x, weight, bias)
 
 
 def linear_without_copy(x, weights, bias=None):
-    """linear() for ZeRO-3, which concatenates the outputs.
-
-    Autograd would keep concatenated weights until backward, so ZeRO-3 could free nothing.
-    """
-    if len(weights) == 1:
-        return F.linear(x, weights[0], bias)
+    """linear() for ZeRO-3: autograd would keep concatenated weights, and none could be freed."""
     biases = [None] * len(weights)
     if bias is not None:
         biases = bias.split([weight.size(0) for weight in weights])
-    pairs = zip(weights, biases, strict=True)
-    return torch.cat([F.linear(x, weight, bias) for weight, bias in pairs], dim=-1)
+    outputs = [F.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
 
 
 class ColumnLinear(nn.Module):
@@ -142,8 +122,7 @@ class RowLinear(nn.Module):
     """Computes y = x W^T, with the columns of W, the input features, split over tp.
 
     Rank r holds W_r of W = [W_0, W_1, ...] and its own columns x_r of x. Its product x_r W_r^T is a
-    partial sum for every row of y. scatter_rows adds the partial sums and leaves n rows of y on
-    each rank. The bias is added once, after the sum, so it is replicated.
+    partial sum for every row of y. The bias is added once, after the sum, so it is replicated.
     """
 
     def __init__(self, n_in, n_out, bias, mesh):
@@ -168,10 +147,10 @@ def select_rows(p, rows):
 # their rows of the embedding, and their columns of the logits.
 
 def vocab_embedding(tokens, weight, axis):
-    """Return the rows of the embedding: tokens (B*t,) int64, weight (local_vocab, C) -> (n, C).
+    """tokens (B*t,) int64, weight (local_vocab, C) -> (n, C)
 
-    Each rank of the axis looks up the ids that it holds, and has rows of zeros for the others. The
-    sum over the ranks picks each row from the one rank that has it.
+    Each rank has rows of zeros for the ids that it does not hold. The sum over the ranks picks each
+    row from the one rank that has it.
     """
     if axis.size == 1:
         return F.embedding(tokens, weight)
@@ -214,12 +193,11 @@ class _VocabCrossEntropy(torch.autograd.Function):
 def vocab_cross_entropy(logits, target, vocab_size, axis):
     """Return the sum of the cross-entropy in nats, (), the same on every rank of the axis.
 
-    logits (B*t, local_vocab) in the model's dtype; target (B*t,): rows with the target IGNORE take
-    no part.
+    logits (B*t, local_vocab); target (B*t,): rows with the target IGNORE take no part.
     """
     low = axis.rank * logits.size(1)
     high = low + logits.size(1)
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # at least fp32
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if high > vocab_size:  # padding columns are not tokens: they get no probability
         is_padding = torch.arange(low, high, device=logits.device) >= vocab_size
         logits = logits.masked_fill(is_padding, -torch.inf)
@@ -227,9 +205,6 @@ def vocab_cross_entropy(logits, target, vocab_size, axis):
         return F.cross_entropy(logits, target, reduction="sum", ignore_index=IGNORE)
     return _VocabCrossEntropy.apply(logits, target, axis)
 
-
-# -----------------------------------------------------------------------------
-# --lora
 
 class Adapter(nn.Module):
     """LoRA (arXiv:2106.09685, section 4.1): W stays, and two narrow matrices beside it are trained.
@@ -252,12 +227,11 @@ class Adapter(nn.Module):
         super().__init__()
         self.scale = cfg.lora_alpha / cfg.lora
         n_out, n_in = layer.weight.full_shape
+        is_row = isinstance(layer, RowLinear)
         # Where tp exceeds the number of key/value heads, wk and wv are whole on every rank.
         is_cut = layer.weight.reduction_axis != "stage"
-        cuts_rows = is_cut and isinstance(layer, ColumnLinear)
-        cuts_columns = is_cut and isinstance(layer, RowLinear)
-        self.A = parameter((cfg.lora, n_in), mesh, tp_dim=1 if cuts_columns else None)
-        self.B = parameter((n_out, cfg.lora), mesh, tp_dim=0 if cuts_rows else None)
+        self.A = parameter((cfg.lora, n_in), mesh, tp_dim=1 if is_cut and is_row else None)
+        self.B = parameter((n_out, cfg.lora), mesh, tp_dim=0 if is_cut and not is_row else None)
 
     def forward(self, x, rows=None):  # (B*t, n_in) -> (B*t, n_out), both as the layer has them
         narrow = F.linear(x, self.A) * self.scale  # (B*t, R)

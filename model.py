@@ -20,8 +20,7 @@ what this rank has.
 In ddp.py and zero.py, n is the length of a whole buffer. In Axis, m is that of one rank's part.
 
 Between the blocks the tokens lie flat, (n, C). Each tp rank holds n contiguous rows of the B*t.
-parallel.py's primitives are the identity on an axis of one rank, so few lines ask for the size of
-an axis. Those lines deal with the vocabulary, attention, positions and experts.
+parallel.py's primitives are the identity on an axis of one rank.
 """
 import functools
 import hashlib
@@ -32,17 +31,10 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+import layers
 from attention import Attention, rope_cache
 from config import draws_random_numbers, head_width, n_masked, pad_vocab
-from layers import (
-    ColumnLinear,
-    Norm,
-    RowLinear,
-    add_lora,
-    linear_without_copy,
-    vocab_cross_entropy,
-    vocab_embedding,
-)
+from layers import ColumnLinear, Norm, RowLinear, vocab_cross_entropy, vocab_embedding
 from moe import MoE
 from ops import fp8
 from ops.activations import ACTIVATIONS, GATED, gelu
@@ -69,22 +61,17 @@ class MLP(nn.Module):
         if self.products is not None and torch.is_grad_enabled():
             partial_sum = self.products(x, self.w1.weight, self.w2.weight)  # (B*t, C)
             return scatter_rows(partial_sum, self.tp)  # SUM, n of B*t rows to each rank, over tp
-        if self.w3 is None:
-            hidden = self.w1(x)  # (B*t, f)
-        else:
-            hidden = self.w1(x, self.w3)  # (B*t, 2f)
         # A gated act splits its input in two halves, and multiplies one by act of the other.
+        hidden = self.w1(x) if self.w3 is None else self.w1(x, self.w3)  # (B*t, f) or (B*t, 2f)
         return self.w2(self.act(hidden))  # (B*t, f) -> (n, C)
 
 
 # What --recompute selective keeps: results of matrix products, attention's output and log-sum-exp.
 # Norms, rotation, activation and the concatenated weights are computed again.
-PRODUCT_OPERATIONS = ["mm", "addmm", "_scaled_mm"]
-ATTENTION_KERNELS = ["flash_attention", "efficient_attention", "cudnn_attention",
-                     "flash_attention_for_cpu"]
-ATTENTION_OPERATIONS = [f"_scaled_dot_product_{kernel}" for kernel in ATTENTION_KERNELS]
-KEPT_NAMES = [*PRODUCT_OPERATIONS, *ATTENTION_OPERATIONS]
-KEPT = [getattr(torch.ops.aten, name).default for name in KEPT_NAMES]
+KEPT = [getattr(torch.ops.aten, name).default for name in (
+    "mm", "addmm", "_scaled_mm", "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_flash_attention_for_cpu")]
 
 
 class Block(nn.Module):
@@ -92,39 +79,29 @@ class Block(nn.Module):
 
     def __init__(self, cfg, mesh, layer=0):
         super().__init__()
-        self.dropout = cfg.dropout
-        self.draws = draws_random_numbers(cfg)
-        self.recompute_mode = cfg.recompute  # none, selective or full
-        self.norm_place = cfg.norm_place  # before, after or both
+        self.cfg = cfg
         self.norm1 = Norm(cfg, mesh)
         self.attn = Attention(cfg, mesh, layer)
         self.norm2 = Norm(cfg, mesh)
-        self.out_norm1 = self.out_norm2 = None
         if cfg.norm_place == "both":  # on the outputs of attention and MLP
-            self.out_norm1 = Norm(cfg, mesh)
-            self.out_norm2 = Norm(cfg, mesh)
-        self.mlp = None
+            self.out_norm1, self.out_norm2 = Norm(cfg, mesh), Norm(cfg, mesh)
         self.moe = None
         if cfg.n_experts:
             shared_hidden = cfg.n_shared_experts * cfg.ffn_hidden
-            shared = MLP(cfg, mesh, shared_hidden) if cfg.n_shared_experts else None
+            shared = MLP(cfg, mesh, shared_hidden) if shared_hidden else None
             self.moe = MoE(cfg, mesh, shared)
         else:
             self.mlp = MLP(cfg, mesh, cfg.ffn_hidden)
         if cfg.fp8 or cfg.zero == 3:
             for layer in self.modules():
                 if isinstance(layer, (ColumnLinear, RowLinear)):
-                    layer.linear = fp8.linear if cfg.fp8 else linear_without_copy
+                    layer.linear = fp8.linear if cfg.fp8 else layers.linear_without_copy
 
     def forward(self, x, t, cos, sin, cache=None, places=None):
-        """(n, C) -> (n, C), and this rank's part of the router loss: () or, without experts, None.
-
-        With --recompute, autograd keeps the input of the whole block. With experts it keeps that of
-        attention, and of what moe.MoE recomputes, but routes once: rounding could lead to others.
-        """
+        """(n, C) -> (n, C) and this rank's part of the router loss: (), or None without experts."""
         if self.moe is None:
             return self.maybe_recompute(self.compute, x, t, cos, sin, cache, places)
-        return self.compute(x, t, cos, sin, cache, places)
+        return self.compute(x, t, cos, sin, cache, places)  # routes once: see MoE.before_experts
 
     def compute(self, x, t, cos, sin, cache, places):  # as forward
         if self.moe is None:
@@ -137,40 +114,36 @@ class Block(nn.Module):
             y = self.moe(y, gates, expert_ids)  # (n, C)
             if shared is not None:
                 y = y + shared
-        if self.norm_place == "after":
+        if self.cfg.norm_place == "after":
             y = self.norm2(y)
-        elif self.norm_place == "both":
+        elif self.cfg.norm_place == "both":
             y = self.out_norm2(y)
-        return x + F.dropout(y, self.dropout, self.training), router_loss
+        return x + F.dropout(y, self.cfg.dropout, self.training), router_loss
 
     def attention_half(self, x, t, cos, sin, cache, places):
         """(n, C) -> (n, C), and what the MLP or the experts read of it, (n, C)."""
-        y = x
-        if self.norm_place != "after":
-            x, y = self.norm1.input_and_norm(x)
+        place = self.cfg.norm_place
+        x, y = (x, x) if place == "after" else self.norm1.input_and_norm(x)
         y = self.attn(y, t, cos, sin, cache, places)
-        if self.norm_place == "after":
+        if place == "after":
             y = self.norm1(y)
-        elif self.norm_place == "both":
+        elif place == "both":
             y = self.out_norm1(y)
-        x = x + F.dropout(y, self.dropout, self.training)
-        return (x, x) if self.norm_place == "after" else self.norm2.input_and_norm(x)
+        x = x + F.dropout(y, self.cfg.dropout, self.training)
+        return (x, x) if place == "after" else self.norm2.input_and_norm(x)
 
     def maybe_recompute(self, f, *args):
         """Return f(*args). Under --recompute, autograd keeps only the arguments (with selective
         also the results of the functions in KEPT), and backward runs f again."""
-        if self.recompute_mode == "none" or not self.training:
+        if self.cfg.recompute == "none" or not self.training:
             return f(*args)
-        options = {"use_reentrant": False, "preserve_rng_state": self.draws}
-        if self.recompute_mode == "selective":
+        options = {"use_reentrant": False, "preserve_rng_state": draws_random_numbers(self.cfg)}
+        if self.cfg.recompute == "selective":
             flash = self.attn.flash
             kept = KEPT if flash is None else [*KEPT, flash.operation]
             options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, kept)
         return checkpoint(f, *args, **options)
 
-
-# -----------------------------------------------------------------------------
-# Embedding and head
 
 class Weight(nn.Module):
     """A bare matrix with a name: the token embedding, the positions, the head."""
@@ -199,11 +172,10 @@ class MaskedHead(nn.Module):
 
     @staticmethod
     def masked_rows(x, targets, cp):
-        """Return the rows of the masked tokens, the only ones with a target, and their targets.
+        """Return the rows that have a target, the masked ones, and their targets.
 
-        x (B*t, C), targets (B, t) -> (B*masked, C), (B*masked,). n_masked tokens of each sequence
-        are masked, so shapes are static. The host need not wait, and a CUDA graph can record this
-        function. One cp rank may hold all masked tokens of a sequence. Where a rank holds fewer,
+        x (B*t, C), targets (B, t) -> (B*masked, C), (B*masked,). The shapes are static, for a CUDA
+        graph: one cp rank may hold all masked tokens of a sequence, and where a rank holds fewer,
         rows with target IGNORE fill the rest.
         """
         B, t = targets.shape
@@ -213,23 +185,19 @@ class MaskedHead(nn.Module):
         return x.index_select(0, rows), targets[rows]
 
 
-# -----------------------------------------------------------------------------
-# The model
-
 class GPT(nn.Module):
     """This rank's part of the model: the blocks of its stages, and 1/tp of each layer.
 
-    layers: a pair (first, end) of block numbers for each chunk that this rank has, or None for all
-    blocks.
+    chunks: a pair (first, end) of block numbers for each chunk of this rank; None is all blocks.
     """
 
-    def __init__(self, cfg, mesh, vocab_size, layers=None):
+    def __init__(self, cfg, mesh, vocab_size, chunks=None):
         super().__init__()
         self.cfg = cfg
         self.mesh = mesh
         self.vocab_size = vocab_size
-        self.chunks = layers or [(0, cfg.n_layer)]
-        self.is_first = self.chunks[0][0] == 0
+        self.chunks = chunks or [(0, cfg.n_layer)]
+        is_first = self.chunks[0][0] == 0
         self.has_head = self.chunks[-1][1] == cfg.n_layer
         self.rope = None  # cos and sin of all positions, of layers without and with a window
         self.data_parallel = None  # set by ddp.DataParallel, which knows which weights have come
@@ -237,12 +205,12 @@ class GPT(nn.Module):
         C = cfg.n_embd
         V = pad_vocab(vocab_size)
         self.wte = self.wpe = self.norm = self.head = self.mlm = None
-        if self.is_first or (cfg.tied and self.has_head):
+        if is_first or (cfg.tied and self.has_head):
             # A tied head is the embedding. Where the last stage is not the first one, it keeps a
             # copy of the embedding, and the gradients of the two copies are summed.
-            two_copies = cfg.tied and self.is_first != self.has_head
+            two_copies = cfg.tied and is_first != self.has_head
             self.wte = Weight((V, C), mesh, tp_dim=0, used=vocab_size, tied=two_copies)
-        if self.is_first and cfg.pos == "learned":
+        if is_first and cfg.pos == "learned":
             self.wpe = Weight((cfg.seq_len, C), mesh)
         self.blocks = nn.ModuleDict()
         for first, end in self.chunks:
@@ -255,10 +223,9 @@ class GPT(nn.Module):
         self.fused_loss = None  # what Choice.install() may give: head and loss in one function
         self.base = {}  # of --lora: which checkpoint the frozen weights are from
         if cfg.lora:
-            add_lora(self)
+            layers.add_lora(self)
 
-    def draw(self, p, name):
-        """Return what a parameter starts from: ddp.draw_weights has given it memory."""
+    def draw(self, p, name):  # called by ddp.draw_weights
         return initial_weights(p, name, self, self.cfg.seed)
 
     def provide_weights(self, module, x=None):
@@ -267,15 +234,13 @@ class GPT(nn.Module):
             self.data_parallel.provide_weights(module, x)
 
     def forward(self, tokens, targets=None, places=None, hidden=None, cache=None, chunk=0):
-        """Return the output of one of this rank's chunks of blocks, and the chunk's router loss.
+        """Return the output of a chunk of this rank's blocks, and its part of the router loss.
 
         tokens (B, t) int64; targets (B, t); places (B, t): the place of each token in its
         document, from 1, or None where a token sees all that is before it; hidden (n, C): the
-        output of the previous stage; cache: a Cache, for generation; chunk: which of this rank's
-        chunks.
+        output of the previous stage; cache: a Cache, for generation.
         The output is hidden (n, C) on every stage except the last. On the last stage it is the
         logits (B*t, local_vocab) or, with targets, the sum of their cross-entropy in nats, ().
-        The router loss is this rank's part of the sum over the stage's blocks, ().
         """
         t = tokens.size(1)
         first, end = self.chunks[chunk]
@@ -286,8 +251,7 @@ class GPT(nn.Module):
         for i in range(first, end):
             block = self.blocks[str(i)]
             self.provide_weights(block, x)
-            has_window = block.attn.window > 0  # A layer with a window may have other angles.
-            cos, sin = rotation[has_window]
+            cos, sin = rotation[block.attn.window > 0]  # layers with a window may have other angles
             x, block_loss = block(x, t, cos, sin, cache, places)
             if block_loss is not None:
                 router_loss = router_loss + block_loss
@@ -307,21 +271,19 @@ class GPT(nn.Module):
                 x, targets = self.mlm.masked_rows(x, targets, self.mesh.cp)
             x = self.mlm(x)
             bias = self.mlm.bias
-        if targets is not None:
-            targets = targets.reshape(-1)
-            if self.fused_loss is not None:
-                loss = self.fused_loss(x, head.weight, targets, self.vocab_size, bias)
-                return loss, router_loss
+        if targets is not None and self.fused_loss is not None:
+            loss = self.fused_loss(x, head.weight, targets.reshape(-1), self.vocab_size, bias)
+            return loss, router_loss
         logits = F.linear(x, head.weight, bias)  # (B*t, local_vocab)
         if self.cfg.logit_softcap:
             logits = self.cfg.logit_softcap * torch.tanh(logits / self.cfg.logit_softcap)
         if targets is None:
             return logits, router_loss
-        loss = vocab_cross_entropy(logits, targets, self.vocab_size, self.mesh.tp)
+        loss = vocab_cross_entropy(logits, targets.reshape(-1), self.vocab_size, self.mesh.tp)
         return loss, router_loss
 
     def _positions(self, t, cache, device):
-        """Return an index: the positions of t tokens in their sequences."""
+        """An index: the positions of t tokens in their sequences."""
         cp = self.mesh.cp
         if cp.size == 1 or cache is not None:  # with a cache each cp rank has whole sequences
             start = 0 if cache is None else cache.length
@@ -329,10 +291,7 @@ class GPT(nn.Module):
         return cp.own_segments(torch.arange(t * cp.size, device=device), 0)
 
     def _rotation(self, positions, device):
-        """Return {whether a layer has a window: cos and sin of the positions, (t, D/2) each}.
-
-        Without RoPE they are (None, None).
-        """
+        """{whether a layer has a window: cos and sin of the positions, (t, D/2) each}."""
         cfg = self.cfg
         if cfg.pos != "rope":
             return {False: (None, None), True: (None, None)}
@@ -343,10 +302,8 @@ class GPT(nn.Module):
             self.rope = {False: rope, True: rope}
             if cfg.window_rope_base:
                 self.rope[True] = rope_cache(cfg.seq_len, D, cfg.window_rope_base, device, dtype)
-        found = {}
-        for has_window, (cos, sin) in self.rope.items():  # (T, D/2) each
-            found[has_window] = cos[positions], sin[positions]
-        return found
+        return {windowed: (cos[positions], sin[positions])
+                for windowed, (cos, sin) in self.rope.items()}
 
     def _embed(self, tokens, positions):  # (B, t) -> (n, C)
         self.provide_weights(self.wte)
@@ -355,17 +312,16 @@ class GPT(nn.Module):
             x = x * math.sqrt(self.cfg.n_embd)
         if self.wpe is not None:
             self.provide_weights(self.wpe)
-            x = self._add_positions(x, self.wpe.weight[positions])
+            position_rows = self.wpe.weight[positions]  # (t, C)
+            n = x.size(0)
+            t = position_rows.size(0)
+            if n % t == 0:
+                x = (x.view(-1, *position_rows.shape) + position_rows).view(n, -1)
+            else:  # this rank's rows start inside a sequence
+                first = self.mesh.tp.rank * n
+                index = torch.arange(first, first + n, device=x.device) % t  # (n,)
+                x = x + F.embedding(index, position_rows)
         return F.dropout(x, self.cfg.dropout, self.training)
-
-    def _add_positions(self, x, position_rows):  # (n, C), (t, C) -> (n, C)
-        n = x.size(0)
-        t = position_rows.size(0)
-        if n % t == 0:
-            return (x.view(-1, *position_rows.shape) + position_rows).view(n, -1)
-        first = self.mesh.tp.rank * n  # this rank's rows start inside a sequence
-        index = torch.arange(first, first + n, device=x.device) % t  # (n,)
-        return x + F.embedding(index, position_rows)
 
 
 # Where a parameter of one dimension starts, by the last part of its name.
@@ -373,19 +329,12 @@ VECTOR_STARTS = {"weight": 1.0, "bias": 0.0, "offset": 0.0}
 
 
 @torch.no_grad()
-def init_weights(model, seed):
-    """Fill every parameter of a model that has memory for all of them."""
-    for name, p in model.named_parameters():
-        p.copy_(initial_weights(p, name, model, seed))
-
-
-@torch.no_grad()
 def initial_weights(p, name, model, seed):
-    """Return what the parameter p of that name starts from, of p's shape, in any layout the same.
+    """Return what the parameter p of that name starts from, in any layout the same.
 
     The *full* tensor is drawn from N(0, 0.02) in fp32, by (seed, name), and this rank keeps its
     share. What writes into the residual stream is divided by sqrt(2 L) (GPT-2 paper, section 2.3).
-    Norms are one; biases, norms' offsets and padding are zero. p may have no memory.
+    p may have no memory.
     """
     *_, module, role = ["", *name.split(".")]
     if p.ndim == 1:
@@ -404,9 +353,8 @@ def initial_weights(p, name, model, seed):
             key = f"{seed}/{name}/{p.offset[0] + i}"
             own[i] = normal_from_key(p.shape[1:], std, key, p.device)
         return own
-    full = torch.zeros(p.full_shape, dtype=torch.float32, device=p.device)
-    used_shape = (p.used, *p.full_shape[1:])
-    full[:p.used] = normal_from_key(used_shape, std, f"{seed}/{name}", p.device)
+    full = torch.zeros(p.full_shape, dtype=torch.float32, device=p.device)  # padding stays zero
+    full[:p.used] = normal_from_key(full[:p.used].shape, std, f"{seed}/{name}", p.device)
     for dim, (start, size) in enumerate(zip(p.offset, p.shape, strict=True)):
         full = full.narrow(dim, start, size)
     return full

@@ -44,7 +44,7 @@ def compile_block(block, whole):
     if whole:
         block.compile(fullgraph=block.moe is None)
         return
-    if block.recompute_mode != "selective":  # It looks for single operations.
+    if block.cfg.recompute != "selective":  # It looks for single operations.
         compile_method(block, "compute" if block.moe is None else "attention_half")
     if block.moe is not None:
         compile_method(block.moe, "route")

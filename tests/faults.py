@@ -28,14 +28,13 @@ import pytest
 import test_layouts
 import torch
 from pool import run_ranks
+from shared import one_process_model
 from test_layouts import compare, run
 
 from config import Config
 from corpus.synthetic import Synthetic
-from model import GPT, init_weights
 from optim import learning_rate
-from parallel import Axis, make_mesh
-from runtime.launch import World
+from parallel import Axis
 
 PACKAGES = "ops", "fast", "runtime", "corpus", "cost", "interface"
 numbers = itertools.count()  # one for each planted fault
@@ -221,8 +220,7 @@ def plain_pytorch(flags, batch):
     """
     cfg = Config(**flags)
     source = Synthetic(cfg.vocab_size, cfg.seq_len, cfg.seed)
-    model = GPT(cfg, make_mesh(World(rank=0, size=1)), cfg.vocab_size).double()
-    init_weights(model, cfg.seed)
+    model = one_process_model(cfg)
     named = dict(model.named_parameters())
     vectors = {n for n in named if "norm" in n or n.endswith("bias")}
     adam = torch.optim.AdamW([dict(params=[p for n, p in named.items() if n not in vectors]),

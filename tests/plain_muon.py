@@ -10,14 +10,12 @@ import math
 
 import torch
 from plain_model import total_loss
+from shared import one_process_model
 from test_layouts import STEPS
 
 from config import Config
 from corpus.synthetic import Synthetic
-from model import GPT, init_weights
 from optim import learning_rate
-from parallel import make_mesh
-from runtime.launch import World
 
 
 def orthogonalised(matrix):
@@ -74,8 +72,7 @@ def update(cfg, weights, moments, grads, t):
 def reference(flags, batch, tokens=Synthetic):
     """Train STEPS steps -> (stats of each step, {name: full array}, None), in fp64."""
     cfg = Config(**flags)
-    model = GPT(cfg, make_mesh(World(rank=0, size=1)), cfg.vocab_size).double()
-    init_weights(model, cfg.seed)
+    model = one_process_model(cfg)
     weights = {name: p.detach().clone() for name, p in model.named_parameters()}
     moments = {name: [torch.zeros_like(w) for _ in range(1 if is_muons(name) else 2)]
                for name, w in weights.items()}

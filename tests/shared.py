@@ -1,5 +1,5 @@
 """fast.symm_mem.SymmetricBuffer between processes on a CPU, shared memory in the place of NVLink; and samples
-of which some targets take no part.
+of which some targets take no part; a model in one process.
 """
 import contextlib
 import os
@@ -15,7 +15,19 @@ from pool import COLLECTIVE
 
 from corpus.synthetic import Synthetic
 from fast import symm_mem
+from model import GPT
 from ops.cross_entropy import IGNORE
+from parallel import make_mesh
+from runtime.launch import World
+
+
+def one_process_model(cfg):
+    """Return the whole model in fp64, with the weights that train.py starts from."""
+    model = GPT(cfg, make_mesh(World()), cfg.vocab_size).double()
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.copy_(model.draw(p, name))
+    return model
 
 
 class Masked(Synthetic):

@@ -14,6 +14,7 @@ from faults import planted, with_faults
 from pool import run_ranks
 from runs import assert_refused, chars, final, go, rows, same, session
 from safetensors.torch import load_file
+from shared import one_process_model
 from test_layouts import BERT
 
 import plan
@@ -24,9 +25,7 @@ from corpus import tokenizer
 from corpus.batches import open_data, trained_tokens
 from corpus.masked import Masked
 from corpus.synthetic import Synthetic
-from model import GPT, init_weights
 from ops.cross_entropy import IGNORE, LinearCrossEntropy
-from parallel import make_mesh
 from runtime.launch import World
 
 T = 128
@@ -93,8 +92,7 @@ def make_model(**flags):
     """Return (Config, model, x, y): fp64, no weight zero or one."""
     cfg = Config(**{**BERT, "n_layer": 3, "n_embd": 32, "vocab_size": 99, **flags})
     torch.manual_seed(1)
-    model = GPT(cfg, make_mesh(World(rank=0, size=1)), 99).double()
-    init_weights(model, 1)
+    model = one_process_model(cfg)
     with torch.no_grad():
         for p in model.parameters():
             p[:p.used] += 0.1 * torch.randn_like(p[:p.used])

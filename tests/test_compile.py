@@ -193,7 +193,7 @@ def test_the_flash_kernel_is_made_before_the_blocks_are_compiled(monkeypatch):
     monkeypatch.setattr(compile_, "keep_eager", lambda place, name: None)
     model = torch.nn.Module()
     model.mesh, model.norm = parallel.make_mesh(World(), 1, 1, 1), None
-    block = SimpleNamespace(attn=SimpleNamespace(flex=FlexAttention()), moe=None, recompute_mode="none",
+    block = SimpleNamespace(attn=SimpleNamespace(flex=FlexAttention()), moe=None, cfg=Config(),
                             compile=lambda fullgraph: made.append("compiled"))
     model.blocks = {"0": block}
     assert not made, "a model that hides no keys never imports it"

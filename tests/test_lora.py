@@ -21,6 +21,7 @@ from plain_model import total_loss
 from pool import run_ranks
 from runs import TINY, assert_refused, final, go, refused, rows, same, session
 from safetensors.torch import load_file, save_file
+from shared import one_process_model
 from test_convert import Wide
 from test_layouts import BERT, GPT2, LLAMA, STEPS, compare, equality, run
 
@@ -34,7 +35,7 @@ from cost.memory import state_bytes
 from cost.parameters import count_parameters
 from cost.step_time import expected_choice
 from hub.peft import adapter_config, modules_of
-from model import GPT, init_weights
+from model import GPT
 from parallel import make_mesh
 from runtime import adapters, resume
 from runtime.adapters import adapter_names
@@ -64,8 +65,7 @@ def with_adapters(cfg, weights):
 def plain(name, batch):
     """Train STEPS steps -> (stats of each step, {name: full array}, None), in fp64."""
     cfg = Config(**BASES[name])
-    model = GPT(cfg, make_mesh(World()), cfg.vocab_size).double()
-    init_weights(model, cfg.seed)
+    model = one_process_model(cfg)
     weights = {name: p.detach().clone() for name, p in model.named_parameters()}
     frozen = {name: weight for name, weight in weights.items() if ".lora." not in name}
     trained = {name: weight for name, weight in weights.items() if ".lora." in name}
@@ -551,8 +551,7 @@ def test_training_is_that_of_peft(qwen, hf):
 def test_adapters_start_as_those_of_peft():
     """A is spread as a uniform draw up to 1/sqrt(n_in), B is zero."""
     cfg = Config(**{**BASES["gpt2"], "n_embd": 256, "ffn_hidden": 1024, "lora": 16})
-    model = GPT(cfg, make_mesh(World()), cfg.vocab_size)
-    init_weights(model, cfg.seed)
+    model = one_process_model(cfg)
     for name, p in model.named_parameters():
         if name.endswith("lora.A"):
             assert p.std().item() == pytest.approx((3 * p.size(1)) ** -0.5, rel=0.05), name

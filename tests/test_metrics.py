@@ -18,6 +18,7 @@ from faults import with_faults
 from pool import ROOT, run_ranks
 from runs import TINY, chars, final, go, rows, session
 from safetensors.torch import load_file
+from shared import one_process_model
 
 import checkpoint
 import plot
@@ -26,7 +27,6 @@ from config import Config
 from corpus.synthetic import Synthetic
 from interface.command_line import parse
 from interface.tree import Tree
-from model import GPT, init_weights
 from optim import StepStats
 from parallel import make_mesh
 from runtime import agree, log, resume, timing
@@ -66,10 +66,7 @@ def routing(cfg, logits, bias):
 def plain_step(cfg, weights, number):
     """The step's forward and backward in one process, micro-batch after micro-batch, with full weights
     Return loss, gradients, {layer: its row of experts.jsonl}"""
-    torch.set_default_dtype(torch.float64)
-    model = GPT(cfg, make_mesh(World()), cfg.vocab_size)
-    torch.set_default_dtype(torch.float32)
-    init_weights(model, cfg.seed)
+    model = one_process_model(cfg)
     for name, t in [*model.named_parameters(), *model.named_buffers()]:
         t.data.copy_(weights.get(name, t.data))
     seen = {}

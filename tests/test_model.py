@@ -23,7 +23,7 @@ from corpus.synthetic import Synthetic
 from cost.parameters import count_parameters, flops_per_token
 from interface.presets import PRESETS
 from layers import vocab_cross_entropy
-from model import GPT, MLP, VECTOR_STARTS, init_weights
+from model import GPT, MLP, VECTOR_STARTS
 from moe import MoE
 from ops.activations import ACTIVATIONS, GATED
 from ops.cross_entropy import IGNORE
@@ -201,10 +201,6 @@ def test_a_parameter_that_starts_dead_is_found(monkeypatch):
     monkeypatch.setattr("model.Attention", NormedAttention)
     with pytest.raises(ValueError, match=r"nothing says where blocks.\d.attn.qk_norm starts; give 'qk_norm'"):
         built(cfg)
-    own = torch.nn.Module()
-    own.scale = parameter((4,), MESH)
-    with pytest.raises(ValueError, match="nothing says where scale starts"):
-        init_weights(own, 1)
     monkeypatch.setitem(VECTOR_STARTS, "qk_norm", 1.0)
     check_that_all_learn(cfg)
     monkeypatch.setitem(VECTOR_STARTS, "qk_norm", 0.0)

@@ -18,6 +18,7 @@ import test_layouts
 import torch
 import torch.nn.functional as F
 from pool import run_ranks
+from shared import one_process_model
 from test_layouts import MOE, assemble
 
 import moe
@@ -27,7 +28,7 @@ from config import Config
 from corpus.synthetic import Synthetic
 from fast import symm_mem
 from fast.choose import Choice
-from model import GPT, MLP, init_weights
+from model import MLP
 from ops import grouped_mm
 from parallel import make_mesh
 from pipeline import forward_backward
@@ -302,10 +303,7 @@ AUX_LAYOUTS = [(1, 2, {}), (2, 1, {}), (2, 2, dict(tp=2)), (2, 2, dict(pp=2)),
 
 def check_aux_gradient(n, micro_batches, layout):
     """Compare a layout with autograd on the bare model: one micro-batch, nothing divided, nothing summed."""
-    torch.set_default_dtype(torch.float64)
-    model = GPT(Config(**TINY), ALONE, TINY["vocab_size"])
-    torch.set_default_dtype(torch.float32)
-    init_weights(model, Config().seed)
+    model = one_process_model(Config(**TINY))
     model(*SameBatch(model.cfg).pair)[1].backward()
     want = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in model.named_parameters()}
     got = assemble(run_ranks(n, aux_gradient, layout, micro_batches))

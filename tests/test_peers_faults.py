@@ -150,7 +150,7 @@ def one_piece(original, model, t, cache, device):
 
 def other_masks(original, block, *args):
     """Block.maybe_recompute as if nothing were drawn in the block."""
-    with mock.patch.object(block, "draws", False):
+    with mock.patch("model.draws_random_numbers", return_value=False):
         return original(block, *args)
 
 
