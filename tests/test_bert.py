@@ -148,7 +148,7 @@ def theirs(name):
 
 def test_hidden_states_loss_and_gradients_are_transformers():
     transformers = pytest.importorskip("transformers", reason="pip install transformers: it is the oracle")
-    cfg, model, x, y = make_model(vocab_size=128)
+    cfg, model, x, y = make_model()
     bert = transformers.MegatronBertForMaskedLM(transformers.MegatronBertConfig(
         vocab_size=128, hidden_size=32, num_hidden_layers=3, num_attention_heads=4, intermediate_size=24,
         hidden_act="gelu_pytorch_tanh", hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
