@@ -47,7 +47,6 @@ ALIGNMENT = 128  # each slice begins at a multiple of this, so that loads are al
 COPY_ALONE = 2**22  # from this many elements on, a copy by itself is twice as fast as one for all
 
 
-# -----------------------------------------------------------------------------
 # Which parameters share a bucket
 
 def trained_parameters(model):
@@ -112,7 +111,6 @@ def assign_buckets(named_parameters, zero=0, bucket_elements=BUCKET_ELEMENTS, op
     return closed + list(filling.values())
 
 
-# -----------------------------------------------------------------------------
 # One bucket
 
 def padded_elements(n, n_slices):
@@ -268,7 +266,6 @@ class Bucket:
             torch._foreach_copy_(small_windows, small_grads)
 
 
-# -----------------------------------------------------------------------------
 # All buckets of a model
 
 def draw_weights(model, named_parameters):

@@ -74,7 +74,6 @@ class Norm(Gain):
         return x, self(x)
 
 
-# -----------------------------------------------------------------------------
 # Matrices that are cut over tp (Megatron-LM, arXiv:1909.08053, section 3)
 
 def linear(x, weights, bias=None):
@@ -142,7 +141,6 @@ def select_rows(p, rows):
     return p if rows is None else p[rows]  # backward of p[:] would fill a zero tensor of full size
 
 
-# -----------------------------------------------------------------------------
 # The vocabulary. Rank r of tp holds local_vocab = V/tp tokens, which begin at r * local_vocab:
 # their rows of the embedding, and their columns of the logits.
 

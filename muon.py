@@ -50,7 +50,6 @@ BATCH_ELEMENTS = 2**27  # matrices of one shape are computed together, up to thi
 ALONE = Axis("alone")  # the axis of a matrix that is not cut
 
 
-# -----------------------------------------------------------------------------
 # The iteration
 
 def orthogonalise(x, cut=None, axis=ALONE, *, scale=1.0):
@@ -111,7 +110,6 @@ def iteration_dtype(model_dtype):  # as long as that of directions
     return torch.float16 if model_dtype.itemsize == 2 else model_dtype
 
 
-# -----------------------------------------------------------------------------
 # Where the matrices are
 
 class Matrix(NamedTuple):
@@ -273,7 +271,6 @@ def length_of(part):
     return part.stop - part.start
 
 
-# -----------------------------------------------------------------------------
 # The update
 
 class Muon:

@@ -25,7 +25,6 @@ all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 MAX = dist.ReduceOp.MAX
 
-# -----------------------------------------------------------------------------
 # The mesh
 
 class CompletedWork:
@@ -241,7 +240,6 @@ def make_mesh(world, tp=1, pp=1, ep=1, *, cp=1, n_experts=0, shard=0, groups=Tru
     return Mesh(**axes)
 
 
-# -----------------------------------------------------------------------------
 # Parameters: which share of the full tensor a rank holds, and which ranks sum its gradient
 
 def reduction_axis(mesh, tp_dim, expert=False, tied=False):
@@ -300,7 +298,6 @@ def parameter(shape, mesh, tp_dim=None, expert=False, *, used=None, tied=False):
     return p
 
 
-# -----------------------------------------------------------------------------
 # Tensor and sequence parallelism: the two collectives around attention and around the MLP
 #   gather_rows   before: each rank has n of the B*t rows, and its output features need all of them
 #   scatter_rows  after: each rank has a partial sum of every row, and keeps n rows of the total

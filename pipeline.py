@@ -26,7 +26,6 @@ import torch.distributed as dist
 from interface.layout import stage_layers
 from parallel import gather_rows
 
-# -----------------------------------------------------------------------------
 # One step
 
 def forward_backward(model, data_parallel, batches, n_trained, loss_scale=None, seeds=(),
@@ -132,7 +131,6 @@ def dropout_seeds(cfg, mesh, step, n_micro_batches):
     return seeds
 
 
-# -----------------------------------------------------------------------------
 # Who does what when
 
 DURATION = {"F": 1, "B": 2}
@@ -267,7 +265,6 @@ class Ring:
             self.started += 1
 
 
-# -----------------------------------------------------------------------------
 # Text from a model, token by token
 
 class Cache:

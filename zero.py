@@ -11,7 +11,6 @@ import ddp
 from ddp import Bucket, DataParallel
 from parallel import CompletedWork
 
-# -----------------------------------------------------------------------------
 # ZeRO-2
 
 class Slot:
@@ -126,7 +125,6 @@ class ZeRO2(DataParallel):
         return SlotBucket if uses_slot(axis) else Bucket
 
 
-# -----------------------------------------------------------------------------
 # ZeRO-3
 
 class ShardedBucket(SlotBucket):

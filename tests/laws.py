@@ -53,8 +53,8 @@ TEXTS = {"bench": (".py", ".sh", ".js", ".html", ".pbs", ".slurm"),
 
 # What is larger today: a number here only falls, and what is within its limit leaves the list.
 OVER = {
-    "reading path": (3661, 12), "ops, fast": (3299, 24), "runtime, interface": (7643, 45),
-    "corpus, cost, programs": (10104, 37), "house": (24707, 118), "bench": (5007, 24),
+    "reading path": (3645, 12), "ops, fast": (3299, 24), "runtime, interface": (7643, 45),
+    "corpus, cost, programs": (10104, 37), "house": (24691, 118), "bench": (5007, 24),
     "tests": (33189, 111), "pages": (4049, 23)}
 LONG_FILES = {
     "tests/test_chat.py": 659, "tests/test_checkpoint.py": 602, "tests/test_cli.py": 621,
