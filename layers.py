@@ -94,7 +94,8 @@ def linear_without_copy(x, weights, bias=None):
 class ColumnLinear(nn.Module):
     """Computes y = x W^T, with the rows of W, the output features, split over tp.
 
-    Rank r holds W_r of W = [W_0; W_1; ...] and computes x W_r^T, which is its own columns of y.
+    Rank r holds W_r of W = [W_0; W_1; ...] and computes x W_r^T, which is its own columns of y. The
+    caller's gather_rows has brought all rows of x; its backward adds the ranks' gradients of x.
     With cut=False every rank holds all of W, and uses `rows` of it, a slice, or all with None.
     """
 

@@ -60,7 +60,7 @@ class MoE(nn.Module):
 
     def before_experts(self, x):
         """Return what route() does, and the shared MLP's output, (n, C) or None."""
-        # The routing is never recomputed, because rounding could lead to other experts.
+        # Block calls this before forward: a recomputed routing could round to other experts.
         gates, expert_ids, router_loss = self.route(x)
         shared = None if self.shared is None else self.maybe_recompute(self.shared, x)
         return gates, expert_ids, router_loss, shared

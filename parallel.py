@@ -28,10 +28,8 @@ MAX = dist.ReduceOp.MAX
 # The mesh
 
 class CompletedWork:
-    """The handle of a collective that is already complete."""
-
     def wait(self):
-        """Return at once."""
+        """The collective is already complete."""
 
 
 @dataclass(frozen=True)

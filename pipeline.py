@@ -46,12 +46,12 @@ def forward_backward(model, data_parallel, batches, n_trained, loss_scale=None, 
             loss, router_loss = model(x, y, *places)  # a sum over tokens; of the router a mean
         mean_part = loss / n_trained  # the one division
         total = total + mean_part.detach()
-        # The one exception: the router's loss is a mean over each micro-batch.
+        # The one exception: the router's loss is a mean over each micro-batch, see MoE.route.
         router_part = router_loss / (len(batches) * model.mesh.dp.size)
         # In the last micro-batch, a bucket's sum starts as soon as its gradients are complete.
         data_parallel.completes_grads = i == len(batches) - 1
         with data_parallel.timers("backward"):
-            (mean_part + router_part).backward(loss_scale)
+            (mean_part + router_part).backward(loss_scale)  # its gradient; None is 1
     return total
 
 
@@ -151,7 +151,7 @@ def schedule(rank, pp, chunks, micro_batches, backward=True):
         rank 1    F0 B0 F1 B1 F2 B2 F3 B3    (warmup 0)
     """
     order = []
-    # pp micro-batches go through a chunk; then the first has come around to the next chunk.
+    # Groups of pp micro-batches go through a chunk, then the next. The last group may be short.
     for first in range(0, micro_batches, pp):
         for chunk in range(chunks):
             order += [(i, chunk) for i in range(first, first + pp)]
@@ -203,9 +203,9 @@ def messages_between(ended_ops, chunks):
 class Ring:
     """Walks a timetable on this rank, and sends and receives activations (n, C) and gradients.
 
-    All messages of one time go in one batch: in NCCL, two ranks that both begin with a send would
-    wait for each other. Only their order tells the messages between two ranks apart. A rank waits
-    for batches in order, at time t for times up to t, so no circle of waits can arise.
+    The times only order the calls. All messages of one time go in one batch: in NCCL, two ranks
+    that both begin with a send would wait for each other. A rank waits for batches in order,
+    counted from 1, and at time t for times up to t, so no circle of waits can arise.
     """
 
     def __init__(self, model, n_tokens, timers=contextlib.nullcontext):
@@ -228,12 +228,12 @@ class Ring:
                 run = forward if op.kind == "F" else backward
                 made = run(op.micro_batch, op.chunk, self.receive(op))
             self.start_exchange(ended_ops, made)
-            # Else a rank could run ahead and fill its memory.
+            # Else a rank could fill its memory. Any bound is safe; this one hides a warm-up.
             self.wait(may_remain=2 * self.axis.size)
         self.wait(may_remain=0)
 
     def receive(self, op):
-        tensor, number = self.inbox.pop(op, (None, 0))
+        tensor, number = self.inbox.pop(op, (None, 0))  # 0: it waits for none
         self.wait(may_remain=self.started - number)
         return tensor
 

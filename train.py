@@ -39,7 +39,7 @@ def train(run):
     if cfg.pdb >= 0:
         breakpoint()  # which only the rank of --pdb obeys
 
-    def due(every):  # each so many steps (0: never), and in the last one
+    def due(every):  # whether the loop's step `number` is one of these (0: none), or the last
         return every > 0 and (number % every == 0 or number == cfg.steps)
 
     while state.step < cfg.steps and run.outcome is Outcome.DONE:

@@ -39,9 +39,10 @@ class SlotBucket(Bucket):
 
     def __init__(self, *args):
         super().__init__(*args)
-        self.in_turn = False  # take() starts the sums.
+        # take() starts the sums. Buckets end with blocks, so all ranks complete them in one order.
+        self.in_turn = False
 
-    def allocate(self, weights):
+    def allocate(self, weights):  # no grad yet: use() gives one
         self.grad_total = torch.zeros_like(weights[self.own_slice])
 
     def use(self, slot):
@@ -153,7 +154,7 @@ class ShardedBucket(SlotBucket):
 
     def free(self):
         self.wait_weights()  # A gather must not write into memory that has another owner.
-        self.storage.resize_(0)
+        self.storage.resize_(0)  # Its next owner comes later in the stream than its readers.
 
     def after_update(self):
         self.free()  # What may still be gathered is outdated; forward fetches the new weights.
@@ -218,7 +219,7 @@ class ZeRO3(ZeRO2):
         return buckets
 
     def part_of(self, module):
-        """The next part, from the current one on, with this module (a tied embedding is in two)."""
+        """The next part, from the current one on, with this module: a tied embedding is in two."""
         n = len(self.parts)
         order = [(self.current_part + ahead) % n for ahead in range(n)]
         return next((part for part in order if module in self.parts[part]), None)
