@@ -344,7 +344,7 @@ MALFORMED = {  # {reader: [(what happens to a directory, a word of the line)]}
         (text(CONFIG, ""), CONFIG), (text(CONFIG, "[1]"), CONFIG), (text(CONFIG, "[" * 10**5), CONFIG),
         (text(CONFIG, '{"model_type": "llama", "rms_norm_eps": NaN}'), CONFIG),
         (rewritten(CONFIG, lambda data: data[:len(data) // 2]), CONFIG),
-        (rewritten(CONFIG, lambda data: b"\xff" + data), CONFIG), (piped(CONFIG), "a pipe"),
+        (rewritten(CONFIG, lambda data: b"\xff" + data), CONFIG),
         (large(CONFIG), "bytes, more than"), (lambda folder: (folder / CONFIG).unlink(), CONFIG)],
     "model.safetensors": [
         (lambda folder: (folder / WEIGHTS).rename(folder / "pytorch_model.bin"), ".bin"),

@@ -1,19 +1,17 @@
-"""A real disk that is full, pipes in the place of files, and files that are cut, removed or unpack for ever.
+"""A real disk that is full, and files that are cut, removed or unpack for ever.
 
 test_borders.py fills disks by a limit on the size of files, for machines where nothing can be mounted.
 """
 import contextlib
-import io
 import json
 import os
-import re
 import shutil
 import subprocess
 from unittest import mock
 
 import numpy as np
 import pytest
-from runs import SHAPE, TINY, assert_refused, go, session
+from runs import TINY, assert_refused, go, session
 from test_borders import documents, refused_line
 from test_data import make_text
 
@@ -21,10 +19,8 @@ import checkpoint
 import convert
 import plot
 import prepare
-import sample
-from corpus import batches, shards
+from corpus import shards
 from corpus import text as readers
-from interface.command_line import parse
 from interface.schema import ChangedFile
 from runtime import profiles
 from runtime.launch import World
@@ -136,91 +132,6 @@ def test_a_trace_that_torch_cannot_write_leaves_nothing(tmp_path, capsys, monkey
     said = capsys.readouterr()
     assert said.out == "" and "trace.json: " in said.err and "going on without it" in said.err, said
     assert list(tmp_path.iterdir()) == []
-
-
-# -----------------------------------------------------------------------------
-# A pipe in the place of a file: who opens it waits until somebody writes
-
-def pipes_for(folder, copies):
-    """Yield (name, a copy of the folder in which a pipe has taken the place of this file)."""
-    files = sorted(path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
-    assert files
-    for number, name in enumerate(files):
-        copy = copies / f"{folder.name}{number}"
-        shutil.copytree(folder, copy)
-        (copy / name).unlink()
-        os.mkfifo(copy / name)
-        yield str(name), copy
-
-
-def ends(main, *argv):
-    """Assert that a program ends with 0, or with 2 and one line. Return the line, or ""."""
-    said = io.StringIO()
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(said):
-        try:
-            code = main([str(word) for word in argv])
-        except SystemExit as leaving:
-            code = leaving.code
-    err = said.getvalue()
-    if not code:
-        return ""
-    assert code == 2 and err.splitlines()[-1].startswith("nanoshard: "), (argv, err)
-    return err
-
-
-def test_no_program_waits_for_a_pipe_among_the_files_of_a_model(made, tmp_path):
-    for name, folder in pipes_for(made / "theirs", tmp_path):
-        err = ends(convert.main, "import", folder, f"--out={tmp_path}/out{name}")
-        if name == "config.json" or name.startswith("model") or name == "tokenizer.json":
-            assert re.search(rf"/{name} is (a pipe|no file)", err.replace("not a tokenizer file (", "")), err
-        if name.startswith("model"):
-            ends(sample.main, folder, "--prompt=a", "--max-new-tokens=1")
-        if name.startswith("tokenizer"):
-            ends(prepare.main, made / "text.txt", "--name=x", f"--out={tmp_path}/{name}", "--workers=1",
-                 f"--tokenizer=hf:{folder}")
-
-
-def test_no_program_waits_for_a_pipe_among_the_files_of_a_data_set(made, tmp_path):
-    shards.verify(made / "data/toy")  # leaves .verified.json
-    again = [made / "text.txt", "--name=toy", "--vocab-size=300", "--workers=1", "--val-fraction=0.3"]
-    for name, folder in pipes_for(made / "data", tmp_path):
-        source = f"--out={folder}"
-        err = ends(prepare.main, "stdlib", "--verify", "--name=toy", source)
-        assert err or name == "toy/.verified.json"
-        ends(prepare.main, *again, source)
-        assert go_refused(f"--data={folder}/toy", "--vocab-size=0") or name == "toy/.verified.json"
-    for name in "lock", "meta.json", "train_00000.bin":
-        work = tmp_path / f"work-{name}" / "toy" / ".parts"
-        work.mkdir(parents=True)
-        (work / "lock").touch()
-        (work / name).unlink(missing_ok=True)
-        os.mkfifo(work / name)
-        err = ends(prepare.main, *again, f"--out={work.parent.parent}")
-        assert "toy holds .parts, which prepare.py did not make" in err, err
-
-
-def go_refused(*flags):
-    """Whether a run with these flags is refused as its data are opened; no step is done."""
-    cfg = parse([*SHAPE[:-1], *flags])
-    try:
-        batches.open_data(cfg, local_rank=0)
-    except (ValueError, OSError):
-        return True
-    return False
-
-
-def test_no_program_waits_for_a_pipe_among_the_files_of_a_run(made, tmp_path):
-    shutil.copytree(made / "run", tmp_path / "run")
-    for path in (tmp_path / "run").glob("*.txt"):  # plots, which nobody reads
-        path.unlink()
-    for name, run in pipes_for(tmp_path / "run", tmp_path):
-        errors = [ends(checkpoint.main, "show", run), ends(plot.main, run),
-                  ends(sample.main, run, "--prompt=a", "--max-new-tokens=1")]
-        result = session(World(), [*TINY, f"--data={made}/data/toy", "--vocab-size=0", f"--out={run}",
-                                   "--steps=2", "--resume=auto"])
-        assert result["code"] in (0, 2) and "Traceback" not in result["err"], (name, result)
-        if name in ("config.json", "metrics.jsonl", "step_000002/index.json"):
-            assert any(f"{name} is a pipe or a device" in err for err in errors), (name, errors)
 
 
 # -----------------------------------------------------------------------------
