@@ -549,7 +549,7 @@ def test_wrong_flags_of_convert_py(made, tmp_path):
             (["turn", run, out], "turn"), (["export", run, out, "--dtype=int8"], "int8"),
             (["export", run, out, "--shard-gb=nan"], "--shard-gb nan"),
             (["export", made / "toy", out], "config.json"), (["import", run, out], "is a run of train.py"),
-            (["exprot", run, out], "perhaps export is meant"),
+            (["exprot", run, out], "invalid choice 'exprot'"),
             (["import", hf_dir, out, "--seq-len=99"], "--seq-len 99")]:
         refused(convert.main, argv, word)
     (made / "hf" / "tokenizer.json").rename(made / "hf" / "none.json")  # its library is not everywhere
