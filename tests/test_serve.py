@@ -133,7 +133,7 @@ def test_a_name_that_is_given_by_host_is_ours():
 
 @pytest.mark.parametrize("content,words", [
     ({**ASKS, "temperature": float("nan")}, "temperature is nan"),
-    ({**ASKS, "temperature": 101}, "temperature is 101, not a number from 0 to 100"),
+    ({**ASKS, "temperature": 101}, "temperature is 101, not a finite number from 0.0 to 100.0"),
     ({**ASKS, "mode": "x"}, "chat, text"),
     ({**ASKS, "messages": "x"}, "not a list"), ([], "an object"),
     ({**ASKS, "messages": ["no"]}, "I cannot say this"), ({}, "lacks mode")])
