@@ -33,8 +33,7 @@ if __name__ == "__main__":  # --help and wrong flags are answered before torch i
         PARSED = arguments(sys.argv[1:])
 
 from config import ceil_div
-from corpus.batches import batch_size
-from corpus.shards import load_blend_meta, settled_doc_mask
+from corpus.samples import batch_size, load_blend_meta, settled_doc_mask
 from cost import plan_page
 from cost.advice import idle_warnings
 from cost.gpus import GPUS, gpu_for

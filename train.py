@@ -21,7 +21,7 @@ import torch
 
 import moe
 from config import Outcome, draws_random_numbers
-from corpus.batches import batch_size, micro_batches, trained_tokens
+from corpus.samples import batch_size, micro_batches, trained_tokens
 from fast.choose import choose
 from fast.graph import make_step
 from model import DTYPES, GPT

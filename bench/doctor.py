@@ -47,7 +47,7 @@ from runtime.launcher import bare_environment, env_rank, scheduler
 TORCH_SECONDS = time.perf_counter() - BEGAN  # most of it: runtime.launch imports torch
 from config import Outcome
 from corpus import shards
-from corpus.blend import parse_blend
+from corpus.samples import parse_blend
 from ops.accelerator import ask, device_name
 
 SLOW_DISK = 50  # MB/s; a slower disk takes minutes for a checkpoint of a billion parameters

@@ -21,7 +21,7 @@ from runtime.launch import World, exit_together, launch, shutdown
 import equality
 
 from config import Config, Outcome
-from corpus.batches import open_data
+from corpus.samples import open_data
 from interface.command_line import parse
 from interface.layout import command
 from interface.words import program_of

@@ -6,9 +6,7 @@ from runtime.launch import deterministic
 import torch
 
 import train
-from corpus.batches import open_data
-from corpus.documents import document_places
-from corpus.synthetic import Synthetic
+from corpus.samples import Synthetic, document_places, open_data
 from fast.choose import choose
 from fast.graph import make_step
 from fast.symm_mem import bytes_allocated

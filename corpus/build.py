@@ -27,8 +27,8 @@ from typing import NamedTuple
 import numpy as np
 
 from corpus import tokenizer
+from corpus.order import draw_keys, splitmix64
 from corpus.shards import SPLITS, VERSION
-from corpus.synthetic import draw_keys, splitmix64
 from corpus.text import DOC_CHARS, documents
 from interface.command_line import one_line
 from interface.schema import load_json

@@ -8,13 +8,13 @@ resume. A sample of the second epoch has another number, and so it has other mas
 import numpy as np
 
 from config import n_masked
-from corpus.synthetic import draw_keys, splitmix64
+from corpus.order import draw_keys, splitmix64
 
 MASK = "[MASK]"  # in a text for sample.py or transformers; no training text is ever encoded to its id
 
 
 class Masked:
-    """The samples of a source (shards.Tokens, Blend, Synthetic), masked.
+    """The samples of a source (samples.Tokens, Blend, Synthetic), masked.
 
     n_masked is the number of chosen tokens of each sequence, mask_token the id of [MASK].
     """
@@ -34,7 +34,7 @@ class Masked:
 
         x has the masks. y has the tokens that were there, and IGNORE where none was chosen.
         """
-        import torch  # not at the top: see shards.inputs_and_targets
+        import torch  # not at the top: see samples.inputs_and_targets
 
         from ops.cross_entropy import IGNORE
         tokens = self.source.batch(first, n)[0].numpy()  # (n, T)

@@ -21,7 +21,8 @@ from pathlib import Path
 
 import numpy as np
 
-from corpus.shards import first_folder, load_meta
+from corpus.samples import first_folder
+from corpus.shards import load_meta
 from interface import paths
 from interface.command_line import check_utf8, one_line
 from interface.schema import Range, check_schema, load_json_of_others

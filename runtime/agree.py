@@ -23,8 +23,8 @@ import torch
 
 import parallel
 from config import Outcome
-from corpus import batches
-from corpus.shards import parse_blend, verify
+from corpus import samples
+from corpus.shards import verify
 from corpus.tokenizer import prompt_tokenizer
 from cost.memory import check_memory
 from interface.command_line import one_line
@@ -118,7 +118,7 @@ def open_data(cfg, world, mesh):
     read, or is not the same on all ranks, or the model is too large for their memory. Collective.
     """
     verify_data_first(world.tree, cfg.data)
-    train, val, vocab_size, identity = batches.open_data(cfg, world.local_rank)
+    train, val, vocab_size, identity = samples.open_data(cfg, world.local_rank)
     tokenizer = prompt_tokenizer(cfg)
     check_memory(cfg, mesh, vocab_size, world)
     fp8.check_device(cfg, world.device)
@@ -214,7 +214,7 @@ def verify_data_first(tree, spec):
     They find its record, .verified.json, and need not read the files of a shared disk again. Collective over
     the tree.
     """
-    folders = [] if spec == "synthetic" else [folder for folder, _ in parse_blend(spec)]
+    folders = [] if spec == "synthetic" else [folder for folder, _ in samples.parse_blend(spec)]
     for folder in folders:
         if tree.rank == 0:
             announce_reading(Path(folder))

@@ -18,7 +18,7 @@ from config import (
     has_effect,
     unknown_flags,
 )
-from corpus.shards import settled_doc_mask
+from corpus.samples import settled_doc_mask
 from runtime import other_data
 
 

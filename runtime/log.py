@@ -21,7 +21,7 @@ import torch
 
 import plot
 from config import FLAGS, Config, Outcome, has_effect
-from corpus.shards import first_folder
+from corpus.samples import first_folder
 from cost.parameters import flops_per_token
 from cost.step_time import peak_flops
 from cost.traffic import bytes_between_nodes, traffic

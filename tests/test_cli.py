@@ -21,7 +21,7 @@ import config
 import plan
 import sample
 from config import Config
-from corpus.synthetic import Synthetic
+from corpus.samples import Synthetic
 from cost import memory
 from cost.plan_flags import PlanFlags
 from fast.choose import choose

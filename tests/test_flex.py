@@ -19,8 +19,8 @@ from test_model import MESH, random_model
 
 import attention
 from config import Config
-from corpus import batches
-from corpus.documents import document_places
+from corpus import samples
+from corpus.samples import document_places
 from fast import choose, flex
 from fast.flex import FlexAttention
 from model import GPT
@@ -292,7 +292,7 @@ def test_when_the_kernel_is_chosen(flags, possible):
 def test_a_graph_reads_the_documents_of_each_step(tmp_path):
     """A run on a CPU as on a GPU, with an emulated graph, against the mask. Both say which one attends."""
     flags = [*TINY, "--window=6", "--full-every=2", "--steps=5"]
-    with mock.patch.object(batches, "Synthetic", Documents):
+    with mock.patch.object(samples, "Synthetic", Documents):
         said = session(World(), [*flags, f"--out={tmp_path}/mask"])
         assert said["code"] == 0 and "--window 6: its layers attend through a mask" in said["out"], said
         with planted(*CHOSEN[0]), planted(*CHOSEN[1]):

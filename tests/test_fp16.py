@@ -19,7 +19,7 @@ import checkpoint
 import moe
 import train
 from config import Config
-from corpus.synthetic import Synthetic
+from corpus.samples import Synthetic
 from layers import vocab_cross_entropy
 from parallel import make_mesh
 from runtime.launch import World

@@ -21,7 +21,6 @@ import plot
 import prepare
 from corpus import shards
 from corpus import text as readers
-from interface.schema import ChangedFile
 from runtime import profiles
 from runtime.launch import World
 
@@ -153,16 +152,6 @@ def test_a_shard_that_is_cut_while_it_is_verified_is_named(made, tmp_path, monke
     monkeypatch.setattr(shards, "open", cut_second, raising=False)
     with pytest.raises(ValueError, match=f"^{path} has sha256 "):
         shards.verify(tmp_path / "toy", cache=False)
-
-
-def test_a_mask_that_is_cut_is_named(tmp_path):
-    path = tmp_path / "train_mask_00000.bin"
-    path.write_bytes(shards.pack_header(1, 5000) + bytes(5000))
-    mask = shards.Shard(path, "<u1", 5000, 2, "make it again")
-    assert mask.all().sum() == 0
-    os.truncate(path, 9000)
-    with pytest.raises(ChangedFile, match=f"^{path} was cut while this run reads it"):
-        mask.all()
 
 
 @pytest.mark.parametrize("program", ["diff", "init-from"])

@@ -16,8 +16,7 @@ from test_model_flags import SHORT
 import ddp
 import train
 from config import Config
-from corpus.batches import micro_batches, trained_tokens
-from corpus.synthetic import Synthetic
+from corpus.samples import Synthetic, micro_batches, trained_tokens
 from fast import buckets, choose, graph, symm_mem
 from fast.graph import WARMUP_STEPS, DeferredGather, GraphedStep
 from parallel import make_mesh

@@ -26,7 +26,7 @@ from pool import ROOT, context, run_ranks
 from runs import SHAPE, TINY, assert_refused, rows
 
 import train
-from corpus import batches, shards
+from corpus import samples, shards
 from runtime import agree, launch, launcher, limits, session, visible
 from runtime.launcher import LAUNCHERS, detect
 
@@ -206,8 +206,8 @@ def test_ranks_with_different_code_or_data_end_together(tmp_path):
 
 def session_with_other_data(world, argv):
     """runs.session, in which one path leads to other tokens on each rank."""
-    real = batches.open_data
-    with mock.patch.object(batches, "open_data", lambda *a: (*real(*a)[:3], ["one", "two"][world.rank])):
+    real = samples.open_data
+    with mock.patch.object(samples, "open_data", lambda *a: (*real(*a)[:3], ["one", "two"][world.rank])):
         return runs.session(world, argv)
 
 

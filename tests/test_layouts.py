@@ -20,7 +20,7 @@ from equality import assemble, capacity_ranks
 
 from config import Config
 from corpus import masked
-from corpus.synthetic import Synthetic
+from corpus.samples import Synthetic
 
 LLAMA = dict(n_layer=4, n_head=4, n_kv_head=2, n_embd=16, ffn_hidden=24, vocab_size=100, seq_len=8,
              norm="rms", mlp="swiglu", pos="rope", bias=False, tied=False, dtype="fp64", clip=0.05, lr=1e-2,

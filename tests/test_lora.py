@@ -30,7 +30,7 @@ import convert
 import sample
 import train
 from config import Config
-from corpus.synthetic import Synthetic
+from corpus.samples import Synthetic
 from cost.memory import state_bytes
 from cost.parameters import count_parameters
 from cost.step_time import expected_choice

@@ -24,7 +24,7 @@ import checkpoint
 import plot
 import train
 from config import Config
-from corpus.synthetic import Synthetic
+from corpus.samples import Synthetic
 from interface.command_line import parse
 from interface.tree import Tree
 from optim import StepStats

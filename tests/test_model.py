@@ -19,7 +19,7 @@ import train
 from attention import Attention, rope_cache, rotate
 from config import Config, head_width, pad_vocab
 from corpus.masked import Masked
-from corpus.synthetic import Synthetic
+from corpus.samples import Synthetic
 from cost.parameters import count_parameters, flops_per_token
 from interface.presets import PRESETS
 from layers import vocab_cross_entropy

@@ -25,7 +25,7 @@ import moe
 import parallel
 import train
 from config import Config
-from corpus.synthetic import Synthetic
+from corpus.samples import Synthetic
 from fast import symm_mem
 from fast.choose import Choice
 from model import MLP

@@ -25,7 +25,7 @@ import model as model_module
 import moe
 import train
 from config import Config, check
-from corpus.synthetic import Synthetic
+from corpus.samples import Synthetic
 from cost.parameters import count_parameters, flops_per_token
 from interface.command_line import parse
 from interface.layout import check_layout

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import muon
-from corpus.synthetic import Synthetic
+from corpus.samples import Synthetic
 from cost.gpus import GPUS
 from cost.memory import state_bytes
 from cost.muon import muon_seconds, workspace_bytes

@@ -13,7 +13,7 @@ import config
 import train
 from config import Config, flags_of_kind
 from corpus.masked import Masked
-from corpus.synthetic import Synthetic
+from corpus.samples import Synthetic
 from cost.parameters import count_parameters, local_parameters, stage_mesh
 from interface.command_line import read_flags, read_run_config
 from interface.presets import GPT2

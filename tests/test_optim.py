@@ -16,7 +16,7 @@ from test_model import FAMILIES, MOE, built, steps
 import optim
 import train
 from config import Config
-from corpus.synthetic import Synthetic
+from corpus.samples import Synthetic
 from optim import AdamW, learning_rate
 from parallel import make_mesh
 from runtime.launch import World

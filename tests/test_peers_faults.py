@@ -39,8 +39,7 @@ from runs import TINY, session
 from shared import Masked
 
 import prepare
-from corpus.shards import open_tokens
-from corpus.synthetic import Synthetic
+from corpus.samples import Synthetic, open_tokens
 from ddp import DataParallel
 
 TP_EP, PP_DP, PP_ZERO = (2, dict(tp=2, ep=2)), (4, dict(pp=2)), (4, dict(pp=2, zero=1))
@@ -196,7 +195,7 @@ def garbage_in_empty_slots(original, ctx, x, perm, inv_perm, K=1):
 
 FAULTS = {  # threads: what went wrong there: (model, (ranks, layout), faults as arguments of planted)
     "Megatron-LM #7452 (3): the loss divided by local numbers of tokens": (
-        LLAMA, DP, ("corpus.batches.trained_tokens", tokens_of_this_rank)),
+        LLAMA, DP, ("corpus.samples.trained_tokens", tokens_of_this_rank)),
     "torchtitan #2206: the mean of each micro-batch's mean": (
         LLAMA, DP, ("pipeline.forward_backward", mean_of_means)),
     "torchtitan #2972: a pipeline divides the logged loss alone": (
@@ -335,9 +334,9 @@ def samples_since_the_resume(original, run):
 
 RESUMES = {  # threads: what went wrong there: a fault of the resumed process
     "accelerate #2823, #4071, #4233: a resumed run has the order of another epoch": (
-        "corpus.shards.Tokens.shuffled_starts", an_epoch_too_late),
+        "corpus.samples.Tokens.shuffled_starts", an_epoch_too_late),
     "accelerate #1451: what a resume skipped is skipped in later epochs": (
-        "corpus.shards.Tokens.shuffled_starts", skipped_again),
+        "corpus.samples.Tokens.shuffled_starts", skipped_again),
 }
 SECOND_RESUMES = {  # faults of a process that was resumed and is stopped again
     "KempnerForge #57: the second resume in an epoch counts from the first": (

@@ -20,7 +20,7 @@ import moe
 import plan
 import train
 from config import Config, head_width
-from corpus.synthetic import Synthetic
+from corpus.samples import Synthetic
 from cost import step_time
 from cost.gpus import GPUS
 from cost.memory import CONTEXT, GIB, saved_activations

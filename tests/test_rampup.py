@@ -8,8 +8,7 @@ from runs import go, rows, same
 
 import train
 from config import Config
-from corpus.batches import batch_size
-from corpus.synthetic import Synthetic
+from corpus.samples import Synthetic, batch_size
 from interface.command_line import parse
 from interface.layout import check_ramp
 from parallel import make_mesh

@@ -8,7 +8,6 @@ import math
 import os
 import shutil
 import sys
-from fractions import Fraction
 from types import SimpleNamespace
 
 import numpy as np
@@ -21,22 +20,14 @@ import plot
 import prepare
 import sample
 from config import Config
-from corpus import blend, build, chat, shards, text, tokenizer
-from corpus.synthetic import permute
+from corpus import build, chat, shards, text, tokenizer
+from corpus.order import permute
 from hub import families, gguf
 from hub.tokenizer import printable_bytes
 from interface import command_line, files, schema
 
 # -----------------------------------------------------------------------------
 # Data sets
-
-def test_weights_of_a_blend_have_exponents_of_at_most_three_characters():
-    assert blend.parse_weight("spec", "5e-10") == Fraction(5, 10**10)
-    assert blend.parse_weight("spec", "1e200") == 10**200
-    for huge in ("1e9999", "1e1000000"):
-        with pytest.raises(ValueError, match="is not a weight"):
-            blend.parse_weight("spec", huge)
-
 
 def test_a_part_has_another_name_if_anything_but_the_place_of_its_tokenizer_changes():
     settings = build.Settings("here/tokenizer.json", "abc", "<u2", "text", 0.1, 5)
@@ -160,33 +151,6 @@ def test_each_byte_has_a_character_of_its_own_that_prints():
     assert characters[ord("A")] == "A" and characters[10] == "\u010a" and characters[32] == "\u0120"
 
 
-def test_a_shard_is_read_on_where_a_read_ends_early(tmp_path, monkeypatch):
-    tokens = np.arange(20, dtype="<u2")
-    (tmp_path / "train_00000.bin").write_bytes(shards.pack_header(2, 20) + tokens.tobytes())
-    shard = shards.Shard(tmp_path / "train_00000.bin", "<u2", 20, 99, "mend it")
-    preadv, pread = os.preadv, os.pread
-    monkeypatch.setattr(os, "preadv", lambda fd, out, at: preadv(fd, [memoryview(out[0]).cast("B")[:5]], at))
-    monkeypatch.setattr(os, "pread", lambda fd, n, at: pread(fd, min(n, 4), at))
-    out = np.zeros(9, "<u2")
-    shard.read_into(out, 7)
-    assert out.tolist() == tokens[7:16].tolist()
-
-
-@pytest.mark.parametrize("n_tokens,n_masks,fits", [
-    ([8, 4], [8, 4], True), ([8, 4], [4, 8], False), ([8, 4], [12], False), ([9, 5], [9, 5], False)])
-def test_masks_have_the_sizes_of_their_shards_and_whole_windows(n_tokens, n_masks, fits, monkeypatch):
-    masks = [SimpleNamespace(size=n, all=lambda n=n: np.arange(n, dtype=np.uint8) % 4 == 3) for n in n_masks]
-    monkeypatch.setattr(shards, "open_shards", lambda folder, split, meta, kind: masks)
-    tokens = SimpleNamespace(split="train", seq_len=3, n_tokens=sum(n_tokens),
-                             shards=[SimpleNamespace(size=n) for n in n_tokens])
-    if not fits:
-        with pytest.raises(ValueError, match="the masks of train do not fit its tokens"):
-            shards.Tokens.open_masks(tokens, "folder", {"seq_len": 3})
-        return
-    shards.Tokens.open_masks(tokens, "folder", {"seq_len": 3})
-    assert tokens.n_samples == 3 and tokens.counts.tolist() == [1, 1, 1]
-
-
 META = {"version": 1, "tokenizer": "char", "tokenizer_sha256": "a", "dtype": "uint16", "vocab_size": 9,
         "tokens": {"train": 8, "val": 8}, "eod": None,
         "shards": {split: [{"file": f"{split}_00000.bin", "tokens": 8, "sha256": split}]
@@ -195,32 +159,8 @@ MASKS = {split: [{"file": f"{split}_mask_00000.bin", "tokens": 8, "sha256": spli
          for split in shards.SPLITS}
 
 
-@pytest.mark.parametrize("masks,seq_len,wrong", [
-    (MASKS, 3, ""), (MASKS, 0, "seq_len is 0"), (MASKS, 2**24 + 1, "seq_len is 16777217"),
-    ({}, 3, "masks lacks train"), ({**MASKS, "val": [3]}, 3, r"masks.val\[0\] is 3")])
-def test_the_meta_of_conversations_is_checked(masks, seq_len, wrong, tmp_path):
-    (tmp_path / "meta.json").write_text(json.dumps({**META, "masks": masks, "seq_len": seq_len}))
-    if wrong:
-        with pytest.raises(ValueError, match=wrong):
-            shards.load_meta(tmp_path)
-    else:
-        assert shards.load_meta(tmp_path)["seq_len"] == 3
-
-
-def test_the_first_of_several_shared_shards_is_named():
-    both = {"train": [{"sha256": name} for name in "dcb"], "val": [{"sha256": name} for name in "ecd"]}
-    assert shards.shared_sha256(both) == "c"
-    assert shards.shared_sha256({**both, "val": [{"sha256": "e"}]}) == ""
-
-
 # -----------------------------------------------------------------------------
 # prepare.py
-
-def test_shards_may_be_as_small_as_a_token():
-    assert prepare.parse(["a.txt", "--name=a", "--shard-tokens=1"]).shard_tokens == 1
-    with pytest.raises(ValueError, match="shard-tokens"):
-        prepare.parse(["a.txt", "--name=a", "--shard-tokens=0"])
-
 
 def test_only_the_same_command_replaces_a_data_set_unasked(tmp_path):
     made_by = "python prepare.py a.txt --name a"

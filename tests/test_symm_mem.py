@@ -23,8 +23,7 @@ from test_moe import TINY, block, block_over_ep, gpu_branches, owned, tokens, wh
 import moe
 import train
 from config import Config
-from corpus.batches import micro_batches
-from corpus.synthetic import Synthetic
+from corpus.samples import Synthetic, micro_batches
 from ddp import BUCKET_ELEMENTS, Bucket
 from fast import buckets, choose, graph, padded, symm_mem
 from fast.buckets import PEER

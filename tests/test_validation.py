@@ -16,8 +16,7 @@ from runs import SHAPE, final, go, rows, same
 import prepare
 import train
 from config import Config
-from corpus.batches import open_data
-from corpus.synthetic import Synthetic
+from corpus.samples import Synthetic, open_data
 from interface.command_line import parse
 from parallel import make_mesh
 from runtime.launch import World

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import parallel
 import train
 from config import Config, Outcome
-from corpus.synthetic import Synthetic
+from corpus.samples import Synthetic
 from interface.tree import Tree, grow
 from ops import checksum
 from parallel import make_mesh

@@ -17,7 +17,7 @@ import layers
 import model as model_module
 import train
 from config import Config
-from corpus.synthetic import Synthetic
+from corpus.samples import Synthetic
 from cost.memory import state_bytes
 from fast.choose import choose
 from parallel import make_mesh

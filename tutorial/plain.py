@@ -20,7 +20,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 sys.path.append(os.path.join(os.path.dirname(__file__), ".."))  # the root of the repository
-from corpus.synthetic import Synthetic
+from corpus.samples import Synthetic
 from runtime import launcher
 
 L = 4              # blocks

@@ -1,0 +1,494 @@
+"""Samples: what a run reads, in which order, and which of it each rank reads.
+
+Sample i of a run is a pure function of (seed, i), so any number of ranks, and a resumed run, see the same
+samples. A split of a data set is one stream of tokens (corpus/shards.py), cut into windows of seq_len tokens.
+
+    1) one data set       Tokens; Synthetic has samples without files
+    2) several data sets  Blend: --data A:0.7,B:0.3, or A,B in proportion to their tokens
+    3) a run              open_data, batch_size, trained_tokens, micro_batches
+"""
+from bisect import bisect_right
+from fractions import Fraction
+from math import lcm
+from pathlib import Path
+
+import numpy as np
+
+from config import ceil_div
+from corpus.masked import mask_sources
+from corpus.order import draw_keys, permute, splitmix64
+from corpus.shards import SPLITS, how_to_fix, load_meta, open_shards, shared_sha256, verify
+
+MAX_PERIOD = 100_000  # the most entries of a blend's schedule; that many take 0.6 s to compute
+WEIGHT_STEPS = 10_000  # weights in proportion to the tokens are multiples of 1 / WEIGHT_STEPS
+
+
+# -----------------------------------------------------------------------------
+# 1) One data set
+
+def inputs_and_targets(windows):
+    """Return x, y of token ids, (n, T+1) -> (n, T) each: new int64 tensors, y one token ahead of x."""
+    import torch  # not at the top: prepare.py and its workers start without torch
+
+    x = torch.from_numpy(windows[:, :-1].astype(np.int64))
+    y = torch.from_numpy(windows[:, 1:].astype(np.int64))
+    return x, y
+
+
+def masks_documents(doc_mask, folder, meta):
+    """Return whether --doc-mask lets a token of a data set attend to its own document alone.
+
+    meta: its meta.json. ValueError: it must, and cannot.
+    """
+    if doc_mask == "on" and meta["eod"] is None:
+        raise ValueError(f"--doc-mask on: nothing marks where the documents of {folder} start, because its "
+                         "vocabulary has no <|endoftext|>; leave out --doc-mask, or prepare it with another "
+                         "--tokenizer")
+    is_chat = "masks" in meta
+    return meta["eod"] is not None and (doc_mask == "on" or (doc_mask == "auto" and is_chat))
+
+
+def document_places(tokens, eod):
+    """Return the place of each token in its document, counted from 1: (n, T) -> (n, T) int64.
+
+    It is also the number of keys that the token's query sees. A document begins with the <|endoftext|> before
+    it. Of one that began in an earlier window, only what is in this one counts.
+    """
+    import torch
+
+    positions = torch.arange(tokens.size(1))
+    starts = torch.where(tokens == eod, positions, 0).cummax(1).values  # of each token's document
+    return positions - starts + 1
+
+
+class Synthetic:
+    """Samples without files: each sequence counts up with its own stride of 1 to 4, one token in 8 is noise.
+
+    The rule is the same for every seed, so another seed serves as validation.
+    """
+
+    def __init__(self, vocab_size, seq_len, seed=0):
+        self.vocab_size = vocab_size
+        self.seq_len = seq_len
+        self.n_samples = 1 << 40
+        self.all_trained = True
+        self.has_documents = False
+        self.key = draw_keys("synthetic", seed)[0]
+
+    def batch(self, first, n):
+        """Return samples first .. first+n-1 as x, y, (n, T) int64 each, as Tokens.batch."""
+        samples = np.arange(first, first + n, dtype=np.uint64)[:, None]  # (n, 1)
+        positions = np.arange(self.seq_len + 1, dtype=np.uint64)  # (T+1,)
+        random = splitmix64(splitmix64(samples + self.key))  # (n, 1), gives the first token and the stride
+        stride = np.uint64(1) + random % np.uint64(4)
+        count = (random >> np.uint64(8)) + positions * stride  # (n, T+1)
+        noise = splitmix64(random + splitmix64(positions + np.uint64(1)))  # (n, T+1)
+        tokens = np.where(noise % np.uint64(8) == 0, noise >> np.uint64(8), count)
+        return inputs_and_targets(tokens % np.uint64(self.vocab_size))
+
+    def n_targets(self, first, n):
+        return n * self.seq_len
+
+
+class Tokens:
+    """One split of one data set as numbered samples. They never end: after an epoch the next one begins.
+
+    train: an epoch is a permutation of all windows, keyed by (seed, epoch). From the second epoch on the
+    windows also start at another offset, so that the text is cut elsewhere. val: in order, each epoch alike.
+    Windows of conversations stay as prepare.py packed them, and a token that is not trained has the target
+    IGNORE. doc_mask: the flag. ValueError, OSError: the files are damaged or too short for one window.
+    """
+
+    def __init__(self, folder, split, seq_len, seed=0, doc_mask="auto"):
+        meta = load_meta(folder)
+        self.split = split
+        self.seq_len = seq_len
+        self.seed = seed
+        self.vocab_size = meta["vocab_size"]
+        self.eod = meta["eod"]
+        self.has_documents = masks_documents(doc_mask, folder, meta)
+        self.shards = open_shards(folder, split, meta)
+        ends = np.cumsum([len(shard) for shard in self.shards]).tolist()
+        self.starts = [0, *ends[:-1]]  # the position in the stream where each shard starts
+        self.n_tokens = ends[-1]  # the length of the stream
+        # From a window's start to the next window's: windows of text overlap by one token.
+        self.stride = seq_len
+        self.n_samples = (self.n_tokens - 1) // seq_len  # windows per epoch
+        self.masks = None
+        if "masks" in meta:
+            self.open_masks(folder, meta)
+        self.all_trained = self.masks is None
+        if self.n_samples < 1:
+            raise ValueError(f"{folder}: {split} has {self.n_tokens} tokens, one window needs {seq_len + 1};"
+                             f" use --seq-len {max(1, self.n_tokens - 1)} or prepare more text")
+
+    def open_masks(self, folder, meta):
+        """Open the masks of conversations and count the trained tokens of each window, (windows,) int64."""
+        self.masks = open_shards(folder, self.split, meta, "masks")
+        if meta["seq_len"] != self.seq_len:
+            raise ValueError(f"{folder} has windows of {meta['seq_len']} tokens, --seq-len is {self.seq_len};"
+                             f" give --seq-len {meta['seq_len']}, or prepare the conversations again")
+        self.stride = self.seq_len + 1
+        self.n_samples = self.n_tokens // self.stride
+        same_sizes = [mask.size for mask in self.masks] == [shard.size for shard in self.shards]
+        if not same_sizes or self.n_tokens % self.stride:
+            raise ValueError(f"{folder}: the masks of {self.split} do not fit its tokens;"
+                             f" {how_to_fix(folder, meta)}")
+        trained = np.concatenate(self.masks).reshape(-1, self.stride)  # (windows, T+1)
+        self.counts = trained[:, 1:].sum(1, dtype=np.int64)
+
+    def batch(self, first, n):
+        """Return samples first .. first+n-1 as x, y, (n, T) int64 each: new tensors.
+
+        Samples are numbered over the whole run.
+        """
+        starts = self.window_starts(first, n).tolist()
+        x, y = inputs_and_targets(self.read(self.shards, starts))
+        if self.masks is not None:
+            from ops.cross_entropy import IGNORE  # not at the top: it imports torch
+            _, trained = inputs_and_targets(self.read(self.masks, starts))
+            y.masked_fill_(trained == 0, IGNORE)
+        return x, y
+
+    def places(self, first, x):
+        """Return document_places() of x, the inputs of the samples from `first` on: (n, T) -> (n, T)."""
+        return document_places(x, self.eod)
+
+    def read(self, shards, starts):
+        """Return the windows at these positions of the stream of `shards`, (n, T+1)."""
+        windows = np.empty((len(starts), self.seq_len + 1), shards[0].dtype)
+        for window, start in zip(windows, starts, strict=True):
+            filled = 0
+            # One pass, unless the window goes on in the next shard or at the start of the stream.
+            while filled < len(window):
+                at = (start + filled) % self.n_tokens
+                number = bisect_right(self.starts, at) - 1
+                at_in_shard = at - self.starts[number]
+                piece = shards[number][at_in_shard : at_in_shard + len(window) - filled]
+                window[filled : filled + len(piece)] = piece
+                filled += len(piece)
+        return windows
+
+    def n_targets(self, first, n):
+        """Return how many tokens of samples first .. first+n-1 are trained; a rank may ask about any."""
+        if self.masks is None:
+            return n * self.seq_len
+        windows = self.window_starts(first, n) // self.stride
+        return int(self.counts[windows].sum())
+
+    def window_starts(self, first, n):
+        """Return the positions in the stream where samples first .. first+n-1 start, (n,) int64."""
+        epochs, windows = np.divmod(np.arange(first, first + n, dtype=np.int64), self.n_samples)
+        starts = windows * self.stride
+        if self.split == "train":
+            for epoch in np.unique(epochs).tolist():  # one or two, unless the text is shorter than the batch
+                in_epoch = epochs == epoch
+                starts[in_epoch] = self.shuffled_starts(epoch, windows[in_epoch])
+        return starts
+
+    def shuffled_starts(self, epoch, windows):
+        """Return where windows 0, 1, .. of a training epoch start in the stream: (n,) -> (n,) uint64."""
+        keys = draw_keys("order", self.seed, epoch)
+        starts = permute(windows, self.n_samples, keys[:4]) * np.uint64(self.stride)
+        cut_elsewhere = epoch > 0 and self.masks is None
+        if cut_elsewhere:
+            starts += keys[4] % np.uint64(self.seq_len)
+        return starts
+
+
+# -----------------------------------------------------------------------------
+# 2) Several data sets by weight. The weights become whole numbers that sum to a period P. Within every P
+# samples, each data set gives exactly its number of them. The j-th sample that a data set gives to a blend is
+# its sample j when it is used alone.
+
+def parse_blend(spec):
+    """Return the data sets of --data, [(folder, weight)].
+
+    A weight is a Fraction; where none is given, all are None. ValueError: wrong syntax.
+    """
+    if Path(spec).is_dir() or not ("," in spec or ":" in spec):
+        return [(spec, None)]
+
+    blend = {}
+    for item in spec.split(","):
+        folder, weight = parse_item(spec, item)
+        if folder in blend:
+            raise ValueError(f"--data {spec} names a folder twice; add up its weights")
+        blend[folder] = weight
+
+    weights = list(blend.values())
+    if None in weights and any(weights):
+        raise ValueError(f"--data {spec} gives some weights; give each, as in A:0.7,B:0.3, or none")
+    return list(blend.items())
+
+
+def parse_item(spec, item):
+    """Return (folder, weight) of one item of --data, such as A:0.7. ValueError: wrong syntax."""
+    folder, weight = item, None
+    if ":" in item:
+        folder, _, text = item.rpartition(":")
+        try:
+            weight = Fraction(text)
+        except (ValueError, ZeroDivisionError) as e:
+            raise ValueError(f"--data {spec}: {text!r} is not a weight; for example A:0.7,B:0.3") from e
+    if not folder or (weight is not None and weight <= 0):
+        raise ValueError(f"--data {spec} has an empty name or a weight that is not above 0; for example"
+                         " A:0.7,B:0.3")
+    return folder, weight
+
+
+def first_folder(spec):
+    """Return the first folder of --data; all have its tokenizer."""
+    return parse_blend(spec)[0][0]
+
+
+def samples_per_period(spec, metas):
+    """Return how many samples each data set of --data gives per period, [int].
+
+    metas: the meta.json of each. These are the smallest whole numbers in the ratio of the weights, or of the
+    training tokens where no weights are given. ValueError: the period is above MAX_PERIOD.
+    """
+    weights = [weight for _, weight in parse_blend(spec)]
+    if None in weights:
+        tokens = [meta["tokens"]["train"] for meta in metas]
+        weights = [Fraction(max(1, round(WEIGHT_STEPS * n / sum(tokens)))) for n in tokens]
+
+    shares = [weight / sum(weights) for weight in weights]
+    period = lcm(*(share.denominator for share in shares))
+    if period > MAX_PERIOD:
+        raise ValueError(f"--data {spec}: as whole numbers the weights sum to {period:,}, at most"
+                         f" {MAX_PERIOD:,} are possible; round them")
+    return [int(share * period) for share in shares]
+
+
+def sample_schedule(counts):
+    """Return which data set gives each sample of a period P, (P,) int64.
+
+    counts: (data sets,), how many samples each gives per period; they sum to P. Sample c of a data set with
+    n of the P samples may come once c P / n samples are given in all, and must come before (c + 1) P / n
+    are. Of the samples that may come, the one with the earliest deadline does. No count is ever a whole
+    sample off its share (the chairman assignment problem, Tijdeman 1980). Megatron-LM takes the data set
+    that is furthest behind; under this greedy rule, small data sets fall up to 1.7 samples behind.
+    """
+    counts = np.array(counts)
+    period = counts.sum()
+    given = np.zeros_like(counts)  # by each data set so far
+    schedule = np.empty(period, np.int64)
+    for i in range(period):
+        may_come = given * period < (i + 1) * counts
+        deadline = ceil_div((given + 1) * period, counts)
+        chosen = np.argmin(np.where(may_come, deadline, 2 * period))
+        schedule[i] = chosen
+        given[chosen] += 1
+    return schedule
+
+
+def load_blend_meta(spec):
+    """Return the meta.json of the first data set of --data, with the shards of all and their `identity`.
+
+    identity: a str that other data or other weights would change; checkpoints keep it. ValueError, OSError:
+    a data set is damaged, the tokenizers differ, or one data set trains on the val shard of another.
+    """
+    folders = [folder for folder, _ in parse_blend(spec)]
+    metas = [load_meta(folder) for folder in folders]
+    for folder, meta in zip(folders, metas, strict=True):
+        check_same_tokenizer(folders[0], metas[0], folder, meta)
+
+    shards = {split: [shard for meta in metas for shard in meta["shards"][split]] for split in SPLITS}
+    masks = []
+    for meta in metas:
+        for split in SPLITS:
+            if "masks" in meta:
+                masks += meta["masks"][split]
+    shared = shared_sha256(shards)
+    if shared:
+        raise ValueError(f"--data {spec}: a train and a val shard have equal sha256 {shared[:9]}; one data"
+                         " set would be tested on what another trains on: leave one out")
+
+    identity = [shard["sha256"][:16] for shard in (*shards["train"], *shards["val"], *masks)]
+    if len(metas) > 1:
+        identity.append(":".join(map(str, samples_per_period(spec, metas))))
+    return {**metas[0], "shards": shards, "identity": " ".join(identity)}
+
+
+def check_same_tokenizer(first, first_meta, folder, meta):
+    """Raise ValueError unless a data set of a blend has the tokenizer of the first one."""
+    if all(meta[key] == first_meta[key] for key in ("tokenizer_sha256", "vocab_size")):
+        return
+    # A vocabulary of characters spells only the text that it was made of.
+    base, other = (folder, first) if first_meta["tokenizer"] == "char" else (first, folder)
+    raise ValueError(f"{first} and {folder} have different tokenizers ({first_meta['tokenizer']} of "
+                     f"{first_meta['vocab_size']} symbols, {meta['tokenizer']} of {meta['vocab_size']}); "
+                     f"prepare the text of {other} again, with --tokenizer {base} and another --name")
+
+
+def settled_doc_mask(spec, doc_mask):
+    """Return what --doc-mask does with --data: "on" or "off", or "auto" if its data sets differ."""
+    if spec == "synthetic":
+        return "off"
+    answers = {masks_documents(doc_mask, folder, load_meta(folder)) for folder, _ in parse_blend(spec)}
+    if len(answers) > 1:
+        return "auto"
+    return "on" if answers.pop() else "off"
+
+
+def open_tokens(spec, split, seq_len, seed=0, doc_mask="auto"):
+    """Return the samples of one split of --data: Tokens of one data set, or a Blend of several."""
+    if len(parse_blend(spec)) == 1:
+        return Tokens(first_folder(spec), split, seq_len, seed, doc_mask)
+    return Blend(spec, split, seq_len, seed, doc_mask)
+
+
+class Blend:
+    """One split of several data sets by weight, with the interface of Tokens."""
+
+    def __init__(self, spec, split, seq_len, seed=0, doc_mask="auto"):
+        self.seq_len = seq_len
+        folders = [folder for folder, _ in parse_blend(spec)]
+        metas = [load_meta(folder) for folder in folders]
+        self.parts = [Tokens(folder, split, seq_len, seed, doc_mask) for folder in folders]
+        self.vocab_size = metas[0]["vocab_size"]
+        self.all_trained = all(part.all_trained for part in self.parts)
+        self.has_documents = any(part.has_documents for part in self.parts)
+
+        self.per_period = np.array(samples_per_period(spec, metas))  # (data sets,)
+        self.schedule = sample_schedule(self.per_period)  # (P,) which data set gives each sample
+        period = len(self.schedule)
+        gives = self.schedule[:, None] == np.arange(len(self.parts))  # (P, data sets)
+        given_before = np.cumsum(gives, 0) - gives  # (P, data sets)
+        # (P,) how many samples the data set of each sample gave earlier in the period
+        self.given = given_before[np.arange(period), self.schedule]
+
+        # Samples until the first data set begins its second epoch.
+        self.n_samples = min(max(1, part.n_samples * period // count)
+                             for part, count in zip(self.parts, self.per_period.tolist(), strict=True))
+
+    def locate(self, i):
+        """Return the data set of each sample, and the sample's number in it: (n,) -> (n,) int64 both."""
+        period, k = np.divmod(i, len(self.schedule))
+        which = self.schedule[k]
+        return which, period * self.per_period[which] + self.given[k]
+
+    def pieces(self, first, n):
+        """Yield what each data set gives to samples first .. first+n-1: (Tokens, its first sample, its rows).
+
+        The samples that one data set gives are consecutive. rows: their places among the n samples.
+        """
+        which, numbers = self.locate(np.arange(first, first + n, dtype=np.int64))
+        for i in np.unique(which).tolist():
+            rows = np.flatnonzero(which == i)
+            yield self.parts[i], int(numbers[rows[0]]), rows
+
+    def batch(self, first, n):
+        """Return samples first .. first+n-1 as x, y, (n, T) int64 each, as Tokens.batch."""
+        import torch
+
+        x = torch.empty(n, self.seq_len, dtype=torch.int64)
+        y = torch.empty_like(x)
+        for part, start, rows in self.pieces(first, n):
+            x[rows], y[rows] = part.batch(start, len(rows))
+        return x, y
+
+    def places(self, first, x):
+        """Return the place of each token in its document, as Tokens.places.
+
+        A window is one document if --doc-mask does not separate those of its data set.
+        """
+        places = document_places(x, -1)  # no token has this id
+        for part, start, rows in self.pieces(first, len(x)):
+            if part.has_documents:
+                places[rows] = part.places(start, x[rows])
+        return places
+
+    def n_targets(self, first, n):
+        """Return how many tokens of samples first .. first+n-1 are trained."""
+        return sum(part.n_targets(start, len(rows)) for part, start, rows in self.pieces(first, n))
+
+
+# -----------------------------------------------------------------------------
+# 3) A run
+
+def open_data(cfg, local_rank):
+    """Return the data of a run: train, val, vocab_size and the identity of the data, a str.
+
+    Every rank checks headers; local rank 0, one per node, also the checksums. vocab_size is that of cfg or,
+    where it is 0, of the data and [MASK]. ValueError, OSError: see load_meta.
+    """
+    n_mask = 1 if cfg.objective == "mlm" else 0  # [MASK] is one id past the data's
+    if cfg.data == "synthetic":
+        if cfg.doc_mask == "on":
+            raise ValueError("--doc-mask on: --data synthetic has no documents; leave out --doc-mask")
+        vocab_size = cfg.vocab_size or 256 + n_mask
+        train = Synthetic(vocab_size - n_mask, cfg.seq_len, cfg.seed)
+        val = Synthetic(vocab_size - n_mask, cfg.seq_len, cfg.seed + 1)
+        identity = f"synthetic-{vocab_size}"
+    else:
+        meta = load_blend_meta(cfg.data)
+        if local_rank == 0:
+            for folder, _ in parse_blend(cfg.data):
+                verify(folder)
+        needed = meta["vocab_size"] + n_mask
+        vocab_size = cfg.vocab_size or needed
+        if vocab_size < needed:
+            with_mask = " with [MASK]" if n_mask else ""
+            raise ValueError(f"--vocab-size {vocab_size} is less than the {needed} symbols of {cfg.data}"
+                             f"{with_mask}; try --vocab-size {needed}")
+        train = open_tokens(cfg.data, "train", cfg.seq_len, cfg.seed, cfg.doc_mask)
+        val = open_tokens(cfg.data, "val", cfg.seq_len, cfg.seed, cfg.doc_mask)
+        identity = meta["identity"]
+
+    train, val = mask_sources(cfg, train, val)
+    return train, val, vocab_size, identity
+
+
+def batch_size(samples, full, ramp=()):
+    """Return the sequences of the step that starts after `samples` were consumed.
+
+    full: the batch after the ramp. ramp: () for none, or the (START, INCREMENT, SAMPLES) of
+    --rampup-batch-size, as in Megatron-LM: the batch begins with START sequences and grows by INCREMENT while
+    the first SAMPLES are consumed, in stages of the same number of samples. It is a function of the samples
+    consumed alone: a resumed run, another layout and plan.py get the same batch.
+    """
+    if not ramp:
+        return full
+    start, increment, over = ramp
+    stages = (full - start) // increment
+    return min(full, start + increment * (samples * stages // over))
+
+
+def trained_tokens(source, first, count, device):
+    """Return the trained tokens of the `count` samples from `first` on, by which their loss is divided.
+
+    Every rank knows the number with no message. If the source trains every token, it is an int, a constant
+    of a recorded CUDA graph. Otherwise it is () int64 on the device, also in a step that trains all tokens:
+    a graph recorded with the one kind does not hold the other.
+    """
+    n = source.n_targets(first, count)
+    if source.all_trained:
+        return n
+    import torch
+
+    return torch.full((), n, device=device)
+
+
+def micro_batches(cfg, mesh, source, first, count, device):
+    """Return this rank's micro-batches of the `count` samples from `first` on, [(x, y)].
+
+    x, y: (B, T/cp) int64. With micro-batches of mb samples, micro-batch j holds samples j*mb .. (j+1)*mb-1.
+    Rank d of dp takes n_batches of them, from d*n_batches on, and its cp ranks their segments of each sample.
+    Where --doc-mask separates documents, a micro-batch is (x, y, places): the place of each token in its
+    document, counted before the samples are cut over cp.
+    """
+    n_batches = count // (cfg.micro_batch * mesh.dp.size)
+    start = first + mesh.dp.rank * n_batches * cfg.micro_batch
+    batches = []
+    for number in range(start, start + n_batches * cfg.micro_batch, cfg.micro_batch):
+        batch = source.batch(number, cfg.micro_batch)
+        if source.has_documents:
+            batch = (*batch, source.places(number, batch[0]))
+        if mesh.cp.size > 1:
+            batch = tuple(mesh.cp.own_segments(tensor, 1) for tensor in batch)
+        if device.type != "cpu":
+            batch = tuple(tensor.pin_memory().to(device, non_blocking=True) for tensor in batch)
+        batches.append(batch)
+    return batches
