@@ -29,12 +29,20 @@ from typing import NamedTuple
 if sys.flags.safe_path:  # python -I leaves out the program's own folder
     sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from interface.command_line import one_line, printable, wrap, wrong_input
-from interface.files import new_part, remove_folder, remove_parts, set_aside, sync, write_whole
-from interface.paths import meant_checkpoint, meant_run
-from interface.schema import check_schema, load_json
+from interface.command_line import wrap, wrong_input
+from interface.files import (
+    check_schema,
+    load_json,
+    new_part,
+    remove_folder,
+    remove_parts,
+    set_aside,
+    sync,
+    write_whole,
+)
+from interface.paths import meant_run
 from interface.tensor_file import BLOCK, dtype_name, write_safetensors
-from interface.terminal import say
+from interface.terminal import one_line, printable, say
 
 FORMAT = 2
 HINT = "use an older step_N"
@@ -234,8 +242,7 @@ def read_index(path, patience=0.0):
         check_index(index)
     except (OSError, ValueError, RecursionError) as e:
         if not path.name.startswith("step_") and not (path / "index.json").exists():
-            meant = meant_checkpoint(path) or meant_run(path)
-            raise ValueError(f"{path} holds no checkpoint, a step_N; {meant}") from None
+            raise ValueError(f"{path} holds no checkpoint, a step_N; {meant_run(path)}") from None
         raise ValueError(f"checkpoint {path} has no readable index.json: {e}; {HINT}") from None
     return index
 

@@ -37,10 +37,7 @@ SHARE = (0, 1)
 # With 0.99 they are 5 %, and above 0.996 a moment can round to itself for ever.
 LARGEST_BF16_DECAY = 0.98
 
-KINDS = ("shape", "shape or meaning", "meaning", "data", "free", "silent")
-
-
-def flag(default, kind="", within=None, *, needs="", common=False):
+def flag(default, kind, within=None, *, needs="", common=False):
     """Declare a field of Config: its default, and what the program must know about it.
 
     kind: what the flag means to a checkpoint that was written with another value.
@@ -283,22 +280,7 @@ class Config:
     preset: str = flag("tiny", "silent")  # no flag, the first word: the preset whose values are the defaults
 
 
-def declaration(field):
-    """Return what flag() was told about a field of Config.
-
-    TypeError, with the field's name: flag() was not told everything, or the field does not use flag().
-    """
-    said = field.metadata
-    if said.get("kind") not in KINDS:
-        raise TypeError(f"Config.{field.name} does not say what it means to a checkpoint: declare it as "
-                        f"flag({field.default!r}, KIND), where KIND is one of {', '.join(KINDS)}")
-    if field.type in (int, float, float | None, tuple[int, ...], tuple[float, ...]) and not said["within"]:
-        raise TypeError(f"Config.{field.name} is a number without a range: declare it as "
-                        f"flag({field.default!r}, {said['kind']!r}, (LEAST, LARGEST))")
-    return said
-
-
-FLAGS = {field.name: declaration(field) for field in dataclasses.fields(Config)}
+FLAGS = {field.name: field.metadata for field in dataclasses.fields(Config)}
 
 
 def flags_of_kind(kind):
@@ -396,136 +378,100 @@ def check_numbers(flags):
 def check(cfg):
     """Raise ValueError, with the fix, for values that are wrong with any number of ranks and any data."""
     check_numbers(cfg)
-    for name in ("dropout", "beta1", "beta2", "momentum"):
-        if getattr(cfg, name) == 1:
-            raise ValueError(f"--{name} {getattr(cfg, name)} must be in [0, 1)")
-    if cfg.min_lr is not None and cfg.min_lr > cfg.lr:
-        raise ValueError(f"--min-lr {cfg.min_lr} is above --lr {cfg.lr}; try --min-lr {cfg.lr / 10:g}")
-    check_heads(cfg)
-    if cfg.objective == "mlm":
-        check_masked_model(cfg)
-    check_experts(cfg)
-    check_adapters(cfg)
-    check_sharing(cfg)
-    check_precision(cfg)
-    check_run(cfg)
-
-
-def check_heads(cfg):
-    """Raise ValueError unless the heads divide the width, and a head has pairs for RoPE."""
     if not cfg.head_dim:
         must_divide("n-embd", cfg.n_embd, "n-head", cfg.n_head)
     must_divide("n-head", cfg.n_head, "n-kv-head", cfg.n_kv_head)
-    head_dim = head_width(cfg)
-    if cfg.pos == "rope" and head_dim % 2:
-        raise ValueError(f"head dim {head_dim} is odd, RoPE turns pairs; try --pos learned")
-    if cfg.bias and cfg.qkv_bias:
-        raise ValueError("--bias gives queries, keys and values a bias, too; leave out --qkv-bias")
-    if 0 < cfg.window_rope_base < 1:
-        raise ValueError(f"--window-rope-base {cfg.window_rope_base} must be 0, or at least 1")
-    if cfg.rope_scaling:
-        check_rope_scaling(cfg.rope_scaling)
+    for is_wrong, message in of_the_model(cfg) + of_experts(cfg) + of_training(cfg) + of_the_run(cfg):
+        if is_wrong:
+            raise ValueError(message)
 
 
-def check_rope_scaling(scaling):
-    """Raise ValueError unless the numbers of --rope-scaling are four that scaled_frequency can use."""
-    typed = " ".join(f"{number:g}" for number in scaling)
-    is_right = len(scaling) == 4 and scaling[0] >= 1 and scaling[1] < scaling[2] and scaling[3] >= 1
-    if not is_right:
-        raise ValueError(f"--rope-scaling {typed} must be FACTOR LOW HIGH LENGTH, with FACTOR and LENGTH at "
-                         "least 1 and LOW below HIGH; for example 8 1 4 8192")
+def of_the_model(cfg):
+    """Return [(whether it is so, what is wrong)] of the flags of a dense model."""
+    scaling = cfg.rope_scaling
+    can_scale = len(scaling) == 4 and scaling[0] >= 1 and scaling[1] < scaling[2] and scaling[3] >= 1
+    is_mlm = cfg.objective == "mlm"
+    return [
+        (cfg.dropout == 1, f"--dropout {cfg.dropout} must be in [0, 1)"),
+        (cfg.pos == "rope" and head_width(cfg) % 2,
+         f"head dim {head_width(cfg)} is odd, RoPE turns pairs; try --pos learned"),
+        (cfg.bias and cfg.qkv_bias,
+         "--bias gives queries, keys and values a bias, too; leave out --qkv-bias"),
+        (0 < cfg.window_rope_base < 1,
+         f"--window-rope-base {cfg.window_rope_base} must be 0, or at least 1"),
+        (scaling and not can_scale,
+         f"--rope-scaling {' '.join(map(str, scaling))} must be FACTOR LOW HIGH LENGTH, such as 8 1 4 8192"),
+        (is_mlm and n_masked(cfg.seq_len) < 1,
+         f"--objective mlm masks 15 % of a sequence, of --seq-len {cfg.seq_len} no token; try --seq-len 128"),
+        (is_mlm and cfg.window,
+         f"--window {cfg.window} looks back only, --objective mlm to both sides; leave out --window"),
+        (is_mlm and cfg.doc_mask == "on",
+         "--doc-mask on hides what is before, --objective mlm looks both ways; leave out --doc-mask"),
+        (is_mlm and cfg.vocab_size == 1,
+         "--vocab-size 1 is [MASK] alone with --objective mlm; leave out --vocab-size"),
+        (is_mlm and cfg.prompt,
+         "--prompt continues a text, --objective mlm does not; try sample.py RUN --fill 'a [MASK] text'")]
 
 
-def check_masked_model(cfg):
-    """Raise ValueError for flags that a masked language model cannot have."""
-    if n_masked(cfg.seq_len) < 1:
-        raise ValueError(f"--objective mlm masks 15 % of a sequence, of --seq-len {cfg.seq_len} no token; "
-                         "try --seq-len 128")
-    if cfg.window:
-        raise ValueError(f"--window {cfg.window} looks back only, --objective mlm predicts from both sides; "
-                         "leave out --window")
-    if cfg.doc_mask == "on":
-        raise ValueError("--doc-mask on hides what is before a document, --objective mlm looks both ways and "
-                         "takes a window as one; leave out --doc-mask")
-    if cfg.vocab_size == 1:
-        raise ValueError("--vocab-size 1 is [MASK] alone with --objective mlm; leave out --vocab-size")
-    if cfg.prompt:
-        raise ValueError("--prompt continues a text, --objective mlm predicts masked tokens from both sides; "
-                         "try sample.py RUN --fill 'a [MASK] text'")
+def of_experts(cfg):
+    """Return [(whether it is so, what is wrong)] of the flags of experts and adapters."""
+    is_dense = not cfg.n_experts
+    return [
+        (is_dense and cfg.ep > 1, f"--ep {cfg.ep} needs experts; try --n-experts 8"),
+        (is_dense and cfg.n_shared_experts,
+         f"--n-shared-experts {cfg.n_shared_experts} needs experts; try --n-experts 8"),
+        (cfg.n_experts and cfg.top_k > cfg.n_experts,
+         f"top-k {cfg.top_k} exceeds n-experts {cfg.n_experts}; try --top-k {cfg.n_experts}"),
+        (cfg.n_experts and cfg.router == "softmax-topk" and cfg.top_k == 1,
+         "--router softmax-topk with --top-k 1 learns nothing, its gate is 1; try --router softmax"),
+        (cfg.n_experts and cfg.router_bias_rate and cfg.router != "sigmoid",
+         f"--router-bias-rate steers sigmoid routers, not {cfg.router}; try --router sigmoid"),
+        (0 < cfg.ep_slack < 1,
+         f"--ep-slack {cfg.ep_slack} is less than the balanced share; try --ep-slack 2"),
+        (cfg.lora and cfg.n_experts,
+         f"--lora {cfg.lora} has no adapters for the matrices of experts; leave out --lora"),
+        (cfg.lora and cfg.optimizer == "muon",
+         "--optimizer muon is for whole matrices, --lora trains narrow ones; leave out --optimizer muon")]
 
 
-def check_experts(cfg):
-    """Raise ValueError for a router that cannot choose or learn, and for expert flags in a dense model."""
-    if not cfg.n_experts:
-        if cfg.ep > 1:
-            raise ValueError(f"--ep {cfg.ep} needs experts; try --n-experts 8")
-        if cfg.n_shared_experts:
-            raise ValueError(f"--n-shared-experts {cfg.n_shared_experts} needs experts; try --n-experts 8")
-    elif cfg.top_k > cfg.n_experts:
-        raise ValueError(f"top-k {cfg.top_k} exceeds n-experts {cfg.n_experts}; try --top-k {cfg.n_experts}")
-    elif cfg.router == "softmax-topk" and cfg.top_k == 1:
-        raise ValueError("--router softmax-topk with --top-k 1 has the constant gate 1, the router would "
-                         "learn nothing from the text; try --router softmax")
-    elif cfg.router_bias_rate and cfg.router != "sigmoid":
-        raise ValueError(f"--router-bias-rate steers sigmoid routers, not {cfg.router}; "
-                         "try --router sigmoid")
-    if cfg.ep_slack and cfg.ep_slack < 1:
-        raise ValueError(f"--ep-slack {cfg.ep_slack} is less than the balanced share; try --ep-slack 2")
+def of_training(cfg):
+    """Return [(whether it is so, what is wrong)] of the flags of the optimizer, its numbers and its batch."""
+    ramp = cfg.rampup_batch_size
+    return [
+        *[(getattr(cfg, name) == 1, f"--{name} {getattr(cfg, name)} must be in [0, 1)")
+          for name in ("beta1", "beta2", "momentum")],
+        (cfg.min_lr is not None and cfg.min_lr > cfg.lr,
+         f"--min-lr {cfg.min_lr} is above --lr {cfg.lr}; try --min-lr {cfg.lr / 10:g}"),
+        (cfg.shard and not cfg.zero,
+         f"--shard {cfg.shard} says among how many ranks --zero shares, and --zero is 0; add --zero 1"),
+        (cfg.fp8 and cfg.dtype == "fp16",
+         "--fp8 was tried with bf16 alone, --dtype is fp16; try --dtype bf16"),
+        (cfg.split_masters and cfg.dtype != "bf16",
+         f"--split-masters needs bf16 weights, --dtype {cfg.dtype} has none; try --dtype bf16"),
+        (cfg.moments_dtype == "bf16" and max(cfg.beta1, cfg.beta2) > LARGEST_BF16_DECAY,
+         f"--moments-dtype bf16 needs --beta1 and --beta2 of at most {LARGEST_BF16_DECAY}, or errors of "
+         "rounding add up; try --moments-dtype fp32"),
+        (len(ramp) not in (0, 3) or min(ramp, default=1) < 1,
+         f"--rampup-batch-size is START INCREMENT SAMPLES, each at least 1, not {' '.join(map(str, ramp))}"),
+        (len(cfg.train_range_to_skip) % 2,
+         f"--train-range-to-skip takes pairs A B, got {len(cfg.train_range_to_skip)} numbers")]
 
 
-def check_adapters(cfg):
-    """Raise ValueError for --lora where its adapters do not exist."""
-    if cfg.lora and cfg.optimizer == "muon":
-        raise ValueError("--optimizer muon is for whole matrices, --lora trains two narrow ones in the place "
-                         "of each; leave out --optimizer muon")
-    if cfg.lora and cfg.n_experts:
-        raise ValueError(f"--lora {cfg.lora} has no adapters for the matrices of experts; leave out --lora, "
-                         "which trains all weights of this model")
-
-
-def check_sharing(cfg):
-    """Raise ValueError if --shard has nothing to share."""
-    if cfg.shard and not cfg.zero:
-        raise ValueError(f"--shard {cfg.shard} says among how many ranks --zero shares, and --zero is 0; "
-                         "add --zero 1, or leave out --shard")
-
-
-def check_precision(cfg):
-    """Raise ValueError if --fp8 or --split-masters does not go with --dtype, or --moments-dtype with beta."""
-    if cfg.fp8 and cfg.dtype == "fp16":
-        raise ValueError("--fp8 does not go with --dtype fp16: its products were tried with bf16 alone; "
-                         "try --dtype bf16")
-    if cfg.split_masters and cfg.dtype != "bf16":
-        raise ValueError("--split-masters splits fp32 masters into bf16 weights and the bits besides, and "
-                         f"--dtype {cfg.dtype} has no such weights; try --dtype bf16")
-    if cfg.moments_dtype == "bf16" and max(cfg.beta1, cfg.beta2) > LARGEST_BF16_DECAY:
-        raise ValueError(f"--moments-dtype bf16 needs --beta1 and --beta2 of at most {LARGEST_BF16_DECAY}: "
-                         "with a factor nearer to 1, errors of rounding add up over more steps; try "
-                         "--moments-dtype fp32")
-
-
-def check_run(cfg):
-    """Raise ValueError for paths, beginnings and lists of numbers that no run can use."""
+def of_the_run(cfg):
+    """Return [(whether it is so, what is wrong)] of paths and beginnings that no run can use."""
     dump = Path(cfg.dump_grads)
-    if cfg.dump_grads and (not dump.name or dump.is_dir() or any(p.is_file() for p in dump.parents)):
-        raise ValueError(f"--dump-grads {cfg.dump_grads} is a folder or lies in a file; give the path of a "
-                         "new file, such as out/grads.safetensors")
-    if cfg.resume_changed and cfg.resume == "none":
-        raise ValueError(f"--resume-changed {cfg.resume_changed} is for a run that goes on; "
-                         "add --resume auto")
+    is_no_file = not dump.name or dump.is_dir() or any(parent.is_file() for parent in dump.parents)
     names_checkpoint = cfg.resume not in ("none", "auto")
-    if cfg.init_from and names_checkpoint and not cfg.lora:  # with --lora it says where the base is
-        raise ValueError(f"--init-from starts a run and --resume {cfg.resume} goes on with one; give one of "
-                         "them, or --resume auto, which starts a run only where --out has no checkpoint")
-    if len(cfg.rampup_batch_size) not in (0, 3) or min(cfg.rampup_batch_size, default=1) < 1:
-        raise ValueError(f"--rampup-batch-size takes START INCREMENT SAMPLES, all at least 1, got "
-                         f"{' '.join(map(str, cfg.rampup_batch_size))}; for example 16 16 100000")
-    if len(cfg.train_range_to_skip) % 2:
-        raise ValueError(f"--train-range-to-skip takes pairs A B, got {len(cfg.train_range_to_skip)} "
-                         "numbers; give the last step of every range")
-    if cfg.dump_grads and 1 in cfg.train_range_to_skip[::2]:
-        raise ValueError("--dump-grads writes the gradients of step 1, which --train-range-to-skip "
-                         "leaves out; leave out one of the two flags")
+    return [
+        (cfg.dump_grads and is_no_file,
+         f"--dump-grads {cfg.dump_grads} is no new file; give a path such as out/grads.safetensors"),
+        (cfg.dump_grads and 1 in cfg.train_range_to_skip[::2],
+         "--dump-grads writes the gradients of step 1, which is skipped; leave out one of the two flags"),
+        (cfg.resume_changed and cfg.resume == "none",
+         f"--resume-changed {cfg.resume_changed} is for a run that goes on; add --resume auto"),
+        (cfg.init_from and names_checkpoint and not cfg.lora,  # with --lora it says where the base is
+         f"--init-from starts a run and --resume {cfg.resume} goes on with one; give one of them, or "
+         "--resume auto, which starts a run only where --out has no checkpoint")]
 
 
 def largest_divisor(most, *numbers):

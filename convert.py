@@ -34,19 +34,13 @@ from corpus import tokenizer
 from corpus.chat import END, MARKERS
 from corpus.masked import MASK
 from hub import gguf, peft
-from hub.families import FAMILIES, MOST_BYTES, config_json, family_of
+from hub.families import FAMILIES, config_json, family_of
 from hub.tokenizer import export_tokenizer
 from hub.weights import HuggingFace, lazy_pieces, lazy_tensors, tensors
 from interface import paths
-from interface.command_line import (
-    command_line,
-    given_flags,
-    printable,
-    read_run_config,
-    wrong_input,
-)
-from interface.files import must_write, sound_rows, whole_folder
-from interface.schema import load_json, load_json_of_others
+from interface.command_line import command_line, given_flags, read_run_config, wrong_input
+from interface.files import load_json, must_write, sound_rows, whole_folder
+from interface.terminal import printable
 from runtime import adapters
 
 Command = tyro.conf.Positional[Literal["import", "export", "gguf", "peft"]]
@@ -108,7 +102,7 @@ def read_run(run_dir):
 def is_theirs(folder):
     """Whether the config.json of a directory comes from Hugging Face."""
     with suppress(ValueError):
-        found = load_json_of_others(folder / "config.json", MOST_BYTES)
+        found = load_json(folder / "config.json")
         return isinstance(found, dict) and "model_type" in found and "vocab_size_used" not in found
     return False
 

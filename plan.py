@@ -59,7 +59,7 @@ from cost.traffic import bytes_between_nodes, reductions, traffic
 from fast.choose import needs_row_limit
 from interface.layout import check_layout
 from interface.serve import Server
-from interface.terminal import counted, say
+from interface.terminal import say
 
 # -----------------------------------------------------------------------------
 # 1) The plan of one layout
@@ -323,7 +323,7 @@ def search(cfg, gpus, gpu, vocab):
     """Return the plans of all layouts that the GPU's memory holds, fastest first; print its progress."""
     found = list(layouts(cfg, gpus, gpu))
     print(f"{len(found):,} layouts are tried", file=sys.stderr, flush=True)
-    plans = [estimate(layout, gpus, gpu, vocab) for layout in counted(found)]
+    plans = [estimate(layout, gpus, gpu, vocab) for layout in found]
     return sorted((plan for plan in plans if plan["fits"]), key=lambda plan: plan["ms"])
 
 

@@ -30,22 +30,10 @@ import tyro
 import checkpoint
 import config
 from interface import paths, report
-from interface.command_line import (
-    command_line,
-    printable,
-    wrong_input,
-)
-from interface.files import (
-    best_effort,
-    in_use,
-    must_write,
-    new_part,
-    sound_rows,
-    write_whole,
-)
+from interface.command_line import command_line, wrong_input
+from interface.files import best_effort, in_use, load_json, must_write, new_part, sound_rows, write_whole
 from interface.presets import PRESETS
-from interface.schema import load_json
-from interface.terminal import columns
+from interface.terminal import columns, printable
 
 AT_END = ("loss", "val_loss", "grad_norm", "lr", "tok_s", "ms", "mem_gb")  # a text file for each, in OUT
 NO_PLOTEXT = "plotext is not installed: no plots (pip install 'plotext<6')"

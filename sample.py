@@ -40,9 +40,9 @@ from convert import is_theirs, read_run
 from corpus import text, tokenizer
 from corpus.chat import MARKERS, Template
 from corpus.masked import MASK
-from interface.command_line import check_utf8, command_line, given_flags, wrong_input
+from interface.command_line import command_line, given_flags, wrong_input
 from interface.console import Console
-from interface.schema import Range, check_schema, load_json
+from interface.files import Range, check_schema, load_json
 from interface.serve import Server
 from interface.terminal import drop_what_fails, show
 
@@ -85,10 +85,6 @@ class Flags:
             raise ValueError(f"--temperature {self.temperature} is too small; try 0, the likeliest token")
         if not self.chat and self.tp * self.ep > 1:
             raise ValueError("--tp and --ep are for --chat; samples and --serve come from one process")
-        typed = [*(("--prompt", prompt) for prompt in self.prompt), ("--fill", self.fill),
-                 ("--system", self.system)]
-        for flag, said in typed:
-            check_utf8(flag, said)
         ignored = given_flags(self, ("n", "max_new_tokens", "temperature", "top_k", "seed"))
         if self.score is not None and ignored:
             raise ValueError(f"--score draws no text; leave out {', '.join(ignored)}")

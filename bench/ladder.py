@@ -37,7 +37,8 @@ from tyro.conf import Positional
 
 import fast.choose
 from fast.choose import choose
-from interface.command_line import one_line, parse
+from interface.command_line import parse
+from interface.terminal import one_line
 from ops import backend
 from ops.cross_entropy import IGNORE
 from parallel import make_mesh

@@ -21,8 +21,9 @@ from tyro.conf import Positional
 
 from config import Config, Outcome
 from cost.gpus import GPUS, kind_of
-from interface.command_line import command_line, one_line, wrong_input
+from interface.command_line import command_line, wrong_input
 from interface.paths import meant_run
+from interface.terminal import one_line
 
 MODEL = ("preset", "n_layer", "n_embd", "seq_len", "ffn_hidden", "n_experts", "top_k", "vocab_size_used",
          "dtype")  # runs that agree in these are one curve

@@ -30,9 +30,8 @@ from corpus import tokenizer
 from corpus.order import draw_keys, splitmix64
 from corpus.shards import SPLITS, VERSION
 from corpus.text import DOC_CHARS, documents
-from interface.command_line import one_line
-from interface.schema import load_json
-from interface.terminal import complain
+from interface.files import load_json
+from interface.terminal import complain, one_line
 
 RUN_TOKENS = 1 << 24  # tokens that a worker holds in memory
 MERGE_TOKENS = 1 << 25  # tokens that merge() holds in memory, about

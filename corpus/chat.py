@@ -21,8 +21,8 @@ import numpy as np
 
 from corpus import text
 from corpus.shards import SPLITS
-from interface.command_line import one_line
-from interface.schema import check_schema
+from interface.files import check_schema
+from interface.terminal import one_line
 
 ROLES = ("system", "user", "assistant")
 END = "<|end|>"

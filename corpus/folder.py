@@ -12,8 +12,7 @@ from contextlib import contextmanager, suppress
 
 from corpus import shards
 from corpus.shards import SPLITS
-from interface.files import must_write
-from interface.schema import check_schema, load_json
+from interface.files import check_schema, load_json, must_write
 
 FILES = dict.fromkeys(SPLITS, [{"file": shards.shard_name}])
 OURS = {"tokenizer_sha256": str, "shards": FILES, "masks?": FILES}

@@ -14,8 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from interface import paths
-from interface.files import write_whole
-from interface.schema import Range, check_schema, load_json
+from interface.files import Range, check_schema, load_json, write_whole
 
 SPLITS = ("train", "val")
 MAGIC = b"nanoshrd"

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from interface import paths
-from interface.command_line import one_line
+from interface.terminal import one_line
 
 DOC_CHARS = 4_000  # characters of a text file per document: so few that a small text has both splits
 MOST_LINE = 1 << 26  # bytes of a json line

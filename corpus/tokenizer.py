@@ -24,8 +24,8 @@ import numpy as np
 from corpus.samples import first_folder
 from corpus.shards import load_meta
 from interface import paths
-from interface.command_line import check_utf8, one_line
-from interface.schema import Range, check_schema, load_json_of_others
+from interface.files import Range, check_schema, load_json
+from interface.terminal import one_line
 
 EOD = "<|endoftext|>"  # written after each document; in text these characters are encoded as any others
 # How gpt-4 splits text into words (tiktoken, cl100k_base): a merge never crosses these boundaries.
@@ -372,7 +372,7 @@ def load(path):
     if not path.exists():
         raise FileNotFoundError(f"{path} does not exist; make it with: python prepare.py")
     try:
-        spec = load_json_of_others(path, MOST_BYTES)
+        spec = load_json(path)
         is_theirs = isinstance(spec, dict) and "model" in spec and "kind" not in spec
         if is_theirs:
             spec = spec_of_theirs(spec, path)
@@ -403,7 +403,7 @@ def spec_of_theirs(content, path):
     found = {}
     for name in ("tokenizer_config.json", "config.json"):
         beside = path.with_name(name)
-        read = load_json_of_others(beside, MOST_BYTES) if beside.is_file() else {}
+        read = load_json(beside) if beside.is_file() else {}
         check_schema(read, dict, name)
         found[name] = read
     config = found["tokenizer_config.json"]
@@ -474,6 +474,5 @@ def prompt_tokenizer(cfg):
     if tokenizer.n_vocab > expected:
         raise ValueError(f"{folder}: tokenizer.json has {tokenizer.n_vocab} symbols, meta.json {expected};"
                          " make the data again: python prepare.py")
-    check_utf8("--prompt", cfg.prompt)
     tokenizer.encode(cfg.prompt)  # so that a wrong character ends the run now, not at its first evaluation
     return tokenizer

@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 
 import config
 from config import Config, as_typed, flags_beyond, head_width
-from interface.schema import Range, check_schema, load_json_of_others
+from interface.files import Range, check_schema, load_json
 
 # -----------------------------------------------------------------------------
 # The families
@@ -363,7 +363,7 @@ def read_config(path, dtype, seq_len=0):
     Layers behind the last one guess tokens after the next one. seq_len: a shorter sequence than theirs.
     ValueError names the fields by which the model would be another function than ours.
     """
-    given = load_json_of_others(path, MOST_BYTES)
+    given = load_json(path)
     check_schema(given, UNCHECKED, path)
     kind = read_kind(path, given)
     family = FAMILIES[kind]

@@ -8,7 +8,7 @@ from functools import partial
 from config import as_typed
 from hub.families import family_of
 from hub.weights import Lazy, Part, check_finite, open_slices, read, tensors
-from interface.schema import check_schema, load_json_of_others
+from interface.files import check_schema, load_json
 from runtime.adapters import adapter_names
 
 CONFIG = "adapter_config.json"
@@ -87,7 +87,7 @@ def adapter_config(cfg, modules, base):
 def read_adapter(folder):
     """Return (rank, alpha) of a directory of peft's. ValueError: it is none, or computes something else."""
     path = folder / CONFIG
-    found = load_json_of_others(path, MOST_BYTES)
+    found = load_json(path)
     check_schema(found, {"peft_type": str, "r": int, "lora_alpha": float}, path)
     alpha = float(found["lora_alpha"])
     if alpha <= 0:

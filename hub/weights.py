@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 import checkpoint
 from hub.families import FAMILIES, read_config
+from interface.files import check_schema, load_json
 from interface.paths import FROM_HUB
-from interface.schema import check_schema, load_json_of_others
 
 
 class Part(NamedTuple):
@@ -188,7 +188,7 @@ def list_safetensors(folder):
     index = folder / "model.safetensors.index.json"
     # An index beside model.safetensors may belong to an older save.
     if index.exists() and not paths[0].exists():
-        listed = load_json_of_others(index, MOST_INDEX_BYTES)
+        listed = load_json(index)
         check_schema(listed, {"weight_map": {"*": str}}, index)
         paths = [folder / name for name in sorted(set(listed["weight_map"].values()))]
     for path in paths:

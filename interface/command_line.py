@@ -35,9 +35,9 @@ from config import (
     unknown_flags,
 )
 from interface import paths, words
+from interface.files import Range, check_schema, load_json
 from interface.presets import PRESETS
-from interface.schema import Range, check_schema, load_json
-from interface.terminal import complain, drop_what_fails, open_streams
+from interface.terminal import complain, drop_what_fails, one_line, open_streams, printable
 
 
 def parse(argv, cls=Config, prog="train.py", about="Train a GPT; --list [DIR]: show all runs.", **defaults):
@@ -77,15 +77,11 @@ def no_preset(word):
     path = Path(word)
     if path.suffix == ".json" or (path / "config.json").is_file():
         return f"{word} holds flags: --config {word}"
-    if path.suffix == ".py":
-        return (f"{word} is a file of Python, which is not read: the first word is one of the presets "
-                f"{', '.join(PRESETS)}")
-    if paths.is_data(path):
-        return f"{word} holds data: --data {word}"
-    if path.exists():
-        return f"{word} is no preset; {paths.meant_data(word)}"
-    close = difflib.get_close_matches(word.replace("_", "-"), PRESETS, 1)
-    hint = f"perhaps {close[0]} is meant, of " if close else "the presets are "
+    if path.suffix != ".py" and path.exists():
+        meant = f"--data {word}" if paths.is_data(path) else paths.meant_data(word)
+        return f"{word} is no preset; {meant}"
+    close = difflib.get_close_matches(word, PRESETS, 1)
+    hint = f"perhaps {close[0]} is meant, of " if close else "the first word is one of "
     return f"no preset {word!r}; {hint}{', '.join(PRESETS)}"
 
 
@@ -132,7 +128,7 @@ def given(argv, flag):
     found = ""
     for word, following in itertools.zip_longest(argv, argv[1:], fillvalue=""):
         name, equals, value = word.partition("=")
-        if name.replace("_", "-") == typed(flag):
+        if word.startswith("--") and words.key_of(name) == flag:
             found = value if equals else following
     return found
 
@@ -168,30 +164,27 @@ def read_flags(path):
     if path.is_dir():
         path = path / "config.json"
     if not path.exists():
-        raise ValueError(f"{path} is not there; {paths.meant_run(path)}")
+        raise ValueError(f"{path} is not there; {paths.meant_run(path.parent)}")
     saved = load_json(path)
     if isinstance(saved, dict) and "model_type" in saved and "preset" not in saved:
-        raise ValueError(f"{path} is of a model of Hugging Face, and of no run: python convert.py import "
-                         f"{path.parent} --out out/NAME makes a run of it, then --init-from out/NAME")
-    schema = {}
-    for field in dataclasses.fields(Config):
-        is_tuple = typing.get_origin(field.type) is tuple
-        schema[f"{field.name}?"] = [typing.get_args(field.type)[0]] if is_tuple else field.type
-    schema["min_lr?"] = (float, type(None))
-    check_schema(saved, schema, path)
+        raise ValueError(f"{path} is of a model of Hugging Face; make a run of it: python convert.py import "
+                         f"{path.parent} --out out/NAME, then --init-from out/NAME")
+    check_schema(saved, {f"{field.name}?": schema_of(field) for field in dataclasses.fields(Config)}, path)
     unknown = unknown_flags(saved, OF_THE_RUN)
     if unknown:
-        code = f"; use the code that wrote it, git {saved['git']}" if saved.get("git") else ""
-        raise ValueError(f"{path} has {as_typed(unknown)}, which this code does not know, so its model may "
-                         f"be another one{code}; or take it out of that file, if it changes nothing")
+        raise ValueError(f"{path} has {as_typed(unknown)}, which this code does not know: its model may be "
+                         f"another one; use the code that wrote it, git {saved.get('git')}")
     if saved.get("preset", "tiny") not in PRESETS:
         raise ValueError(f"{path}: no preset {saved['preset']!r}; the presets are {', '.join(PRESETS)}")
-    values = {}
-    for field in dataclasses.fields(Config):
-        if field.name in saved:
-            value = saved[field.name]
-            values[field.name] = tuple(value) if isinstance(value, list) else value
-    return values
+    values = {name: saved[name] for name in Config.__annotations__ if name in saved}
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+
+
+def schema_of(field):
+    """Return what a flag is in JSON, for check_schema."""
+    if typing.get_origin(field.type) is tuple:
+        return [typing.get_args(field.type)[0]]
+    return typing.get_args(field.type) if field.name == "min_lr" else field.type
 
 
 def read_run_config(path):
@@ -202,10 +195,9 @@ def read_run_config(path):
     # Flags that say nothing about the model are left out: they may have been changed, or their files moved.
     left_out = ("min_lr", "init_from", "resume", "resume_changed", "dump_grads")
     try:
-        values = read_flags(path)
+        cfg = Config(**{name: value for name, value in read_flags(path).items() if name not in left_out})
         saved = load_json(path)
         check_schema(saved, {"vocab_size_used": Range(1, 2**24)}, "flags")
-        cfg = Config(**{name: value for name, value in values.items() if name not in left_out})
         check(cfg)
     except ValueError as e:
         raise ValueError(f"{path} is no run's ({e}); give train.py's --out") from None
@@ -233,50 +225,45 @@ def change_words(argv, changes):
 
 def plain_switches(argv, cls):
     """Return argv as tyro expects it: it knows --x and --no-x; --x True, --x False and --x=true are ours."""
-    types = {field.name: field.type for field in dataclasses.fields(cls)}
+    switches = {typed(field.name) for field in dataclasses.fields(cls) if field.type in (bool, "bool")}
     plain = []
-    left = list(argv)
-    while left:
-        word = left.pop(0)
+    for word in argv:
         name, equals, value = word.partition("=")
-        key = words.key_of(name)
-        if name.startswith("--") and types.get(key) in (bool, "bool"):
-            if not equals and left and left[0].lower() in ("true", "false"):
-                value = left.pop(0)
-            if value.lower() not in ("", "true", "false"):
-                raise ValueError(f"{name} is a switch: {name}, {typed(f'no_{key}')} or {name} True; "
-                                 f"not {value!r}")
-            plain.append(typed(f"no_{key}" if value.lower() == "false" else key))
-        elif name.startswith("--") and value and key not in types:
-            plain += [name, value]  # tyro finds what a misspelt name resembles, without its value
-        else:
+        if typed(words.key_of(name)) in switches and name.startswith("--"):
+            plain.append(typed(words.key_of(name)))
+            if not equals:
+                continue
+            word = value
+        is_switch = bool(plain) and plain[-1] in switches
+        if is_switch and word.lower() == "false":
+            plain[-1] = plain[-1].replace("--", "--no-", 1)
+        elif not is_switch or word.lower() != "true":
             plain.append(word)
     return plain
 
 
-def format_tyro_error(box, cls, prog):
-    """Return tyro's framed message as one line: its first paragraph, and the flags that it proposes.
+def format_tyro_error(box, cls, program):
+    """Return tyro's framed message as one line: its first paragraph, and flags that unknown ones resemble.
 
     Where a word without a flag is missing, it is the MISSING of the class.
     """
-    box = re.sub(r"\x1b\[[0-9;]*m", "", box)
-    lines = [line.strip("│ ─╭╮╰╯") for line in box.splitlines()]
-    lines = ["" if set(line) == {"-"} else line for line in lines]  # rules, where the terminal has only ASCII
-    body = itertools.dropwhile(lambda line: not line, lines[1:])  # below the title
-    what = " ".join(itertools.takewhile(bool, body)).rstrip(".") or "wrong flags"
-    number = re.match(r"Error parsing (--\S+): (invalid literal for int|could not convert).*'(.*)'$", what)
-    if number:
-        kind = "a whole number" if "int" in number[2] else "a number"
-        return f"{number[1]} {number[3]}: it takes {kind}"
-    if what.startswith("Missing ") and hasattr(cls, "MISSING") and "'--" not in what:
-        what = cls.MISSING
-    if "nrecognized" in what:
-        meant = re.findall(r"^\W {5}(--[a-z-]+(?:, --[a-z-]+)?)", box, re.M)
+    lines = re.sub("\x1b\\[[0-9;]*m|[│╭╮╰╯─]", "", box).splitlines()[1:]  # below the title
+    lines = itertools.dropwhile(lambda line: not line.strip(" -"), lines)
+    what = " ".join(" ".join(itertools.takewhile(lambda line: line.strip(" -"), lines)).split()).rstrip(".")
+    if what.startswith("Missing ") and "'--" not in what:
+        what = getattr(cls, "MISSING", what)
+    if what.startswith("Unrecognized"):
+        words = re.findall(r"[^\s,=]+", what)
+        flags = [typed(field.name) for field in dataclasses.fields(cls)]
+        meant = []
+        for word in words:
+            if word.startswith("--"):
+                meant += difflib.get_close_matches(word, flags, 1)
         if meant:
-            what += f"; perhaps you meant {' or '.join(meant)}"
-        if set(re.findall(r"[^\s,]+", what)) & PRESETS.keys():
+            what += f"; perhaps you meant {' '.join(meant)}"
+        if set(words) & PRESETS.keys():
             what += "; a preset is the first word"
-    return f"{what}; {prog} --help lists all flags"
+    return f"{what}; {program} --help lists all flags"
 
 
 # -----------------------------------------------------------------------------
@@ -374,15 +361,6 @@ def wrap(text, **indents):
     return "\n\n".join(paragraphs)
 
 
-def check_utf8(flag, text):
-    """Raise ValueError if the text of a flag had bytes that are not UTF-8. Python gives each a surrogate."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as e:
-        raise ValueError(f"{flag} is not UTF-8 behind {e.start:,} characters; type it in a terminal of UTF-8"
-                         ) from None
-
-
 # 128 + SIGINT. Nothing was saved after this Ctrl-C, in a run the second, so no job script may requeue on it.
 INTERRUPTED = 130
 NO_READER = 141  # 128 + SIGPIPE
@@ -416,13 +394,3 @@ def wrong_input(quiet=False):
         raise SystemExit(INTERRUPTED) from None
     finally:
         drop_what_fails(sys.stdout)
-
-
-def one_line(text):
-    """Return a message, a text or an error, as one line that is printable."""
-    return printable(" ".join(str(text).split()))
-
-
-def printable(text):
-    """Return text, which may come from a file, with what a terminal would obey escaped."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

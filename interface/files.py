@@ -1,6 +1,7 @@
-"""The directory of a run, OUT: one run at a time works in it, and what is in it is whole.
+"""Files that are whole, JSON that is checked, and OUT, the directory of a run, in which one run works.
 
     write_whole     write a small file so that a reader finds all of it; new_part: a large one
+    load_json       what a file of JSON holds; check_schema: whether it is as it should be
     Rows            appends rows to a .jsonl file; those that a full disk does not take wait in memory
     sound_rows      the rows of such a file, without the lines that a kill damaged
     lock, unlock    claim OUT for this process
@@ -12,32 +13,21 @@ import fcntl
 import json
 import os
 import re
+import reprlib
 import secrets
 import shutil
 import socket
 import sys
 import time
+import typing
 from pathlib import Path
+from typing import Literal, NamedTuple
 
-from interface.command_line import one_line
-from interface.terminal import complain, say
+from interface.terminal import say, warn
 
 PART = re.compile(r"\..+\.[0-9a-f]{8}\.part")  # the names of new_part()
 LOCK_WAIT = 60.0  # seconds that --resume auto waits for a run that is just leaving
-
-
-def warn(text):
-    """Print one line on stderr, whatever the text contains."""
-    complain(f"nanoshard: {one_line(text)}")
-
-
-@contextlib.contextmanager
-def best_effort(what, errors=OSError):
-    """Run the body. If a disk is full or a directory is missing, the run goes on without what is written."""
-    try:
-        yield
-    except errors as e:
-        warn(f"{what}: {e}; going on without it")
+NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
 
 
 # -----------------------------------------------------------------------------
@@ -67,23 +57,39 @@ def new_part(path):
         raise
 
 
-def remove_folder(folder, names):
-    """Delete the files in a folder whose names match, and then the folder, if it is empty.
+@contextlib.contextmanager
+def whole_folder(out, only=""):
+    """Give the folder OUT.tmp to write into. At the end it, or the file `only` in it, is renamed to `out`.
 
-    Other files stay, the folder with them, and one line says so. names: a compiled pattern of the names that
-    our programs write there.
+    After an error nothing stays. If the process is killed, OUT.tmp stays.
+    ValueError: OUT.tmp is there already.
     """
+    out = out.resolve()
+    folder = out.with_name(f"{out.name}.tmp")
+    if folder.exists():
+        raise ValueError(f"{folder} is there: another command writes it, or one was killed; in that case "
+                         "delete it, or give another --out")
+    folder.mkdir(parents=True)
+    try:
+        yield folder
+        for path in [*folder.rglob("*"), folder]:
+            sync(path)
+        os.rename(folder / only, out)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    sync(out.parent)
+
+
+def remove_folder(folder, names):
+    """Delete the files in a folder whose names match a pattern, and then the folder, if it is empty."""
     with contextlib.suppress(FileNotFoundError):
         for path in Path(folder).iterdir():
-            if names.fullmatch(path.name) or PART.fullmatch(path.name):
-                with contextlib.suppress(OSError):  # a folder of this name is not ours
-                    path.unlink()
+            if path.is_file() and (names.fullmatch(path.name) or PART.fullmatch(path.name)):
+                path.unlink()
         try:
             os.rmdir(folder)
         except OSError as e:
-            if e.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-                raise
-            warn(f"{folder} stays: it holds files that no program of ours wrote; move them away")
+            warn(f"{folder} stays: {e.strerror}")
 
 
 def remove_parts(folder):
@@ -103,37 +109,12 @@ def sync(path):
 
 
 @contextlib.contextmanager
-def whole_folder(out, only=""):
-    """Give the folder OUT.tmp to write into. At the end it, or the file `only` in it, is renamed to `out`.
-
-    After an error nothing stays. If the process is killed, OUT.tmp stays.
-    ValueError: OUT.tmp is there already.
-    """
-    out = out.resolve()
-    folder = out.with_name(f"{out.name}.tmp")
+def best_effort(what, errors=OSError):
+    """Run the body. If a disk is full or a directory is missing, the run goes on without what is written."""
     try:
-        folder.mkdir(parents=True)
-    except FileExistsError:
-        raise ValueError(f"{folder} is there: another command writes it, or one was killed; in that case "
-                         "delete it, or give another --out") from None
-    try:
-        yield folder
-        for path in [*folder.rglob("*"), folder]:
-            sync(path)
-        os.rename(folder / only, out)
-        if only:
-            folder.rmdir()
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
-    sync(out.parent)
-
-
-NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
-# How a fix begins, by the number of the error that keeps something from being written
-ROOM = {errno.ENOSPC: "free space there, or ", errno.EDQUOT: "free space there, or ",
-        errno.EFBIG: "raise the limit of a file's size (ulimit -f), or ",
-        errno.ENOENT: "make its folder, or "}
+        yield
+    except errors as e:
+        warn(f"{what}: {e}; going on without it")
 
 
 @contextlib.contextmanager
@@ -146,14 +127,100 @@ def must_write(path, flag="--out", reads=False, left=None):
     try:
         yield
     except OSError as e:
-        # None: one of ours, which says what to do. one_line() says it of a name that is too long.
-        if e.errno in (None, errno.ENAMETOOLONG) or reads and e.errno not in NO_ROOM:
+        is_ours = e.errno is None  # an error of ours says what to do
+        if is_ours or reads and e.errno not in NO_ROOM:
             raise
+        room = "free space there, or " if e.errno in NO_ROOM else ""
         stays = ""
         if left is not None and left.exists():
             stays = f"; the same command goes on from {left}"
-        fix = f"{ROOM.get(e.errno, '')}give another {flag}"
-        raise OSError(f"{path} cannot be written: {e}; {fix}{stays}") from None
+        raise OSError(f"{path} cannot be written: {e}; {room}give another {flag}{stays}") from None
+
+
+# -----------------------------------------------------------------------------
+# JSON, read and checked: it may be cut, or of another program
+
+KINDS = {int: "a whole number", float: "a finite number", bool: "true or false", str: "text", list: "a list",
+         dict: "an object", type(None): "null"}
+
+
+class Range(NamedTuple):
+    """For check_schema: a number from low to high; a whole one where both are whole."""
+    low: float = 0
+    high: float = 2**63 - 1
+
+
+class ChangedFile(ValueError):
+    """Somebody cut or changed a file while a run reads it: one rank learns of it, in the middle of a step."""
+
+
+def load_json(path):
+    """Return what a UTF-8 JSON file holds. ValueError: it is no JSON; the line names it."""
+    data = Path(path).read_bytes()
+    try:
+        return json.loads(data.decode())
+    except (ValueError, RecursionError) as e:
+        raise ValueError(f"{path} holds no sound JSON: {e}") from None
+
+
+def check_schema(value, schema, where, path=""):
+    """Raise ValueError, one line that starts with `where`, unless a value from JSON is as the schema says.
+
+    A schema is
+        a type, or a tuple of types    a value of one of them; float takes an int, too
+        a Range                        a number
+        a Literal                      one of its values
+        {key: schema}                  an object: "key?" may be missing, "*" is every key, others are free
+        [schema]                       a list
+        a predicate                    what its docstring says
+    """
+    def refuse(text):
+        raise ValueError(f"{where}: {path.removeprefix('.') or 'the content'} {text}")
+
+    wanted = unlike(value, schema)
+    if wanted:
+        refuse(f"is {reprlib.repr(value)[:60]}, not {wanted}")
+    if isinstance(schema, list):
+        for i, element in enumerate(value):
+            check_schema(element, schema[0], where, f"{path}[{i}]")
+    elif isinstance(schema, dict):
+        for key, inner in schema.items():
+            name = key.removesuffix("?")
+            if name == key != "*" and name not in value:
+                refuse(f"lacks {name}")
+            for found in value if key == "*" else [name]:
+                if found in value:
+                    check_schema(value[found], inner, where, f"{path}.{found}")
+
+
+def unlike(value, schema):
+    """Return what a value should be, or "" if it is that, but for what is inside a list or an object."""
+    if isinstance(schema, (dict, list)):
+        schema = type(schema)
+    if isinstance(schema, type):
+        schema = (schema,)
+    if isinstance(schema, Range):
+        kind = type(schema.low) if type(schema.low) is type(schema.high) else float
+        is_right = is_a(value, kind) and schema.low <= value <= schema.high
+        wanted = f"{KINDS[kind]} from {schema.low} to {schema.high}"
+    elif isinstance(schema, tuple):
+        is_right = any(is_a(value, kind) for kind in schema)
+        wanted = " or ".join(KINDS[kind] for kind in schema)
+    elif typing.get_origin(schema) is Literal:
+        choices = typing.get_args(schema)
+        is_right = value in choices
+        wanted = f"one of {', '.join(map(str, choices))}"
+    else:
+        is_right = schema(value)
+        wanted = schema.__doc__
+    return "" if is_right else wanted
+
+
+def is_a(value, kind):
+    """Whether a value is of a type of KINDS: true is no number, 1 is a finite number, 1e400 is none."""
+    if kind in (int, float):
+        return type(value) in (int, kind) and abs(value) <= sys.float_info.max
+    return isinstance(value, kind)
 
 
 # -----------------------------------------------------------------------------
@@ -182,8 +249,7 @@ def move_aside(out):
     It says when the run last wrote a row, and of which step. Where OUT is a symbolic link, the folder that it
     leads to gets the new name, and the link stays: the next run goes to the same disk.
     """
-    if out.is_symlink() or out.name == "..":
-        out = out.resolve()
+    out = out.resolve()
     metrics = out / "metrics.jsonl"
     last_file = metrics if metrics.exists() else out
     when = time.strftime("%Y-%m-%d_%H%M", time.localtime(last_file.stat().st_mtime))
@@ -195,15 +261,11 @@ def move_aside(out):
 
 
 def copy_rows(out):
-    """Copy the rows of a run, NAME.jsonl, as NAME.jsonl.aside. Return the new names.
-
-    So the curve of the checkpoints that are moved aside stays, which the run that goes on removes.
-    """
+    """Copy the rows of a run as NAME.jsonl.aside: the next run removes some. Return the names."""
     names = []
     for name in ("metrics.jsonl", "experts.jsonl", "notes.jsonl"):
         if (out / name).exists():
-            new = free_name(out / f"{name}.aside")
-            write_whole(new, (out / name).read_bytes())
+            new = shutil.copy2(out / name, free_name(out / f"{name}.aside"))
             names.append(new.name)
     return names
 
@@ -216,66 +278,51 @@ _made = None  # the directory that lock() made, if it did
 
 
 def lock(out, wait=0.0):
-    """Claim OUT for this process until unlock(). OUT is made if it is not there.
+    """Claim OUT, which is made if it is not there, for this process until unlock().
 
     wait: seconds that another run has to leave.
-    ValueError: another run works in OUT, or a foreign file stands where the lock goes. OSError: it cannot be
-        written.
+    ValueError: another run works in OUT. OSError: it cannot be written.
     """
     global _held, _made
-    path = out.resolve() / ".lock"
+    folder = out.resolve()
+    if not folder.is_dir():
+        folder.mkdir(parents=True)
+        _made = folder
+    file = open(folder / ".lock", "a+")
     until = time.monotonic() + wait
-    file = _try(path)
-    if file is None and wait:
+    if wait and in_use(out):
         say(f"{out} is in use by {in_use(out)}: waiting up to {wait:.0f} s for it to leave")
-    while file is None:
+    while not is_taken(file, folder):
         if time.monotonic() >= until:
             raise ValueError(f"{out} is in use by {in_use(out) or 'another run'}; wait for it, stop it, "
                              "or give another --out")
         time.sleep(0.1)
-        file = _try(path)
     if _held is not None:  # of a directory that has another name now
         _held.close()
     _held = file
     file.truncate(0)
-    file.write(f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%F %T')}".encode())
+    file.write(f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%F %T')}")
+    file.flush()
 
 
-def _try(path):
-    """Return the lock file, open and locked by this process; None: another process has it."""
-    global _made
-    if not path.parent.is_dir():
-        path.parent.mkdir(parents=True)
-        _made = path.parent
-    file = open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666), "ab+", 0)
+def is_taken(file, folder):
+    """Lock the file .lock of a folder, and return True; False: another process has it."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        file.close()
-        return None
+        return False
     except OSError as e:
-        warn(f"{path.parent} has no file locks ({e.strerror}): start no second run in it")
-    file.seek(0)
-    written = file.read(200)
-    if written and not written.startswith((b"process ", b'{"host"', b"\0")):  # also one of an older version
-        raise ValueError(f"{path} is where the lock of a run goes, and was not written by one; move it away, "
-                         "or give another --out")
-    if not path.exists() or not os.path.samestat(os.fstat(file.fileno()), path.stat()):
-        file.close()  # its holder has just removed it, in unlock()
-        return _try(path)
-    return file
+        warn(f"{folder} has no file locks ({e.strerror}): start no second run in it")
+    return True
 
 
 def in_use(out):
     """Return in words who has locked OUT, or ""."""
-    path = Path(out) / ".lock"
-    try:
-        with open(path) as file:
+    with contextlib.suppress(OSError), open(Path(out) / ".lock", errors="replace") as file:
+        try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return one_line(path.read_text(errors="replace")[:200]) or "another run"
-    except OSError:  # there is no such file, or there are no locks
-        pass
+        except BlockingIOError:
+            return file.read(200) or "another run"
     return ""
 
 
@@ -283,22 +330,11 @@ def unlock():
     """Give back what lock() took, if anything. A directory that it made goes too, if nothing else came."""
     global _held, _made
     if _held is not None:
-        with contextlib.suppress(OSError):
-            if _made is not None and os.listdir(_made) == [".lock"]:
-                (_made / ".lock").unlink()
-                _made.rmdir()
+        if _made is not None and os.listdir(_made) == [".lock"]:
+            (_made / ".lock").unlink()
+            _made.rmdir()
         _held.close()
     _held = _made = None
-
-
-def _forget():
-    """Close the lock's file in a forked child: it shares the lock, which must not outlive the parent."""
-    global _made
-    _made = None
-    unlock()
-
-
-os.register_at_fork(after_in_child=_forget)
 
 
 # -----------------------------------------------------------------------------
@@ -329,6 +365,7 @@ class Rows:
     An earlier part's rows stay up to the step `until`; later ones will be written again.
     create: make the file, also where there is no row yet.
     """
+    is_full = False  # the disk, which is said once and not by each file
 
     def __init__(self, path, until, create=False):
         self.path = Path(path)
@@ -342,21 +379,14 @@ class Rows:
             write_whole(self.path, "".join(json.dumps(row) + "\n" for row in rows))
 
     def add(self, row):
-        """Append a row. If it cannot be written now, it waits in memory.
-
-        TypeError: a value is no number, text, list or dict, for example a tensor.
-        """
-        for key, value in row.items():
-            if not isinstance(value, (bool, int, float, str, list, dict, type(None))):
-                raise TypeError(f"{self.path.name}: {key} is a {type(value).__name__}; give a number, as "
-                                "tensor.item() is")
-        is_first = not self.waiting
+        """Append a row. If it cannot be written now, it waits in memory."""
         self.waiting += (json.dumps(row) + "\n").encode()
         try:
             self._write()
         except OSError as e:
-            if is_first:
-                warn(f"{self.path}: {e}; its rows wait in memory")
+            if not Rows.is_full:
+                warn(f"{self.path}: {e}; rows wait in memory")
+            Rows.is_full = True
 
     def _write(self):
         """Append the rows that wait, all of them or none. OSError: the disk is full."""
@@ -369,6 +399,7 @@ class Rows:
                 file.truncate(size)  # no part of a row stays
                 raise
         self.waiting = b""
+        Rows.is_full = False
 
     def close(self):
         """Try once more to write the rows that wait. Those for which there is no room go to stderr."""

@@ -13,9 +13,7 @@ import math
 import shlex
 from types import SimpleNamespace
 
-from config import ceil_div, head_width, largest_divisor, must_divide, typed
-
-FP8_MULTIPLE = 16  # --fp8: torch's product takes matrices whose rows have a multiple of 16 bytes
+from config import ceil_div, largest_divisor, must_divide, typed
 
 
 def check_ranks(n, tp, pp, ep, n_experts=0, cp=1, *, shard=0):
@@ -25,12 +23,8 @@ def check_ranks(n, tp, pp, ep, n_experts=0, cp=1, *, shard=0):
     """
     model = tp * cp * pp
     if n % model:
-        if n % (cp * pp):
-            hint = f"start a multiple of {model} ranks"
-        else:
-            hint = f"try --tp {largest_divisor(tp, n // (cp * pp))}"
-        by = f"tp {tp} * cp {cp} * pp {pp}" if cp > 1 else f"tp {tp} * pp {pp}"
-        raise ValueError(f"{n} ranks do not divide by {by}; {hint}")
+        raise ValueError(f"{n} ranks do not divide by tp {tp} * cp {cp} * pp {pp}; "
+                         f"start a multiple of {model} ranks")
     stage = n // pp
     if stage % ep:
         raise ValueError(f"ep {ep} does not divide the {stage} ranks of a stage, {n} / pp {pp}; "
@@ -45,45 +39,33 @@ def check_shard(shard, replicas, tp, ep):
 
     A group is shard * tp neighbours. If ep is larger than a group, no two of its ranks hold the same expert.
     """
-    def fits(size):
-        return replicas % size == 0 and (size * tp % ep == 0 or ep % (size * tp) == 0)
-    if fits(shard):
-        return
-    sizes = [size for size in range(1, min(shard, replicas) + 1) if fits(size)]
-    fix = f"try --shard {sizes[-1]}" if sizes else "leave out --shard"
+    group = shard * tp
     if replicas % shard:
-        raise ValueError(f"shard {shard} does not divide the {replicas} data-parallel ranks, dp * cp; {fix}")
-    raise ValueError(f"ep {ep} and the {shard * tp} ranks of a group, shard {shard} * tp {tp}, do not divide "
-                     f"each other; {fix}")
+        raise ValueError(f"shard {shard} does not divide the {replicas} data-parallel ranks, dp * cp; "
+                         f"try --shard {largest_divisor(shard, replicas)}")
+    if group % ep and ep % group:
+        raise ValueError(f"ep {ep} and the {group} ranks of a group, shard {shard} * tp {tp}, do not divide "
+                         "each other; leave out --shard")
 
 
 def check_layout(cfg, mesh, batch):
     """Raise ValueError, with the fix, for values that are wrong on this mesh. batch: sequences per step."""
     if cfg.pdb >= mesh.world.size:
         raise ValueError(f"--pdb {cfg.pdb}: the ranks are 0 to {mesh.world.size - 1}")
-    if cfg.n_experts % mesh.ep.size:
-        fit = largest_divisor(mesh.ep.size, cfg.n_experts, mesh.stage.size)
-        raise ValueError(f"n-experts {cfg.n_experts} do not divide by ep {mesh.ep.size}; try --ep {fit}")
+    must_divide("n-experts", cfg.n_experts, "ep", mesh.ep.size, mesh.stage.size)
     check_tensor_parallel(cfg, mesh.tp.size, mesh.world.size // mesh.pp.size)
     check_sequence(cfg, mesh.cp.size, mesh.tp.size)
     check_batch(cfg, mesh.dp.size, batch)
     check_pipeline(cfg, mesh.pp.size, mesh.cp.size)
-    if cfg.fp8:
-        check_fp8(cfg, mesh.cp.size, mesh.tp.size)
 
 
 def check_tensor_parallel(cfg, tp, stage):
     """Raise ValueError unless heads, MLP and vocabulary divide by tp. stage: ranks of a stage."""
     must_divide("n-head", cfg.n_head, "tp", tp, stage)
-    if cfg.n_kv_head % tp and tp % cfg.n_kv_head:
-        raise ValueError(f"n-kv-head {cfg.n_kv_head} neither divides by tp {tp} nor divides it; "
-                         f"try --tp {cfg.n_kv_head}")
-    if cfg.ffn_hidden % tp:
-        raise ValueError(f"ffn-hidden {cfg.ffn_hidden} does not divide by tp {tp}; "
-                         f"try --ffn-hidden {next_multiple(cfg.ffn_hidden, tp)}")
-    if 128 % tp:
-        raise ValueError(f"the vocabulary is padded to a multiple of 128, which tp {tp} does not divide; "
-                         "try --tp 2 or 4")
+    if tp % cfg.n_kv_head:  # else some ranks hold copies of a key/value head
+        must_divide("n-kv-head", cfg.n_kv_head, "tp", tp, stage)
+    must_divide("ffn-hidden", cfg.ffn_hidden, "tp", tp, stage)
+    must_divide("the padded vocabulary, a multiple of", 128, "tp", tp, stage)
 
 
 def check_sequence(cfg, cp, tp):
@@ -92,18 +74,16 @@ def check_sequence(cfg, cp, tp):
         raise ValueError(f"seq-len {cfg.seq_len} does not divide by 2 * cp {cp} segments; "
                          f"try --seq-len {next_multiple(cfg.seq_len, 2 * cp)}")
     if cfg.micro_batch * cfg.seq_len // cp % tp:
-        by = f"cp {cp} * tp {tp}" if cp > 1 else f"tp {tp}"
         raise ValueError(f"micro-batch {cfg.micro_batch} * seq-len {cfg.seq_len} tokens do not divide by "
-                         f"{by}; try --micro-batch {tp}")
+                         f"cp {cp} * tp {tp}; try --micro-batch {tp}")
 
 
 def check_batch(cfg, dp, batch):
     """Raise ValueError unless the global batch and each phase of its ramp are whole micro-batches."""
     unit = cfg.micro_batch * dp
     if batch % unit:
-        whole = max(1, round(batch / unit)) * unit
         raise ValueError(f"global-batch {batch} does not divide by micro-batch {cfg.micro_batch} * dp {dp}; "
-                         f"try --global-batch {whole}")
+                         f"try --global-batch {next_multiple(batch, unit)}")
     check_ramp(batch, cfg.rampup_batch_size, unit)
 
 
@@ -112,16 +92,14 @@ def check_ramp(full, ramp, unit):
     if not ramp:
         return
     start, increment, over = ramp
-    flag = f"--rampup-batch-size {start} {increment} {over}"
-    for size in start, min(full, start + increment):  # If these two divide, all that follow do.
-        if size % unit:
-            raise ValueError(f"{flag} has a phase of {size}, which does not divide by micro-batch * dp = "
-                             f"{unit}; try --rampup-batch-size {next_multiple(start, unit)} "
-                             f"{next_multiple(increment, unit)} {over}")
+    if start % unit or min(full, start + increment) % unit:  # if these two divide, all that follow do
+        raise ValueError(f"--rampup-batch-size {start} {increment} {over} has phases that do not divide by "
+                         f"micro-batch * dp = {unit}; try --rampup-batch-size {next_multiple(start, unit)} "
+                         f"{next_multiple(increment, unit)} {over}")
     if start > full or (full - start) % increment:
         reached = start + next_multiple(max(0, full - start), increment)
-        raise ValueError(f"{flag} does not reach global-batch {full} in whole increments; "
-                         f"try --global-batch {reached}")
+        raise ValueError(f"--rampup-batch-size {start} {increment} {over} does not reach global-batch {full} "
+                         f"in whole increments; try --global-batch {reached}")
 
 
 def check_pipeline(cfg, pp, cp):
@@ -138,24 +116,6 @@ def check_pipeline(cfg, pp, cp):
         raise ValueError(f"--pp-chunks {cfg.pp_chunks} does not go with --zero {cfg.zero}, which sums the "
                          "gradients of one stage per micro-batch; try --zero 1")
     stage_layers(cfg, pp * cfg.pp_chunks)
-
-
-def check_fp8(cfg, cp, tp):
-    """Raise ValueError unless a GPU can multiply this rank's part of each matrix, and its tokens, as fp8."""
-    columns = head_width(cfg) * (cfg.n_head // tp)
-    kv_columns = head_width(cfg) * max(1, cfg.n_kv_head // tp)
-    hidden = cfg.ffn_hidden
-    if cfg.n_experts:
-        hidden *= cfg.n_shared_experts
-    sizes = {"--n-embd": cfg.n_embd,
-             "--micro-batch * --seq-len / cp": cfg.micro_batch * cfg.seq_len // cp,
-             "--n-head / tp * the width of a head": columns,
-             "the width of a rank's queries, keys and values together": columns + 2 * kv_columns,
-             "--ffn-hidden / tp": hidden // tp}
-    for what, size in sizes.items():
-        if size % FP8_MULTIPLE:
-            raise ValueError(f"--fp8 multiplies matrices whose sides are multiples of {FP8_MULTIPLE}, and "
-                             f"{what} is {size}; leave out --fp8")
 
 
 def next_multiple(n, of):
@@ -218,20 +178,13 @@ def stage_layers(cfg, stages):
     ValueError: --pp-layers does not fit, or a stage would be empty.
     """
     if cfg.n_layer < stages:
-        pp = stages // cfg.pp_chunks
-        fix = f"--pp-chunks {cfg.n_layer // pp}" if cfg.n_layer >= pp else f"--pp {cfg.n_layer}"
-        raise ValueError(f"n-layer {cfg.n_layer} is less than pp {pp} * pp-chunks {cfg.pp_chunks}, a stage "
-                         f"would be empty; try {fix}")
+        raise ValueError(f"n-layer {cfg.n_layer} is less than pp * pp-chunks = {stages}, so a stage would be "
+                         f"empty; try --n-layer {stages}")
     counts = balanced_counts(cfg.n_layer, stages)
     if cfg.pp_layers:
         proposal = ",".join(map(str, counts))
-        counts = []
-        for text in cfg.pp_layers.split(","):
-            counts.append(int(text) if text.strip().isdecimal() else -1)
-        if len(counts) != stages or sum(counts) != cfg.n_layer or min(counts) < 1:
-            if stages == 1:
-                raise ValueError(f"--pp-layers {cfg.pp_layers} is for several stages, and one stage has all "
-                                 "blocks; leave out --pp-layers")
+        counts = [int(text) if text.strip().isdecimal() else 0 for text in cfg.pp_layers.split(",")]
+        if len(counts) != stages or sum(counts) != cfg.n_layer or 0 in counts:
             raise ValueError(f"--pp-layers {cfg.pp_layers} is not {stages} counts of at least 1 that sum to "
                              f"n-layer {cfg.n_layer}; try --pp-layers {proposal}")
     ends = list(itertools.accumulate(counts))

@@ -1,7 +1,4 @@
-"""What is said where numpy, torch or tyro is not installed, as before the virtual environment is activated.
-
-This file and config.py import the standard library alone.
-"""
+"""What is said where numpy, torch or tyro is not installed, as before the environment is activated."""
 import importlib.util
 import sys
 
@@ -12,8 +9,8 @@ def check_packages():
     """Print what to type, and end the process with 2, if a package is not installed for this python."""
     missing = [name for name in ("numpy", "torch", "tyro") if importlib.util.find_spec(name) is None]
     if missing:
-        print(f"nanoshard: this python has no {', '.join(missing)}; type: make .venv/ready && source "
-              ".venv/bin/activate, in the folder of train.py", file=sys.stderr)
+        print(f"nanoshard: this python has no {', '.join(missing)}; in the folder of train.py type: "
+              "make .venv/ready && source .venv/bin/activate", file=sys.stderr)
         raise SystemExit(Outcome.WRONG_INPUT)
 
 

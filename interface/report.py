@@ -11,15 +11,16 @@ import shlex
 from pathlib import Path
 from typing import NamedTuple
 
+from config import typed
 from interface import paths
-from interface.command_line import OF_THE_RUN, change_words, printable
-from interface.files import sound_rows, write_whole
+from interface.command_line import OF_THE_RUN, change_words
+from interface.files import load_json, sound_rows, write_whole
 from interface.layout import command
-from interface.schema import load_json
-from interface.terminal import short
+from interface.terminal import printable, short
 
-CURVES = (("loss", "Loss, nats per token"), ("lr", "Learning rate"), ("grad_norm", "Gradient norm"),
-          ("ms", "Milliseconds per step"), ("tok_s", "Tokens per second"), ("mem_gb", "Memory, GB"))
+CURVES = (("loss", "Loss, nats per token; dots: validation"), ("lr", "Learning rate"),
+          ("grad_norm", "Gradient norm"), ("ms", "Milliseconds per step"), ("tok_s", "Tokens per second"),
+          ("mem_gb", "Memory, GB"))
 LEFT, RIGHT, TOP, BOTTOM = 60, 468, 30, 204  # of the curves in a picture of 480 x 230
 MOST_POINTS = 1000  # of a curve
 MOST_SAMPLES, MOST_LETTERS = 12, 2000
@@ -31,7 +32,7 @@ body{font:15px/1.5 system-ui,sans-serif;max-width:1500px;margin:0 auto;padding:1
 .grid>*{min-width:0}.scroll{overflow-x:auto}.soft,text{color:#808890;fill:#808890}
 svg{width:100%;max-width:520px;display:block}polyline{fill:none;stroke-width:1.6}
 pre{white-space:pre-wrap;overflow-wrap:anywhere;border:1px solid #8888;padding:8px;margin:4px 0}
-td,th{padding:2px 14px 2px 0;text-align:left;white-space:nowrap}
+td{padding:2px 14px 2px 0;text-align:left;white-space:nowrap}
 """
 GENERATOR = '<meta name="generator" content="nanoshard"/>'
 FRAME = """<!DOCTYPE html>
@@ -64,9 +65,11 @@ def write_report(path, runs):
     """Write the page of Runs to a file: a text of HTML that is XML, too."""
     title = " and ".join(run.path for run in runs)
     legend = [f'<b style="color:{colour_of(i)}">&#9632;</b> {escape(run.path)}' for i, run in enumerate(runs)]
-    body = [f"<h1>{escape(title)}</h1><p>{' &#160; '.join(legend)}</p>"]
-    body.append(side_by_side(runs, summary))
-    curves = [f"<div>{curve(runs, key, title)}</div>" for key, title in CURVES]
+    body = [f"<h1>{escape(title)}</h1><p>{' &#160; '.join(legend)}</p>", side_by_side(runs, summary)]
+    curves = []
+    for key, heading in CURVES:
+        dots = [values_of(run.rows, "val_loss") for run in runs] if key == "loss" else []
+        curves.append(f"<div>{chart(heading, [values_of(run.rows, key) for run in runs], dots)}</div>")
     body.append(f'<h2>Curves</h2><div class="grid">{"".join(curves)}</div>')
     for heading, part in (("Samples", samples), ("How it was started, and how it goes on", commands)):
         if any(part(run) for run in runs):
@@ -90,16 +93,6 @@ def side_by_side(runs, part):
     return f'<div class="grid">{"".join(f"<div>{part(run)}</div>" for run in runs)}</div>'
 
 
-def table(rows):
-    """Return a table; the first row is its head."""
-    lines = []
-    for i, row in enumerate(rows):
-        kind = "td" if i else "th"
-        cells = "".join(f"<{kind}>{escape(cell)}</{kind}>" for cell in row)
-        lines.append(f"<tr>{cells}</tr>")
-    return f'<div class="scroll"><table>{"".join(lines)}</table></div>'
-
-
 # -----------------------------------------------------------------------------
 # Curves
 
@@ -110,12 +103,8 @@ def values_of(rows, key):
             if type(value) in (int, float) and abs(value) < 1e290 and step < 10**15]
 
 
-def curve(runs, key, title):
-    """Return the chart of a key of metrics.jsonl, with a curve for each Run; "" if none has a value."""
-    lines = [values_of(run.rows, key) for run in runs]
-    if key != "loss":
-        return chart(title, lines)
-    return chart(f"{title}; dots: validation", lines, [values_of(run.rows, "val_loss") for run in runs])
+def thinned(values):
+    return values[::1 + len(values) // MOST_POINTS]
 
 
 def chart(title, lines, dots=()):
@@ -133,12 +122,10 @@ def chart(title, lines, dots=()):
 
     drawn = []
     for i, values in enumerate(lines):
-        every = 1 + len(values) // MOST_POINTS
-        text = " ".join("{:.1f},{:.1f}".format(*place(*point)) for point in values[::every])
+        text = " ".join("{:.1f},{:.1f}".format(*place(*point)) for point in thinned(values))
         drawn.append(f'<polyline stroke="{colour_of(i)}" points="{text}"/>')
     for i, values in enumerate(dots):
-        every = 1 + len(values) // MOST_POINTS
-        for step, value in values[::every]:
+        for step, value in thinned(values):
             x, y = place(step, value)
             drawn.append(f'<circle fill="{colour_of(i)}" cx="{x:.1f}" cy="{y:.1f}" r="3.2">'
                          f'<title>validation, step {step}: {value:.4f}</title></circle>')
@@ -173,22 +160,23 @@ def summary(run):
 
 def samples(run):
     """Return the last texts that a run wrote while it trained, or "" if it wrote none."""
-    known = [row for row in run.notes if isinstance(row.get("sample"), str)]
     found = []
-    for row in known[-MOST_SAMPLES:]:
-        found.append(f'<p class="soft">step {row["step"]}</p>'
-                     f"<pre>{escape(row['sample'][:MOST_LETTERS].rstrip())}</pre>")
+    for row in run.notes[-MOST_SAMPLES:]:
+        if isinstance(row.get("sample"), str):
+            text = escape(row["sample"][:MOST_LETTERS].rstrip())
+            found.append(f'<p class="soft">step {row["step"]}</p><pre>{text}</pre>')
     return "".join(found)
 
 
 def flags(runs):
     """Return the table of the flags of all runs. A star marks those that differ."""
-    rows = [("flag", *(run.path for run in runs))]
+    lines = [("", "flag", *(run.path for run in runs))]
     for name in dict.fromkeys(name for run in runs for name in run.config if name not in OF_THE_RUN):
         values = [run.config.get(name) for run in runs]
         star = "* " if any(value != values[0] for value in values) else ""
-        rows.append((star + name.replace("_", "-"), *values))
-    return table(rows)
+        lines.append((star, typed(name), *values))
+    rows = ["".join(f"<td>{escape(cell)}</td>" for cell in line) for line in lines]
+    return f'<div class="scroll"><table><tr>{"</tr><tr>".join(rows)}</tr></table></div>'
 
 
 # -----------------------------------------------------------------------------

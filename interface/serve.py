@@ -16,9 +16,8 @@ import threading
 from pathlib import Path
 from typing import Literal
 
-from interface.command_line import one_line
-from interface.schema import Range, check_schema
-from interface.terminal import say
+from interface.files import Range, check_schema
+from interface.terminal import one_line, say
 
 MOST_BYTES = 1 << 16  # of a message; http.server reads no more of a header, and 100 of them
 MOST_SECONDS = 10  # of a read or a write

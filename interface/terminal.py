@@ -1,19 +1,16 @@
 """What people read: lines that appear at once, numbers and times in few characters, streams that may fail.
 
-    say, complain   print a line on stdout, on stderr
-    show            print a piece of a text of others; visible: what a terminal gets of it
-    open_streams    streams that take every character, and lead nowhere where they were closed
-    Stream          sys.stdout or sys.stderr of a run, which goes on when they fail
-    short           1,234,567 as 1.2M;  clock: seconds as 1:23;  counted: says how much of a list is done
+    say, complain   print a line on stdout, on stderr; warn: a message, after nanoshard:
+    one_line        a message, which may quote a file, as one line that a terminal only prints
+    show            print a piece of a text of others
+    short           1,234,567 as 1.2M;  clock: seconds as 1:23
 """
 import contextlib
 import os
 import re
 import shutil
 import sys
-import time
 
-PROGRESS = 5.0  # seconds between two lines of counted()
 # What a terminal obeys, and what turns the direction of a line; not tabs and the ends of lines
 OBEYED = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
@@ -31,8 +28,23 @@ def complain(line):
     print(line, file=sys.stderr, flush=True)
 
 
+def warn(text):
+    """Print one line on stderr, whatever the text contains."""
+    complain(f"nanoshard: {one_line(text)}")
+
+
+def one_line(text):
+    """Return a message, a text or an error, as one line that is printable."""
+    return printable(" ".join(str(text).split()))
+
+
+def printable(text):
+    """Return text, which may come from a file, with what a terminal would obey escaped."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
 def visible(text):
-    """Return text with what a terminal would obey escaped."""
+    """Return text of several lines with what a terminal would obey escaped."""
     return OBEYED.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
@@ -44,19 +56,10 @@ def show(text):
 
 
 def open_streams():
-    """Let the streams lead nowhere that were closed (>&-), and take characters that their encoding lacks.
-
-    Otherwise another file gets the number of a closed stream, and what C code prints there.
-    """
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        stream = getattr(sys, name)
-        if stream is None:
-            stream = open(os.devnull, mode)  # it gets the lowest free number
-            setattr(sys, name, stream)
-            setattr(sys, f"__{name}__", stream)
-        if name != "stdin" and hasattr(stream, "reconfigure"):  # a notebook's has not
-            with contextlib.suppress(OSError):  # somebody let it lead elsewhere
-                stream.reconfigure(errors="replace")
+    """Let stdout and stderr take characters that their encoding lacks."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):  # a notebook's has not
+            stream.reconfigure(errors="replace")
 
 
 def drop_what_fails(stream):
@@ -69,10 +72,7 @@ def drop_what_fails(stream):
 
 
 class Stream:
-    """Takes the place of sys.stdout or sys.stderr.
-
-    If its reader leaves (| head) or its disk is full, what is printed is lost. One line says so.
-    """
+    """Takes the place of sys.stdout or sys.stderr: if its reader leaves (| head), the run goes on."""
 
     def __init__(self, name):
         self.name = name
@@ -85,19 +85,11 @@ class Stream:
     def write(self, text):
         try:
             self.stream.write(text)
-        except OSError as e:
-            self._fails(e)
+        except OSError:
+            drop_what_fails(self.stream)
 
     def flush(self):
-        try:
-            self.stream.flush()
-        except OSError as e:
-            self._fails(e)
-
-    def _fails(self, error):
         drop_what_fails(self.stream)
-        if self.name == "stdout":
-            complain(f"nanoshard: stdout: {error}; what is printed there is lost, the run goes on")
 
     def put_back(self):
         """Give the stream its place back."""
@@ -123,15 +115,3 @@ def clock(seconds):
     if hours:
         return f"{hours}:{minutes:02d}:{seconds:02d}"
     return f"{minutes}:{seconds:02d}"
-
-
-def counted(items):
-    """Yield the items of a list, and say on stderr every PROGRESS seconds how many of them are done."""
-    said = began = time.monotonic()
-    for number, item in enumerate(items, 1):
-        yield item
-        now = time.monotonic()
-        if now - said > PROGRESS:
-            said = now
-            left = (now - began) * (len(items) / number - 1)
-            complain(f"{number:,} of {len(items):,}, left={clock(left)}")

@@ -178,50 +178,53 @@ def program_of(prog):
     return sys.argv[0] if Path(sys.argv[0]).name == prog else prog
 
 
+def answer_to(word, value, known, ours):
+    """Return the table's answer to a word of a command line, or None if the word stays."""
+    key = key_of(word)
+    if f"{key}={value}" in known:
+        return known[f"{key}={value}"]
+    if key.removeprefix("no_") in ours:
+        is_typed = word.startswith("--") and "." not in word.partition("=")[0]
+        return None if is_typed else typed(key)
+    return known.get(key, known.get(key.removeprefix("no_")))
+
+
 def refuse_foreign(argv, cls, prog):
     """Raise ValueError if the command line argv has words of others: with the command in our words.
 
     cls: the dataclass of the program's flags.
     """
-    ours = {field.name for field in dataclasses.fields(cls)} - {"preset"}  # which is the first word
-    table = OTHERS.get(prog, "")
+    known = read_table(OTHERS.get(prog, ""))
     if issubclass(cls, Config):
-        table = TRAIN + table
-    known = read_table(table)
-    start = "python"
-    first = []
+        known = read_table(TRAIN) | known
+    ours = {field.name for field in dataclasses.fields(cls)} - {"preset"}  # which is the first word
+    command = ["python", program_of(prog)]
     rest = []
     said = []
     left = list(argv)
     while left:
         word = left.pop(0)
-        name, equals, value = word.partition("=")
         if not re.match("--?[A-Za-z]|[A-Za-z_][A-Za-z_.]*=", word):
             rest.append(word)
             continue
         words = [word]
-        if not equals and left and not left[0].startswith("-"):
+        value = word.partition("=")[2]
+        if "=" not in word and left and not left[0].startswith("-"):
             value = left.pop(0)
             words.append(value)
-        key = key_of(word)
-        answer = known.get(f"{key}={value}")
-        if answer is None and key.removeprefix("no_") in ours:
-            is_typed = name.startswith("--") and "." not in name
-            answer = None if is_typed else typed(key)
-        elif answer is None:
-            answer = known.get(key, known.get(key.removeprefix("no_")))
+        answer = answer_to(word, value, known, ours)
         if answer is None:
             rest += words
         elif answer == "first word":
-            first.append(value)
+            command.append(value)
         elif answer == "mpiexec":
-            start = f"mpiexec -n {value or 'N'} python"
-        elif not answer.startswith("--") or len(answer.split()) > 2:
-            said.append(f"{name}: {answer}")
-        elif " " not in answer:
+            command = ["mpiexec", "-n", value or "N", *command]
+        elif re.fullmatch("--[a-z0-9-]+", answer):
             rest += filter(None, [answer, value])
-        elif value.lower() not in NONE:
-            rest += answer.split()
-    if [*first, *rest] != list(argv) or start != "python":
-        command = f"{start} {shlex.join([program_of(prog), *first, *rest])}"
-        raise ValueError("; ".join([*said, f"in our words: {command}"]))
+        elif re.fullmatch("--[a-z0-9-]+ [a-z0-9]+", answer):
+            if value.lower() not in NONE:
+                rest += answer.split()
+        else:
+            said.append(f"{word.partition('=')[0]}: {answer}")
+    if said or rest != list(argv):
+        raise ValueError("; ".join([*said, f"in our words: {shlex.join([*command, *rest])}"]))

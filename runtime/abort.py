@@ -6,9 +6,8 @@ import time
 import traceback
 
 from config import Outcome
-from interface.command_line import one_line
-from interface.schema import ChangedFile
-from interface.terminal import visible
+from interface.files import ChangedFile
+from interface.terminal import one_line, visible
 
 PEER_LOST = ("closed by peer", "reset by peer", "remote process exited", "was likely closed", "roken pipe")
 

@@ -27,10 +27,9 @@ from corpus import samples
 from corpus.shards import verify
 from corpus.tokenizer import prompt_tokenizer
 from cost.memory import check_memory
-from interface.command_line import one_line
+from interface.files import ChangedFile
 from interface.layout import check_layout
-from interface.schema import ChangedFile
-from interface.terminal import clock, say
+from interface.terminal import clock, one_line, say
 from ops import fp8
 from ops.checksum import checksum
 from optim import VOTES

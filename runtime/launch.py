@@ -32,8 +32,7 @@ with torch_reads_environment():
     import torch.distributed as dist
 
 from config import Outcome, ceil_div
-from interface.command_line import one_line
-from interface.terminal import complain, say
+from interface.terminal import complain, one_line, say
 from interface.tree import Tree, WrongInput, grow
 from ops.accelerator import device_name
 from parallel import Axis

@@ -12,8 +12,7 @@ import re
 from typing import NamedTuple
 
 from config import Outcome
-from interface.command_line import one_line
-from interface.terminal import complain
+from interface.terminal import complain, one_line
 
 # Each launcher, with its variables for (rank, world size, local rank, local size). The first launcher whose
 # variables are set is taken, and srun is the last one: only SLURM_STEP_NUM_TASKS says that srun started

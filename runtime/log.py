@@ -2,6 +2,7 @@
 
     Metrics        every rank: what a run measures from one row of metrics.jsonl to the next
     Log            rank 0: the row and a printed line per logged step
+    Tracker        rank 0: --wandb
     begin, end     what rank 0 does besides at both ends of a run
 
 metrics.jsonl is the record from which a resumed run goes on. Everything else may fail without ending the run.
@@ -12,6 +13,8 @@ import json
 import math
 import os
 import platform
+import secrets
+import statistics
 import subprocess
 import sys
 import time
@@ -20,24 +23,17 @@ from pathlib import Path
 import torch
 
 import plot
-from config import FLAGS, Config, Outcome, has_effect
+from config import FLAGS, Config, Outcome, has_effect, typed
 from corpus.samples import first_folder
 from cost.parameters import flops_per_token
 from cost.step_time import peak_flops
 from cost.traffic import bytes_between_nodes, traffic
-from fast import flash
 from fast.compile import compilation
 from fast.symm_mem import bytes_allocated
 from interface import report
-from interface.command_line import one_line
-from interface.files import (
-    Rows,
-    must_write,
-    write_whole,
-)
+from interface.files import Rows, must_write, write_whole
 from interface.presets import PRESETS
-from interface.schema import load_json
-from interface.terminal import clock, say, short, show
+from interface.terminal import clock, say, short, show, warn
 from moe import expert_stats
 from ops.accelerator import device_name, peak_memory, peak_resident
 from optim import learning_rate
@@ -45,8 +41,7 @@ from pipeline import generate
 from runtime import ending, profiles, session, timing, watch
 from runtime.launch import print_node
 from runtime.layer_norms import LayerNorms
-from runtime.tracker import Tracker
-from skip import WINDOW, not_finite_reason
+from skip import not_finite_reason
 
 # -----------------------------------------------------------------------------
 # The numbers of a step
@@ -77,10 +72,9 @@ class Metrics:
         the row before. Collective: some values are maxima over the ranks.
         """
         cfg = run.cfg
-        state = run.state
         sent = {name: sum(axis.sent.values()) for name, axis in run.mesh.axes().items()}
         steps = self.clock.steps
-        row = metrics_row(cfg, run.world, state, self.clock, batch, stats, run.guard.reason)
+        row = metrics_row(cfg, run.world, run.state, self.clock, batch, stats, run.guard.reason)
         row.update(self.stragglers.report())
         if cfg.timers:
             row.update(phase_times(self.timers, steps, run.mesh))
@@ -93,18 +87,16 @@ class Metrics:
         if stats is None:
             return row
         if cfg.n_experts:
-            # The statistics of every layer, on every rank.
-            experts = expert_stats(run.model, batch // cfg.micro_batch)
+            experts = expert_stats(run.model, batch // cfg.micro_batch)  # of every layer, on every rank
             row.update(expert_metrics(experts))
             if run.log_file is not None:
-                run.log_file.experts(state.step, experts)
-        if state.step == run.first_step and run.log_file is not None:
-            predicted = traffic(cfg, run.mesh, state.vocab_size, batch, run.choice)
+                run.log_file.experts(run.state.step, experts)
+        if run.state.step == run.first_step and run.log_file is not None:
+            predicted = traffic(cfg, run.mesh, run.state.vocab_size, batch, run.choice)
             counted = report_traffic(predicted, sent, run.mesh, run.world.nodes)
-            if counted:
-                run.log_file.note(state.step, traffic=counted)
+            run.log_file.note(run.state.step, traffic=counted)
             if cfg.compile:
-                row["compile_s"] = report_compilation(row["ms"] / 1e3)
+                row["compile_s"] = compilation().seconds
             row.update(session.start_seconds())
         return row
 
@@ -123,7 +115,6 @@ def metrics_row(cfg, world, state, clock, batch, stats, refusal):
     if steps:
         mean_batch = samples / steps  # the batch may have grown since the row before
         row.update(rates(cfg, world, mean_batch, ms, state.vocab_size))
-
     nbytes = most_memory(world.device)
     if nbytes is not None:
         [row["mem_gb"]] = world.tree.maximum([nbytes / 2**30])  # one number from each rank to all
@@ -131,10 +122,7 @@ def metrics_row(cfg, world, state, clock, batch, stats, refusal):
 
 
 def most_memory(device):
-    """Return the most bytes that this rank has held: of the device, or of the host if it trains on a CPU.
-
-    None where nobody counts.
-    """
+    """Return the most bytes that this rank has held, on a CPU of the host's memory. None: not known."""
     if device.type == "cpu":
         return peak_resident()
     peaks = peak_memory(device)
@@ -195,7 +183,7 @@ def expert_metrics(layers):
     The numbers are means over the layers, and the load of the busiest expert of any layer (1.0 is balanced).
     """
     def mean(key):
-        return sum(layer[key] for layer in layers.values()) / len(layers)
+        return statistics.fmean(layer[key] for layer in layers.values())
 
     busiest = max(max(layer["load"]) * len(layer["load"]) for layer in layers.values())
     return {"aux_loss": mean("aux"), "z_loss": mean("z"), "dropped": mean("dropped"),
@@ -208,36 +196,21 @@ def report_traffic(predicted, sent, mesh=None, nodes=()):
     predicted, sent: {axis name: bytes}. nodes: the node of each rank of the mesh; on several nodes, a line
     says how many of the bytes leave the node. Return {axis name, or "to other nodes": [predicted, counted]}.
     """
-    if not predicted:
-        return {}
     pairs = {axis: [nbytes, sent[axis]] for axis, nbytes in predicted.items()}
     if len(set(nodes)) > 1:
         leaving = [bytes_between_nodes(mesh, dict(zip(pairs, column, strict=True)), lambda rank: nodes[rank])
                    for column in zip(*pairs.values(), strict=True)]
         pairs["to other nodes"] = leaving
-    width = max(6, *map(len, pairs))
-    lines = ["comm per step, MB sent by rank 0, predicted / measured:"]
+    if pairs:
+        say("comm per step, MB sent by rank 0, predicted / measured:")
+    width = max(6, *map(len, pairs), 6)
     for axis, (expected, counted) in pairs.items():
-        lines.append(f"  {axis:{width}}{expected / 1e6:10.4g} / {counted / 1e6:.4g}")
-    print("\n".join(lines), flush=True)
+        say(f"  {axis:{width}}{expected / 1e6:10.4g} / {counted / 1e6:.4g}")
     return pairs
 
 
-def report_compilation(first_step):
-    """Print what share of the first step was compilation, of this rank's blocks. Return its seconds.
-
-    first_step: the seconds that the step took.
-    """
-    cost = compilation()
-    parts = cost.cached + cost.compiled
-    say(f"  the first step took {first_step:.1f} s, {cost.seconds:.1f} s of them to compile "
-        f"{cost.graphs} graphs; {cost.cached} of their {parts} parts were in the cache, "
-        f"{cost.folder}")
-    return cost.seconds
-
-
 # -----------------------------------------------------------------------------
-# Start of a run
+# Both ends of a run
 
 def begin(run, found):
     """Say on rank 0 what kind of run begins, a train.Run, and return its Log.
@@ -246,11 +219,10 @@ def begin(run, found):
     """
     cfg = run.cfg
     run.stop.watch_file(run.out)
-    say_other_attention(found, run.choice.attention_by())
     log_file = make_log(run)
     log_file.prepare_for_kill(run.watchdog)
     started(cfg, run.model, found, run.batch, run.train_data, run.skip)
-    say_what_has_no_effect(cfg, run.mesh)
+    say_what_has_no_effect(cfg)
     log_file.profiler = profiles.start_profile(cfg.profile)
     if cfg.trace:
         run.step = profiles.traced(run)
@@ -262,45 +234,33 @@ def end(run):
     profiles.end_profile(run.log_file.profiler, run.out)
     run.log_file.close()
     plot.at_end(run.out, run.log_file.last_experts, run.cfg.plot and ending.is_finished(run))
+    if run.log_file.speeds:
+        say(run.log_file.speed())
     ending.report_ending(run)
     if run.outcome is Outcome.STOPPED:
         run.log_file.print_how_to_go_on()
 
 
 def make_log(run):
-    """Return the Log of rank 0, after notes about the machine. OUT also gets what sample.py needs: the
-    tokenizer and, with mlm, the [MASK] token."""
+    """Return the Log of rank 0, after the line of the machine."""
     cfg = run.cfg
-    mesh = run.mesh
     world = run.world
     config = {**dataclasses.asdict(cfg), "vocab_size_used": run.state.vocab_size}
     if cfg.objective == "mlm":
         config["mask_token"] = run.train_data.mask_token
     config.update(git=git_revision(), argv=sys.argv, world=world.size, nodes=world.n_nodes,
-                  launcher=world.launcher, dp=mesh.dp.size, torch=torch.__version__, machine=machine(world),
-                  attention=run.choice.attention_by())
-
+                  launcher=world.launcher, dp=run.mesh.dp.size, torch=torch.__version__,
+                  machine=machine(world), attention=run.choice.attention_by())
     if world.n_nodes == 1:
         print_node(world)
     with must_write(run.out):
         tokenizer = {}
         if cfg.data != "synthetic":
-            tokenizer = read_tokenizer(Path(first_folder(cfg.data)))
+            folder = Path(first_folder(cfg.data))
+            tokenizer = {name: (folder / name).read_bytes() for name in ("meta.json", "tokenizer.json")
+                         if (folder / name).exists()}
         return Log(run.out, config, run.state.step, cfg.wandb, run.state.changed, tokenizer,
                    on_gpus=world.device.type != "cpu")
-
-
-def say_other_attention(found, now):
-    """Say on a resume if another kernel attends than before. found: the checkpoint's path, or None.
-
-    now: what attends, as the choice names it.
-    """
-    if found is None:
-        return
-    with contextlib.suppress(OSError, ValueError):  # a checkpoint that was copied out of its run
-        before = load_json(found.parent / "config.json")
-        if isinstance(before, dict) and before.get("attention", now) != now:
-            say(f"resume: attention {one_line(before['attention'])} -> {now}, equal but for rounding")
 
 
 def machine(world):
@@ -310,12 +270,6 @@ def machine(world):
         device = f"CPU, {os.cpu_count()} cores"
     return {"host": platform.node(), "device": device, "system": f"{platform.system()} {platform.machine()}",
             "python": platform.python_version()}
-
-
-def read_tokenizer(folder):
-    """Return {name: bytes} of the files of a data folder that describe its tokenizer."""
-    names = ("meta.json", "tokenizer.json")
-    return {name: (folder / name).read_bytes() for name in names if (folder / name).exists()}
 
 
 def git_revision():
@@ -347,41 +301,24 @@ def started(cfg, model, resumed, batch, source, skip):
     if cfg.data == "synthetic":
         samples = "synthetic data without end"
     say(f"  {batch} x {cfg.seq_len} tokens per step, {samples}{skipping}")
-    if cfg.skip_spikes:
-        say(f"  --skip-spikes {cfg.skip_spikes:g} skips none before {WINDOW // 2} steps were "
-            "taken, for comparison")
     if cfg.compile:
         say("  --compile: the first step compiles the blocks, which can take a minute and more")
-    if cfg.fp8 and not torch.accelerator.is_available():
-        say("  --fp8: a CPU rounds to fp8 and multiplies as without it, which takes longer")
-    has_flash = any(getattr(module, "flash", None) is not None for module in model.modules())
-    if has_flash and not source.has_documents:  # Documents need a mask in every layer.
-        say(f"  attention without a mask by {flash.NAME}, whose kernels are compiled first")
     has_kernel = any(getattr(module, "flex", None) is not None for module in model.modules())
-    if has_kernel:
-        how = "in a flash kernel that skips hidden keys (flex_attention): the first step compiles it"
-    else:
-        how = ("through a mask, which the flash kernels of GPUs do not take: attention is slower and keeps "
-               "more memory")
+    how = "in a flash kernel, compiled in the first step" if has_kernel else "through a mask, which is slower"
     if source.has_documents:
         say(f"  each document attends to itself alone (--doc-mask), {how}")
     if 0 < cfg.window < cfg.seq_len:
         say(f"  --window {cfg.window}: its layers attend {how}")
 
 
-def say_what_has_no_effect(cfg, mesh):
+def say_what_has_no_effect(cfg):
     """Name the flags that differ from the preset's and change nothing in this run."""
     preset = Config(**PRESETS[cfg.preset])
     for name, said in FLAGS.items():
         value = getattr(cfg, name)
         if value != getattr(preset, name) and not has_effect(name, cfg):
-            other = " ".join(said["needs"].replace("_", "-").split("="))
-            typed = " ".join(map(str, value)) if isinstance(value, tuple) else value
-            say(f"  --{name.replace('_', '-')} {typed} has no effect without --{other}")
-    # Norms are shared by the ranks of a stage, a tied embedding by two stages.
-    shares_embedding = cfg.tied and mesh.pp.size > 1
-    if cfg.zero and mesh.stage.size == 1 and not shares_embedding:
-        say(f"  --zero {cfg.zero} has no effect: no other rank holds the same weights")
+            other = " ".join(typed(said["needs"]).split("="))
+            say(f"  {typed(name)} {value} has no effect without {other}")
 
 
 def print_sample(model, tokenizer, prompt, seed):
@@ -404,49 +341,29 @@ class Log:
 
     resumed: completed steps of the checkpoint from which the run goes on. Rows of later steps are removed,
     because they will be written again. changed: {flag: [before, now]} since that checkpoint.
-    others: {name: bytes} of files that readers of OUT need beside config.json. on_gpus: whether the ranks
-    train on GPUs.
+    others: {name: bytes} of files that readers of OUT need beside config.json, the tokenizer. on_gpus:
+    whether the ranks train on GPUs.
     """
 
     def __init__(self, out, config, resumed=0, wandb="off", changed=None, others=None, *, on_gpus=False):
         self.out = Path(out)
         self.on_gpus = on_gpus
         self.begun = {"step": resumed, "time": time.time(), "changed": changed or {}, "config": config}
-        self.others = others or {}
-        self._write_start()
+        self.out.mkdir(parents=True, exist_ok=True)
+        for name, content in {"config.json": json.dumps(config, indent=1), **(others or {})}.items():
+            write_whole(self.out / name, content)
+        history = Rows(self.out / "history.jsonl", math.inf, create=True)
+        history.add(self.begun)
+        history.close()
         self.metrics = Rows(self.out / "metrics.jsonl", resumed or -1, create=True)
         self.expert_rows = Rows(self.out / "experts.jsonl", resumed or -1)
+        self.notes = Rows(self.out / "notes.jsonl", resumed or -1)
         self.last_experts = None
         self.last_row = {}
         self.first_done = None  # (when, which) the first step of this start was done
+        self.speeds = []  # (ms, tok_s) of the rows behind it
         self.profiler = None  # of --profile
-        self.notes = Rows(self.out / "notes.jsonl", resumed or -1)
         self.tracker = None if wandb == "off" else Tracker(wandb, self.out, config)
-
-    def _write_start(self):
-        """Write what is known at the start: history.jsonl, config.json, and the tokenizer."""
-        self.out.mkdir(parents=True, exist_ok=True)
-        rows = self._history()  # config.json may be that of an earlier part
-        write_whole(self.out / "config.json", json.dumps(self.begun["config"], indent=1))
-        for name, content in self.others.items():
-            write_whole(self.out / name, content)
-        self._keep_history(rows)
-
-    def _history(self):
-        """Return the row of this start, behind the config.json of a run that began without history.jsonl."""
-        rows = [self.begun]
-        if self.begun["step"] and not (self.out / "history.jsonl").exists():
-            with contextlib.suppress(OSError, ValueError):
-                config = load_json(self.out / "config.json")
-                rows.insert(0, {"step": 0, "config": config})
-        return rows
-
-    def _keep_history(self, rows):
-        """Append the rows to history.jsonl."""
-        history = Rows(self.out / "history.jsonl", math.inf, create=True)
-        for row in rows:
-            history.add(row)
-        history.close()
 
     def row(self, **values):
         """Write and print one logged step. A key whose value is None does not apply and is left out."""
@@ -455,7 +372,9 @@ class Log:
         self.last_row = values
         steps = self.begun["config"].get("steps")
         left = None if steps is None else self.seconds_left(values["step"], steps)
-        print(format_row(values, steps, left, self.on_gpus), flush=True)
+        if left is not None and "ms" in values:
+            self.speeds.append((values["ms"], values["tok_s"]))
+        say(format_row(values, steps, left, self.on_gpus))
         if self.tracker is not None:
             self.tracker.add(values)
 
@@ -470,6 +389,13 @@ class Log:
             return None
         when, first = self.first_done
         return (now - when) / (step - first) * (steps - step)
+
+    def speed(self):
+        """Return how fast this start was: 400 steps in 1:52, median 240 ms, 17,000 tok/s."""
+        ms, tok_s = map(statistics.median, zip(*self.speeds, strict=True))
+        steps = self.last_row["step"] - self.begun["step"]
+        took = clock(time.time() - self.begun["time"])
+        return f"{steps} steps in {took}, median {ms:.0f} ms, {tok_s:,.0f} tok/s"
 
     def experts(self, step, layers):
         """Write experts.jsonl: per layer the load of each expert, dropped, aux, z and router entropy."""
@@ -498,10 +424,9 @@ class Log:
         return report.command_of(self.begun["config"], changes)
 
     def close(self):
-        """Say what could not be written, when the run has ended."""
-        self.metrics.close()
-        self.expert_rows.close()
-        self.notes.close()
+        """Write what waits, and say what could not be written."""
+        for rows in (self.metrics, self.expert_rows, self.notes):
+            rows.close()
         if self.tracker is not None:
             self.tracker.close()
 
@@ -523,29 +448,20 @@ def format_row(row, steps=None, left=None, on_gpus=False):
     return "\n".join(lines)
 
 
-USUAL_SHARES = {"graph": 1.0, "redone": 0.0}  # of steps on a GPU: all replay a graph, none is done again
+# What the line of a step says of its row, if the row has it: {key: how it is printed}
+WORDS = {"loss": "loss={:.4f}", "val_loss": "val_loss={:.4f}", "lr": "lr={:.2e}", "grad_norm": "gnorm={:.3f}",
+         "ms": "dt={:.1f}ms", "tok_s": "tok/s={:.0f}", "tok_s_gpu": "tok/s/gpu={:.0f}", "mfu": "mfu={:.1%}",
+         "graph_share": "graph={:.0%}", "redone_share": "redone={:.0%}"}
+USUAL = {"graph_share": 1.0, "redone_share": 0.0}  # on a GPU: all steps replay a graph, none is done again
 
 
 def _words_of_step(row, steps, left, on_gpus):
     """Return the printed line of a step as a list of words."""
     words = [f"step={row['step']}/{steps}" if steps else f"step={row['step']}"]
-    if "loss" in row:
-        words.append(f"loss={row['loss']:.4f}")
-    if "val_loss" in row:
-        words.append(f"val_loss={row['val_loss']:.4f}")
-    words.append(f"lr={row['lr']:.2e}")
-    if "grad_norm" in row:
-        words.append(f"gnorm={row['grad_norm']:.3f}")
-    if "ms" in row:
-        words += [f"dt={row['ms']:.1f}ms", f"tok/s={row['tok_s']:.0f}"]
-        if on_gpus and row["tok_s"] > row["tok_s_gpu"]:
-            words.append(f"tok/s/gpu={row['tok_s_gpu']:.0f}")
-    if "mfu" in row:
-        words.append(f"mfu={100 * row['mfu']:.1f}%")
-    for path in ("graph", "redone"):
-        share = row.get(f"{path}_share", USUAL_SHARES[path])
-        if share != USUAL_SHARES[path]:
-            words.append(f"{path}={share:.0%}")
+    for key, form in WORDS.items():
+        is_of_gpus = key == "tok_s_gpu" and not (on_gpus and row.get("tok_s") != row.get("tok_s_gpu"))
+        if key in row and row[key] != USUAL.get(key) and not is_of_gpus:
+            words.append(form.format(row[key]))
     if "tokens" in row:
         words.append(f"tokens={short(row['tokens'])}")
     if left:
@@ -556,3 +472,65 @@ def _words_of_step(row, steps, left, on_gpus):
         if row.get(key):
             words.append(f"{key}={row[key]}")
     return words
+
+
+# -----------------------------------------------------------------------------
+# Weights & Biases
+
+class Tracker:
+    """A run of wandb, whose own process sends the rows: add() waits for no network.
+
+    OUT/wandb_id keeps its id, so that all starts of a run are one curve. The variables WANDB_PROJECT,
+    WANDB_NAME, WANDB_DIR and WANDB_MODE count. If the server is not reached, the run is recorded in
+    OUT/wandb/, and close() prints the command that sends it later. Whatever fails costs one line.
+    """
+
+    def __init__(self, mode, out, config):
+        self.run = None
+        kept = out / "wandb_id"
+        with self.one_line():
+            import wandb
+            wandb.setup(wandb.Settings(silent=True))  # else init() asks a terminal for a missing key
+            told = wandb.setup().settings
+            if not kept.exists():
+                write_whole(kept, secrets.token_hex(4))
+            how = dict(project=told.project or "nanoshard", name=told.run_name or out.resolve().name, dir=out,
+                       id=kept.read_text(), resume="allow", config=config,
+                       settings=wandb.Settings(init_timeout=10))
+            if Path(told.root_dir) != Path.cwd():
+                how["dir"] = told.root_dir
+            mode = told.mode if told.mode in ("offline", "disabled") else mode
+            try:
+                self.run = wandb.init(mode=mode, **how)
+            except wandb.errors.CommError as e:
+                why = str(e).splitlines()[0]
+                warn(f"wandb: no answer within 10 s, so this run is recorded offline ({why})")
+                self.run = wandb.init(mode="offline", **how)
+            if self.run.url:
+                say(f"wandb: {self.run.url}")
+
+    @contextlib.contextmanager
+    def one_line(self):
+        """Run the body. If it fails, one line says why, and the run goes on without wandb."""
+        try:
+            yield
+        except ImportError:
+            warn("wandb is not installed: pip install wandb, or give --wandb off; going on without it")
+        except Exception as e:  # an outage of wandb must not stop a run
+            warn(f"wandb: {str(e).rstrip('.')}; going on without it")
+            self.run = None
+
+    def add(self, row):
+        """Send a row of metrics.jsonl, some time."""
+        with self.one_line():
+            if self.run is not None:
+                self.run.log(row, step=row["step"])
+
+    def close(self):
+        """Send what is left. Say how to send what could not be sent."""
+        with self.one_line():
+            if self.run is not None:
+                self.run.finish()
+                if self.run.settings.mode == "offline":
+                    say("wandb: this run was recorded offline; to send it: wandb sync "
+                        f"{self.run.settings.sync_dir}")

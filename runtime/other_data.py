@@ -9,7 +9,7 @@ from pathlib import Path
 
 from corpus.samples import first_folder
 from corpus.shards import load_meta
-from interface.command_line import one_line
+from interface.terminal import one_line
 
 
 def path_of_data(meta):

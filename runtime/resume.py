@@ -23,11 +23,10 @@ import torch
 import checkpoint
 from config import SHAPE, SILENT, Config, Outcome, flags_of_kind, has_effect, pad_vocab, unknown_flags
 from interface import files
-from interface.command_line import one_line
+from interface.files import load_json
 from interface.paths import is_run
-from interface.schema import load_json
 from interface.tensor_file import write_safetensors
-from interface.terminal import complain, say
+from interface.terminal import complain, one_line, say
 from ops.checksum import checksum
 from ops.split_master import whole
 from runtime import base_weights

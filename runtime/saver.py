@@ -17,7 +17,7 @@ import torch
 
 import checkpoint
 from config import Outcome
-from interface.files import warn
+from interface.terminal import warn
 from interface.tree import Tree
 from ops.accelerator import stream_module
 from ops.checksum import refuse_not_finite

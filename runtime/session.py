@@ -22,9 +22,9 @@ from pathlib import Path
 import plot
 from config import Config, Outcome
 from interface import files
-from interface.command_line import INTERRUPTED, given, one_line, parse, wrong_input
+from interface.command_line import INTERRUPTED, given, parse, wrong_input
 from interface.layout import check_alone, check_flags
-from interface.terminal import Stream, open_streams
+from interface.terminal import Stream, one_line, open_streams
 from runtime import launcher
 
 # Python runs a signal handler only when its main thread is back from C code, and MPI_Init may never come

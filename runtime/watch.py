@@ -17,8 +17,7 @@ from typing import NamedTuple
 import torch
 
 from config import Outcome
-from interface.files import warn
-from interface.terminal import say
+from interface.terminal import say, warn
 from runtime import hang, session
 from runtime.timing import Stopwatch
 

@@ -2,7 +2,6 @@
 
 Without a GPU the twins compute: they round to fp8 numbers and multiply them in the dtype of the layer.
 """
-import dataclasses
 from types import SimpleNamespace
 from unittest import mock
 
@@ -21,7 +20,6 @@ import plan
 import sample
 from config import Config, check
 from interface.command_line import parse
-from interface.layout import check_layout
 from model import GPT
 from ops import backend, fp8
 from parallel import make_mesh
@@ -353,18 +351,6 @@ def test_a_model_is_sampled_without_it():
 
 # -----------------------------------------------------------------------------
 # What is refused
-
-@pytest.mark.parametrize("change,words", [
-    (dict(n_embd=40, n_head=4), "--n-embd is 40"), (dict(micro_batch=1), "--seq-len / cp is 8"),
-    (dict(tp=2, ffn_hidden=48), "--ffn-hidden / tp is 24"), (dict(tp=4), "the width of a head is 8"),
-    (dict(head_dim=12, n_head=4, n_kv_head=1), "queries, keys and values together is 72")])
-def test_sides_that_a_gpu_cannot_multiply_are_refused(change, words):
-    cfg = Config(**{**LLAMA, **change})
-    mesh = make_mesh(World(size=cfg.tp), cfg.tp, groups=False)
-    with pytest.raises(ValueError, match=words.replace("/", ".") + ".*; leave out --fp8$"):
-        check_layout(cfg, mesh, cfg.micro_batch)
-    check_layout(dataclasses.replace(cfg, fp8=False), mesh, cfg.micro_batch)
-
 
 def test_fp16_is_refused():
     with pytest.raises(ValueError, match="--fp8 does not go with --dtype fp16.*try --dtype bf16"):

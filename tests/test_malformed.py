@@ -19,7 +19,7 @@ from runs import TINY, assert_refused, chars, session
 import checkpoint
 import prepare
 import sample
-from interface.schema import load_json
+from interface.files import load_json
 from runtime.launch import World
 
 GONE = object()

@@ -79,7 +79,8 @@ def test_in_every_layout_a_shard_is_in_one_block_and_the_replicas_hold_the_same_
 @pytest.mark.parametrize("n, tp, ep, shard, words", [
     (8, 1, 1, 3, "shard 3 does not divide the 8 data-parallel ranks, dp * cp; try --shard 2"),
     (8, 2, 1, 16, "shard 16 does not divide the 4 data-parallel ranks, dp * cp; try --shard 4"),
-    (12, 2, 4, 3, "ep 4 and the 6 ranks of a group, shard 3 * tp 2, do not divide each other; try --shard 2"),
+    (12, 2, 4, 3, "ep 4 and the 6 ranks of a group, shard 3 * tp 2, do not divide each other; leave "
+     "out --shard"),
     (6, 2, 3, 1, "ep 3 and the 2 ranks of a group, shard 1 * tp 2, do not divide each other; leave out "
      "--shard")])
 def test_groups_that_do_not_fit_are_refused(n, tp, ep, shard, words):

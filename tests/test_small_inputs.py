@@ -7,7 +7,6 @@ import json
 import math
 import os
 import shutil
-import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -16,15 +15,13 @@ import torch
 from test_borders import refused_line
 
 import checkpoint
-import plot
 import prepare
-import sample
 from config import Config
 from corpus import build, chat, shards, text, tokenizer
 from corpus.order import permute
 from hub import families, gguf
 from hub.tokenizer import printable_bytes
-from interface import command_line, files, schema
+from interface import command_line, files
 
 # -----------------------------------------------------------------------------
 # Data sets
@@ -198,14 +195,6 @@ def test_data_whose_list_is_damaged_or_gone_can_be_made_by_what_is_named(tmp_pat
         assert prepare.main(words) == 0
         shutil.rmtree("data/toy.old")
 
-    (tmp_path / "data/theirs").mkdir()  # as nanoGPT has it
-    (tmp_path / "data/theirs/input.txt").write_text("some words\n\n" * 9)
-    words = ["data/theirs/input.txt", "--name", "theirs-tokens"]
-    fix = f"python prepare.py {' '.join(words)}, then --data data/theirs-tokens"
-    with pytest.raises(OSError, match=f"{fix}$"):
-        shards.load_meta("data/theirs")
-    assert prepare.main([*words, "--tokenizer", "char"]) == 0
-
 
 @pytest.mark.parametrize("number,said", [
     (errno.ENOSPC, "a cannot be written: [Errno 28] No space left on device"),
@@ -334,53 +323,6 @@ def test_only_files_that_we_began_are_removed(tmp_path):
     assert sorted(tmp_path.iterdir()) == sorted([*others, tmp_path / ".folder.0123abcd.part"])
 
 
-@pytest.mark.parametrize("number,reads,named", [
-    (errno.ENOSPC, True, True), (errno.EROFS, True, True), (errno.ENOENT, True, False),
-    (errno.ENOENT, False, True)])
-def test_what_cannot_be_written_is_named(number, reads, named):
-    with pytest.raises(OSError) as e, files.must_write("here", reads=reads):
-        raise OSError(number, os.strerror(number))
-    assert str(e.value).startswith("here cannot be written: ") == named
-
-
-@pytest.mark.parametrize("number, fix", [
-    (errno.ENOSPC, "; free space there, or give another --out"),
-    (errno.EDQUOT, "; free space there, or give another --out"),
-    (errno.EFBIG, "; raise the limit of a file's size (ulimit -f), or give another --out"),
-    (errno.ENOENT, "; make its folder, or give another --out"),
-    *[(number, "; give another --out") for number in (errno.EACCES, errno.EROFS, errno.EISDIR, errno.EIO)]])
-def test_a_fix_names_the_disk_only_where_it_is_full(number, fix):
-    error = OSError(number, os.strerror(number))
-    with pytest.raises(OSError) as e, files.must_write("here"):
-        raise error
-    assert str(e.value) == f"here cannot be written: {error}{fix}"
-
-
-def test_a_directory_is_locked_and_made_also_below_new_ones(tmp_path):
-    out = tmp_path / "new/er/run"
-    files.lock(out)
-    assert out.is_dir() and (out / ".lock").is_file()
-    files.unlock()
-    assert not out.exists()
-
-
-def test_the_largest_number_of_a_double_is_finite():
-    assert schema.is_a(sys.float_info.max, float) and schema.is_a(1, float) and schema.is_a(-1.5, float)
-    for wrong in (math.inf, -math.inf, math.nan, 10**400, True):
-        assert not schema.is_a(wrong, float)
-
-
-@pytest.mark.parametrize("n,sound", [(1, True), (0, False), (2**24, True), (2**24 + 1, False), (1.0, False)])
-def test_a_run_has_a_vocabulary(n, sound, tmp_path):
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps({"vocab_size_used": n}))
-    if sound:
-        assert command_line.read_run_config(path) == (Config(), n)
-    else:
-        with pytest.raises(ValueError, match="vocab_size_used is .* give train.py's --out"):
-            command_line.read_run_config(path)
-
-
 @dataclasses.dataclass(frozen=True)
 class More(Config):
     """Flags of a program that trains, and more."""
@@ -390,14 +332,3 @@ class More(Config):
 def test_help_lists_the_flags_of_a_program_and_of_those_that_it_adds_to():
     said = command_line.format_help(More, "more.py", "It trains.", More(), everything=False)
     assert "--rounds 3" in said and "how often it trains" in said and "--n-layer" in said
-
-
-@pytest.mark.parametrize("program, word, means", [
-    (sample, "RUN_DIR", "directory of a run of train.py"), (plot, "RUN...", "directories of runs"),
-    (prepare, "SOURCE...", "stdlib; files; chat and files of conversations")])
-def test_help_says_what_a_word_without_a_flag_means(program, word, means):
-    name = f"{program.__name__}.py"
-    said = command_line.format_help(program.Flags, name, program.__doc__, None, everything=False)
-    assert said.startswith(f"usage: {name} {word} [flags]\n")
-    [line] = [line for line in said.splitlines() if line.startswith(f"  {word} ")]
-    assert means in line and "parse_flags" not in said

@@ -4,7 +4,6 @@ Stand-ins take the place of other ranks and of signals.
 """
 import io
 import os
-import queue
 import signal
 import socket
 import subprocess
@@ -16,9 +15,9 @@ import pytest
 from pool import ROOT
 
 from config import Config
+from interface.files import ChangedFile
 from interface.layout import check_batch, check_ramp
-from interface.schema import ChangedFile
-from runtime import abort, address, debugger, guardian, launch, launcher, mpi, session, tracker
+from runtime import abort, address, debugger, guardian, launch, launcher, mpi, session
 from runtime.launcher import bare_environment
 
 # -----------------------------------------------------------------------------
@@ -316,43 +315,6 @@ def test_a_program_keeps_its_stacks_and_a_notebook_has_its_own_back(is_program, 
     with session.surround():
         assert files == []
     assert files == [sys.__stderr__ if is_program else None]
-
-
-class Broken(tracker.Tracker):
-    """A tracker whose wandb cannot be imported, or fails."""
-
-    def __init__(self, error):
-        self.error = error
-        self.rows = queue.SimpleQueue()
-
-    def _start(self):
-        raise self.error
-
-
-@pytest.mark.parametrize("error,said", [
-    (ImportError("no pandas", name="pandas"), "nanoshard: wandb: no pandas; going on without it\n"),
-    (ImportError("no wandb", name="wandb"), "nanoshard: wandb is not installed: pip install wandb, or give"),
-    (OSError("no disk"), "nanoshard: wandb: no disk; going on without it\n"),
-    (ValueError("No key. Log in."), "nanoshard: wandb: No key. Log in; going on without it\n")])
-def test_a_tracker_that_fails_says_why(error, said, capsys):
-    Broken(error)._work()
-    assert capsys.readouterr().err.startswith(said)
-
-
-def test_wandb_is_told_to_ask_no_terminal_before_it_begins(monkeypatch):
-    told = []
-
-    def init(**how):
-        told.append(how["mode"])
-        return SimpleNamespace(settings=SimpleNamespace(sync_dir="there"))
-
-    errors = SimpleNamespace(CommError=OSError)
-    wandb = SimpleNamespace(setup=told.append, init=init, Settings=dict, errors=errors)
-    monkeypatch.setitem(sys.modules, "wandb", wandb)
-    begun = Broken(None)
-    begun.mode, begun.out, begun.config = "offline", Path("run"), {}
-    tracker.Tracker._start(begun)
-    assert told == [{"silent": True}, "offline"] and begun.folder == "there"
 
 
 # -----------------------------------------------------------------------------

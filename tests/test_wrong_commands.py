@@ -52,7 +52,7 @@ WRONG = [
     ("train.py --nproc_per_node=2 --tp 2", "mpiexec -n 2 python train.py --tp 2"),
     ("train.py --nnodes 2 --node_rank 0", "--nnodes: it belongs to the launcher, before the program"),
     # nanoGPT and wordplay
-    ("train.py config/train_shakespeare_char.py", "is not read: the first word is one of the presets tiny"),
+    ("train.py config/train_shakespeare_char.py", "perhaps shakespeare-char is meant"),
     ("train.py --block_size=64 --batch_size=12 --max_iters=20",
      "python train.py --seq-len 64 --micro-batch 12 --steps 20"),
     ("train.py --device=cpu", "CUDA_VISIBLE_DEVICES=-1 in front hides it"),
@@ -83,10 +83,10 @@ WRONG = [
     ("train.py --n-layer 3 gpt2", "a preset is the first word"),
     ("train.py n_layer=3", "python train.py --n-layer 3"),
     ("train.py --stepz 3", "perhaps you meant --steps"),
-    ("train.py --no-plots", "perhaps you meant --plot, --no-plot"),
-    ("train.py --steps 1e3", "--steps 1e3: it takes a whole number"),
+    ("train.py --no-plots", "perhaps you meant --plot"),
+    ("train.py --steps 1e3", "--steps: invalid literal for int() with base 10: '1e3'"),
     ("train.py --resume", "python train.py --resume auto"),
-    ("train.py --compile=maybe", "--compile, --no-compile or --compile True"),
+    ("train.py --compile=maybe", "Unrecognized options: maybe"),
     # Sizes
     ("train.py --n-embd 190 --n-head 6", "try --n-head 5"),
     ("train.py --global-batch 15", "try --global-batch 16"),
