@@ -38,7 +38,6 @@ from tyro.conf import Positional
 import fast.choose
 from fast.choose import choose
 from interface.command_line import parse
-from interface.terminal import one_line
 from ops import backend
 from ops.cross_entropy import IGNORE
 from parallel import make_mesh
@@ -139,7 +138,7 @@ def measured(cfg, world, off, steps):
     except Exception as e:  # for want of memory, or what a compiler lacks
         if world.size > 1:
             raise
-        return f"failed: {one_line(e)}"[:200], None
+        return f"failed: {' '.join(str(e).split())}"[:200], None
 
 
 def head_of(name):

@@ -23,7 +23,7 @@ from config import Config, Outcome
 from cost.gpus import GPUS, kind_of
 from interface.command_line import command_line, wrong_input
 from interface.paths import meant_run
-from interface.terminal import one_line
+from interface.terminal import warn
 
 MODEL = ("preset", "n_layer", "n_embd", "seq_len", "ffn_hidden", "n_experts", "top_k", "vocab_size_used",
          "dtype")  # runs that agree in these are one curve
@@ -237,8 +237,7 @@ def main(argv=None):
             found += read(path, flags.last)
         # A run that ended early does not hide the other runs.
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
-            why = f"has no {e}" if isinstance(e, KeyError) else one_line(e)
-            print(f"nanoshard: {one_line(f'{path}: {why}')}; left out", file=sys.stderr)
+            warn(f"{path}: {'has no ' if isinstance(e, KeyError) else ''}{e}; left out")
     if flags.published and not flags.json:
         print("\n".join(published_table(found)))
     if not found and (flags.runs or not flags.published):
