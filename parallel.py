@@ -44,7 +44,7 @@ class Axis:
     group: Any = None  # None where size is 1
     ranks: tuple[int, ...] = (0,)
     calls: Any = None  # runtime.launch.CollectiveLog: counts, and tells the watchdog what started
-    tree: Any = None  # the world's Axis has one: interface/tree.py, for what the programs agree on
+    everyone: Any = None  # the world's Axis has one: runtime.everyone, for what programs agree on
     shard_sharing: Any = None  # the Sharing that --shard makes of these ranks; None: all share
 
     # No field: in torch 2.8, a graph that gets an axis is compiled anew when a field has changed.
@@ -220,9 +220,9 @@ def make_mesh(world, tp=1, pp=1, ep=1, *, cp=1, n_experts=0, shard=0, groups=Tru
                 if len(ranks) < world.size or name == "pp":
                     made[key] = dist.new_group([*ranks], timeout=world.timeout)
             if world.rank in ranks:
-                tree = world.tree if groups and name == "world" else None
+                everyone = world.everyone if groups and name == "world" else None
                 own = Axis(name, ranks.index(world.rank), len(ranks), made.get(key), ranks,
-                           world.calls, tree, sharing)
+                           world.calls, everyone, sharing)
         return own
 
     axes = {}

@@ -455,7 +455,7 @@ def chat_main(flags, argv):
     from interface.layout import check_alone, check_layout
     from parallel import make_mesh
     world = launch.launch(launch.NO_TIMEOUT, quiet=True)
-    with launch.exit_together(world):
+    with world.everyone.input():
         cfg, vocab_size, weights, run, said = read_run(flags.run_dir)
         check_objective(cfg, flags, run)
         vocabulary = load_vocabulary(run, vocab_size)
@@ -466,7 +466,7 @@ def chat_main(flags, argv):
         mesh = make_mesh(world, cfg.tp, 1, cfg.ep, groups=False, n_experts=cfg.n_experts)
         check_layout(cfg, mesh, cfg.micro_batch * mesh.dp.size)
     console = Console(world)
-    with launch.exit_together(world):
+    with world.everyone.input():
         chat = Chat(load_model(cfg, vocab_size, weights, world), vocabulary, flags, console.agree)
     if world.rank == 0:
         print(said, end="", file=sys.stderr, flush=True)

@@ -136,7 +136,7 @@ class Guard:
 
         # All ranks compute the same bits. If one rank decided differently, the others would wait for it
         # forever.
-        is_spike = self.world.tree.any(found is not None)  # one bool from each rank, over the world
+        is_spike = self.world.everyone.any(found is not None)  # one bool from each rank, over the world
         if is_spike:
             self.reason = found or "spike: seen by another rank"
         elif is_finite:  # the optimizer itself refuses a step that is not finite, on the device

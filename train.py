@@ -16,7 +16,7 @@ if __name__ == "__main__":  # before torch, whose import takes seconds: signals,
     from runtime import session
     session.start_program()
 
-from runtime import launch, agree, log, resume, session  # isort: skip (launch before torch)
+from runtime import agree, log, resume, session  # isort: skip (before torch: see launch.py)
 import torch
 
 import moe
@@ -192,7 +192,7 @@ class Run:
         self.outcome = Outcome.DONE
         self.stop_reason = None  # a signal, OUT/stop or --max-minutes
         self.differences = []  # between replicas
-        with launch.exit_together(world):  # wrong input of any rank: one line, all end with code 2
+        with world.everyone.input():  # wrong input of any rank: one line, all end with code 2
             self.start()
         session.signals.can_save = True  # from here on, a signal waits for the end of its step
         watchdog.heartbeat(self.first_step, "first")

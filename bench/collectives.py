@@ -18,8 +18,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from common import read_flags, start
-from runtime.launch import exit_together, launch, shutdown
+from common import gather_objects, read_flags, start
+from runtime.launch import launch, shutdown
 
 import torch
 import torch.distributed as dist
@@ -206,7 +206,7 @@ def mesh_table(world, mesh, say):
         axis = getattr(mesh, name)
         total = axis.all_reduce(torch.tensor([world.rank], device=world.device))  # one number, over the axis
         own[name] = axis.ranks, total.item()
-    everybody = world.tree.gather_objects(own)  # a few numbers per rank, over the world
+    everybody = gather_objects(world, own)  # a few numbers per rank, over the world
     table, right = {name: {} for name in AXES}, True
     say(f"{'axis':<6} {'groups':<40} check")
     for name, groups in table.items():
@@ -298,7 +298,7 @@ class Flags:
 
 def run(world, flags, say=print):
     """Return the mesh table, the rows, and whether everything is right."""
-    with exit_together(world):
+    with world.everyone.input():
         mesh = make_mesh(world, flags.tp, flags.pp, flags.ep, cp=flags.cp)
         if flags.json and world.rank == 0:
             flags.json.touch()  # a wrong path is reported now, not after the measurement

@@ -57,6 +57,15 @@ def check_ranks(cfg, world, prog, argv=None):
     check_flags(cfg, world.size)
 
 
+def gather_objects(world, value):
+    """Return the values of all ranks, which may hold tensors, as a list. Collective over the world."""
+    import torch.distributed as dist
+    values = [value] * world.size
+    if world.size > 1:
+        dist.all_gather_object(values, value)
+    return values
+
+
 def start(main):
     """Run a program and exit with what main() returns.
 

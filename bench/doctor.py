@@ -299,7 +299,7 @@ def examine(world, flags):
     gpus = gpus_seen(world)
     fast = fast_paths(world)
     rates = link_rates(world)
-    hosts = world.tree.gather_objects(socket.gethostname())
+    hosts = world.everyone.gather(socket.gethostname())
     if world.local_rank != 0:
         return []
     temporary = "set TMPDIR to the node's own disk (the site's /local, /tmp)"
@@ -413,7 +413,7 @@ def main(argv=None):
                   "show each rank all of them, or its own (CUDA_VISIBLE_DEVICES)", flush=True)
         return Outcome.FAILED
     # a few lines per rank, over the world
-    nodes = world.tree.gather_objects({"host": socket.gethostname(), "checks": examine(world, flags)})
+    nodes = world.everyone.gather({"host": socket.gethostname(), "checks": examine(world, flags)})
     shutdown(world)
     failed = any(check[1] == "FAIL" for node in nodes for check in node["checks"])
     if world.rank == 0:

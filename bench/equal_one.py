@@ -15,8 +15,8 @@ import math
 import sys
 from dataclasses import dataclass
 
-from common import check_ranks, one_rank_speaks, start
-from runtime.launch import World, exit_together, launch, shutdown
+from common import check_ranks, gather_objects, one_rank_speaks, start
+from runtime.launch import World, launch, shutdown
 
 import equality
 
@@ -72,15 +72,15 @@ def check(cfg, world, argv=None):
 def both_runs(cfg, vocab_size, source, world, steps):
     """Return (what one process saw, [what each rank of the layout saw]); the first is None but on rank 0."""
     want = None
-    with exit_together(world):
+    with world.everyone.input():
         if world.rank == 0:
             one = dataclasses.replace(cfg, **ONE_PROCESS)
             chunks, cp = equality.capacity_ranks(vars(cfg), vars(cfg))
             want = equality.train_steps(World(device=world.device), one, vocab_size, source, cfg.global_batch,
                                         steps, chunks=chunks, cp=cp)
-    with exit_together(world):
+    with world.everyone.input():
         seen = equality.train_steps(world, cfg, vocab_size, source, cfg.global_batch, steps)
-    return want, world.tree.gather_objects(seen)  # a small model: what each rank knows, over the world
+    return want, gather_objects(world, seen)  # a small model: what each rank knows, over the world
 
 
 # -----------------------------------------------------------------------------
@@ -181,11 +181,11 @@ def worst_stats(want, results):
 def main(argv=None):
     flags, cfg = read_flags(argv)
     world = launch(NO_TIMEOUT)
-    with exit_together(world):
+    with world.everyone.input():
         cfg, vocab_size, source = check(cfg, world, argv)
     want, results = both_runs(cfg, vocab_size, source, world, flags.compared_steps)
     outcome = judge(cfg, want, results, flags.tolerance) if world.rank == 0 else None
-    outcome = world.tree.broadcast_object(outcome)  # one number, over the world
+    outcome = world.everyone.broadcast(outcome)  # one number, over the world
     shutdown(world)
     return int(outcome)
 

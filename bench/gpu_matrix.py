@@ -24,7 +24,7 @@ import sys
 from dataclasses import dataclass
 from typing import Literal
 
-from common import ROOT, read_flags, start
+from common import ROOT, gather_objects, read_flags, start
 from runtime.launch import World, launch, shutdown
 
 import torch
@@ -140,7 +140,7 @@ def check_layouts(world, dtype):
         base = dict(FAMILIES[family], **SHAPE, micro_batch=2, dtype=dtype)
         want = matrix.run(World(device=world.device), base, batch, *equality.capacity_ranks(base, layout))
         seen = matrix.run(world, dict(base, **layout), batch)
-        results = world.tree.gather_objects(seen)  # small models: what each rank knows, over the world
+        results = gather_objects(world, seen)  # small models: what each rank knows, over the world
         if world.rank == 0:
             error = worst_error(f"{family} {layout}", base, want, seen, results)
             worst = max(worst, error)
@@ -218,14 +218,14 @@ def check_replicas(world):
             training = Training(Config(**flags), world, without=["graph"])
             training.run(STEPS)
             prints.append(weights_of(training))
-        ranks = world.tree.gather_objects(prints[0])  # two integers per parameter, over the world
+        ranks = gather_objects(world, prints[0])  # two integers per parameter, over the world
         for parameter, (group, bits) in prints[0].items():
             for r in group:
                 assert ranks[r][parameter][1] == bits, (f"{name}: {parameter} differs between ranks "
                                                         f"{world.rank} and {r}")
                 checked += 1
         assert prints[0] == prints[1], f"{name}: two runs differ"
-    n = sum(world.tree.gather_objects(checked))  # one number per rank, over the world
+    n = sum(world.everyone.gather(checked))  # one number per rank, over the world
     return (f"{STEPS} bf16 steps: {n} comparisons of replicated parameters, all equal to the bit; "
             "two runs as well")
 
@@ -359,12 +359,12 @@ def check_measured(world):
             losses.append(np.array([training.step(training.batches()).item() for _ in range(STEPS)]))
             if without:
                 continue
-            chosen = world.tree.gather_objects(dict(cublas_lt.choices))  # a few words, over the world
+            chosen = world.everyone.gather(dict(cublas_lt.choices))  # a few words, over the world
             assert chosen[0], f"{name}: nothing was measured"
             assert all(of_a_rank == chosen[0] for of_a_rank in chosen), f"{name}: {chosen}"
             n_chosen += sum(map(bool, chosen[0].values()))
             training.wait()
-            ranks = world.tree.gather_objects(weights_of(training))  # two integers per parameter
+            ranks = gather_objects(world, weights_of(training))  # two integers per parameter
             for parameter, (group, bits) in ranks[world.rank].items():
                 assert all(ranks[r][parameter][1] == bits for r in group), f"{name}: {parameter} differs"
         error = np.abs(losses[0] / losses[1] - 1).max()

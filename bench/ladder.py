@@ -27,7 +27,7 @@ from typing import Literal
 from unittest import mock
 
 from common import read_flags, start
-from runtime.launch import exit_together, launch, shutdown
+from runtime.launch import launch, shutdown
 
 import torch
 import torch.nn.functional as F
@@ -111,10 +111,10 @@ def milliseconds(cfg, world, off, steps):
         torch._dynamo.reset()  # what was compiled has the parts of the row before
     if "compile" in off:
         cfg = dataclasses.replace(cfg, compile=False)
-    with turned_off(off) as without, exit_together(world):
+    with turned_off(off) as without, world.everyone.input():
         training = Training(cfg, world, without)
         times, *_ = training.run(steps)
-    [ms] = world.tree.maximum([statistics.median(times[steps // 2:])])  # one number from each rank to all
+    [ms] = world.everyone.maximum([statistics.median(times[steps // 2:])])  # one number from each rank to all
     return ms, training.graph
 
 
@@ -169,7 +169,7 @@ def main(argv=None):
                        "after the other turned off: a table for each workload.")
     world = launch(timeout=300)
     for name in flags.workloads:
-        with exit_together(world):
+        with world.everyone.input():
             cfg = workload(name, world)
         rows = ladder(cfg, world, flags.switches, flags.steps)
         if world.rank == 0:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from common import ROOT, check_ranks, one_rank_speaks, start
-from runtime.launch import exit_together, launch, shutdown
+from runtime.launch import launch, shutdown
 
 from training import Training
 
@@ -177,7 +177,7 @@ def main(argv=None):
     with one_rank_speaks():
         cfg = parse(sys.argv[1:] if argv is None else argv, prog="one_step.py", about=__doc__)
     world = launch(timeout=300)
-    with exit_together(world):
+    with world.everyone.input():
         if world.device.type != "cpu":
             raise ValueError("on a GPU backward runs in a thread of its own, which cannot be watched; type "
                              "CUDA_VISIBLE_DEVICES= in front of the command")

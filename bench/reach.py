@@ -34,7 +34,7 @@ def gpus_seen(world):
         identity = str(getattr(properties, "uuid", world.device.index))
         mine = world.shown, world.device.index, identity, torch.accelerator.device_count()
     host = socket.gethostname()
-    told = world.tree.gather_objects((host, mine))  # a few words per rank, over the world
+    told = world.everyone.gather((host, mine))  # a few words per rank, over the world
     here = [row for there, row in told if there == host]
     return habit(here) if None not in here else ("OK", "no GPU to share", "")
 
@@ -161,8 +161,10 @@ def link_rates(world, repeats=5):
         if times and world.rank < other:
             rates[world.rank, other] = size / min(times)
     together = {}
-    for part in world.tree.gather_objects(rates):  # a number per pair, over the world
-        together |= part
+    own = [(*pair, rate) for pair, rate in rates.items()]
+    for part in world.everyone.gather(own):  # a number per pair, over the world
+        for rank, other, rate in part:
+            together[rank, other] = rate
     return together
 
 

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 from common import one_rank_speaks, start
-from runtime.launch import exit_together, launch, shutdown
+from runtime.launch import launch, shutdown
 
 import torch
 from timing import synchronize
@@ -74,14 +74,14 @@ def load_again(training, path):
 
 def run(cfg, world):
     """Train, save and load, and return whether the loaded state equals the saved one."""
-    with exit_together(world):
+    with world.everyone.input():
         if cfg.save_every < 1 or cfg.keep < 1:
             raise ValueError("--save-every and --keep must be at least 1: they say how often to save")
         training = Training(cfg, world, without=["graph"])
     every, count = cfg.save_every, cfg.keep * cfg.save_every
     # a path from rank 0, over the world
-    out = world.tree.broadcast_object((cfg.out or tempfile.mkdtemp(dir=".")) if world.rank == 0 else None)
-    saver = Saver(Path(out), world.axis, keep=2, run_id=resume.run_id(world.tree))
+    out = world.everyone.broadcast((cfg.out or tempfile.mkdtemp(dir=".")) if world.rank == 0 else None)
+    saver = Saver(Path(out), world.axis, keep=2, run_id=resume.run_id(world.everyone))
 
     def save(step):
         resume.save(cfg, training.mesh, training.data_parallel, training.opt, saver, resume.State(step=step))

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Literal
 
 from common import read_flags, start
-from runtime.launch import exit_together, launch, shutdown
+from runtime.launch import launch, shutdown
 
 import torch
 import torch.distributed as dist
@@ -217,7 +217,7 @@ def to_wandb(rows, flags, ranks):
 def run(world, flags):
     """Return the rows, whether all ranks hold the same weights, and the seconds of training."""
     first, mesh = world.rank == 0, make_mesh(world)
-    with exit_together(world), must_write(flags.out):
+    with world.everyone.input(), must_write(flags.out):
         if first:
             flags.out.mkdir(parents=True, exist_ok=True)
             metrics = open(flags.out / "metrics.jsonl", "w")

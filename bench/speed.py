@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Literal
 
 from common import read_flags, start
-from runtime.launch import exit_together, launch, shutdown
+from runtime.launch import launch, shutdown
 
 import torch
 import torch.distributed as dist
@@ -159,7 +159,7 @@ def window(world, first, last, times, paths):
     times, paths: of all steps (Training.run).
     """
     median = statistics.median(times[first:last - 1] or times[first:last])
-    [ms] = world.tree.maximum([median])  # one number from each rank to all, over the world
+    [ms] = world.everyone.maximum([median])  # one number from each rank to all, over the world
     counts = collections.Counter(paths[first:last])
     shares = {path: n / (last - first) for path, n in sorted(counts.items())}
     return {"steps": [first, last], "ms": ms, "paths": shares}
@@ -203,7 +203,7 @@ def measure(world, name, train_flags, steps, profile=False, *, make=Training):
     The row's `ms` and what follows from it are those of the first window. On a CPU, where torch counts no
     memory, the row has none. make(cfg, world): what trains (bench/peer_cell.py has other trainers).
     """
-    with exit_together(world):
+    with world.everyone.input():
         cfg = parse(train_flags.split(), data="synthetic")
         forget_memory(world.device)
         training = make(cfg, world)
@@ -215,7 +215,7 @@ def measure(world, name, train_flags, steps, profile=False, *, make=Training):
     memory = gpu_memory(world.device) or (0, 0, 0)  # torch counts none on a CPU
     allocated, reserved, symmetric = memory
     # Two numbers from each rank to all, over the world.
-    reserved, allocated = world.tree.maximum([reserved, allocated])
+    reserved, allocated = world.everyone.maximum([reserved, allocated])
     windows = [window(world, first, last, times, paths) for first, last in counted]
     planned = planned_ms(dataclasses.replace(cfg, global_batch=training.batch), world, training.vocab)
     ms = windows[0]["ms"]
@@ -266,7 +266,7 @@ def main(argv=None):
     flags = read_flags(Flags, argv, "speed.py WORKLOAD...", "Time train.py's step on the workloads "
                        "and compare it with the fastest other trainer on the same kind of GPU. Needs a GPU.")
     world = launch(timeout=300)
-    with exit_together(world):
+    with world.everyone.input():
         if world.device.type == "cpu":
             raise ValueError("bench/speed.py needs a GPU")
         if flags.portable:

@@ -148,7 +148,7 @@ def peer_access(mesh, axis, device):
     place = socket.gethostname(), device.index, n_seen, reached
     groups = {}
     # A few words go from each rank to all, over the world.
-    for first, theirs in world.tree.gather_objects((axis.ranks[0], place)):
+    for first, theirs in world.everyone.gather((axis.ranks[0], place)):
         groups.setdefault(first, []).append(theirs)
     for group in groups.values():
         hosts, gpus, seen, reachable = zip(*group, strict=True)
@@ -170,9 +170,9 @@ def peer_access(mesh, axis, device):
         return True
     # A bool from each rank, twice: one that has no memory to share must not let the others wait for it.
     rows = 1, 128, torch.float32, device
-    if world.tree.any(fails(RuntimeError, symm_mem.shareable, *rows)):
+    if world.everyone.any(fails(RuntimeError, symm_mem.shareable, *rows)):
         return False
-    return not world.tree.any(fails(ValueError, symm_mem.SymmetricBuffer, axis, *rows))
+    return not world.everyone.any(fails(ValueError, symm_mem.SymmetricBuffer, axis, *rows))
 
 
 def fails(error, function, *args):

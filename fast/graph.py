@@ -34,9 +34,9 @@ def make_step(plain, choice, folder=None):
     model = plain.model
     products = None
     cublas_lt.forget()
-    tree = model.mesh.world.tree
-    if choice.graph and not tree.any(not choice.measured):  # one bool from each rank, over the world
-        products = FastProducts(tree, next(model.parameters()).device, folder)
+    everyone = model.mesh.world.everyone
+    if choice.graph and not everyone.any(not choice.measured):  # one bool from each rank, over the world
+        products = FastProducts(everyone, next(model.parameters()).device, folder)
     if cfg.compile:
         compile_products(products is not None)
         compile_blocks(model)

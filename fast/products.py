@@ -42,15 +42,15 @@ def fits(cfg):
 
 
 class FastProducts:
-    """What multiplies in a run. tree: of all ranks; folder: that of the run, or None. Collective."""
+    """What multiplies in a run. everyone: the ranks; folder: that of the run, or None. Collective."""
 
-    def __init__(self, tree, device, folder=None):
-        self.tree = tree
+    def __init__(self, everyone, device, folder=None):
+        self.everyone = everyone
         self.device = device
         self.path = None if folder is None else Path(folder, FILE)
         cublas_lt.settings.measured = True
-        kept = self.load() if tree.rank == 0 else None
-        cublas_lt.choices.update(self.tree.broadcast_object(kept))  # rank 0 tells all others
+        kept = self.load() if everyone.rank == 0 else None
+        cublas_lt.choices.update(self.everyone.broadcast(kept))  # rank 0 tells all others
 
     def load(self):
         """Return the choices in the run's folder: {words of a Shape: the name of an algorithm}."""
@@ -76,14 +76,14 @@ class FastProducts:
                 torch.cuda.empty_cache()  # of the next product's memory
                 if found is not None:
                     measured[shape.words()] = found
-        chosen = self.tree.union(measured)  # a few words from each rank to all, over the world
+        chosen = self.everyone.union(measured)  # a few words from each rank to all, over the world
         if not chosen:
             return
         cublas_lt.choices.update(chosen)
         for shape, plan in cublas_lt.plans.items():
             if shape.words() in chosen:
                 plan.choose(chosen[shape.words()])
-        if self.tree.rank == 0 and self.path is not None:
+        if self.everyone.rank == 0 and self.path is not None:
             self.save()
 
     def save(self):

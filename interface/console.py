@@ -26,13 +26,13 @@ class Console:
     def agree(self, token):
         """Return rank 0's token, and whether Ctrl-C was typed."""
         # a few bytes from rank 0, over the world
-        return self.world.tree.broadcast_object((token, self.stop))
+        return self.world.everyone.broadcast((token, self.stop))
 
     def converse(self, chat):
         """Answer questions until there are no more."""
         while True:
             question = self.read_line() if self.world.rank == 0 else None
-            question = self.world.tree.broadcast_object(question)  # a line from rank 0, over the world
+            question = self.world.everyone.broadcast(question)  # a line from rank 0, over the world
             if question is None:
                 return
             self.answering, self.stop = True, False

@@ -19,6 +19,7 @@ import time
 import traceback
 from pathlib import Path
 
+from runtime import launch  # isort: skip (before torch: it sets how idle threads wait)
 import torch
 
 import parallel
@@ -33,7 +34,7 @@ from interface.terminal import clock, one_line, say
 from ops import fp8
 from ops.checksum import checksum
 from optim import VOTES
-from runtime import debugger, launch, session, watch
+from runtime import debugger, session, watch
 
 ROOT = Path(__file__).resolve().parent.parent
 STOP_FILE = "stop"
@@ -69,7 +70,7 @@ def started(argv=None):
                 same_start(world, cfg, wrong)
                 debugger.attach_stdin(world, cfg.pdb)
                 yield cfg, world, watchdog
-            except SystemExit as leaving:  # exit_together() has printed why
+            except SystemExit as leaving:  # everyone.input() has printed why
                 traceback.clear_frames(leaving.__traceback__)  # they may hold process groups
                 code = leaving.code
             except ChangedFile as error:
@@ -85,10 +86,10 @@ def same_start(world, cfg, wrong):
 
     cfg, wrong: from session.parse_flags(). Collective over the world.
     """
-    with launch.exit_together(world):
-        text = world.tree.first(wrong)  # a short text of the lowest rank that has one, over the world
+    with world.everyone.input():
+        text = world.everyone.first(wrong)  # a short text of the lowest rank that has one, over the world
         if text is not None:
-            texts = world.tree.gather_objects(wrong)  # a short text per rank, over the world
+            texts = world.everyone.gather(wrong)  # a short text per rank, over the world
             ranks = [rank for rank, other in enumerate(texts) if other == text]
             if len(ranks) < world.size:
                 text = f"{watch.format_ranks(ranks)} only: {text}"
@@ -116,7 +117,7 @@ def open_data(cfg, world, mesh):
     tokenizer: for samples of text, or None if the run prints none. ValueError, OSError: the data cannot be
     read, or is not the same on all ranks, or the model is too large for their memory. Collective.
     """
-    verify_data_first(world.tree, cfg.data)
+    verify_data_first(world.everyone, cfg.data)
     train, val, vocab_size, identity = samples.open_data(cfg, world.local_rank)
     tokenizer = prompt_tokenizer(cfg)
     check_memory(cfg, mesh, vocab_size, world)
@@ -146,15 +147,15 @@ def compare(world, values, cure):
     Names that only some ranks have are not compared. Collective over the world: each rank sends a digest, and
     sends the values, too, only if the digests differ.
     """
-    digest = hashlib.sha256(repr(sorted(values.items())).encode()).digest()
-    first = world.tree.broadcast_object(digest)  # 32 bytes of rank 0 to all, over the world
-    if not world.tree.any(digest != first):  # one bool from each rank, over the world
+    digest = hashlib.sha256(repr(sorted(values.items())).encode()).hexdigest()
+    first = world.everyone.broadcast(digest)  # 64 characters of rank 0 to all, over the world
+    if not world.everyone.any(digest != first):  # one bool from each rank, over the world
         return
-    everyone = world.tree.gather_objects(values)  # a few words per value and rank, over the world
-    common = set.intersection(*map(set, everyone))
+    told = world.everyone.gather(values)  # a few words per value and rank, over the world
+    common = set.intersection(*map(set, told))
     for name in sorted(common):
         ranks_with = {}  # {value: ranks}
-        for rank, theirs in enumerate(everyone):
+        for rank, theirs in enumerate(told):
             ranks_with.setdefault(theirs[name], []).append(rank)
         if len(ranks_with) > 1:
             raise ValueError(f"{_describe_difference(name, ranks_with)}; {cure}")
@@ -174,50 +175,50 @@ def _describe_difference(name, ranks_with):
     return ", ".join(parts)
 
 
-def read_together(tree, read, *args):
+def read_together(everyone, read, *args):
     """Return read(*args) of this rank, or raise ValueError on all ranks if one of them cannot read.
 
-    The weights are sent next, and no rank must wait for one that has failed. Collective over the tree.
+    The weights are sent next, and no rank must wait for one that has failed. Collective over the world.
     """
     result = wrong = None
     try:
         result = read(*args)
     except (ValueError, OSError) as e:
         wrong = one_line(e)
-    text = tree.first(wrong)  # a short text of the lowest rank that has one, over the world
+    text = everyone.first(wrong)  # a short text of the lowest rank that has one, over the world
     if text:
         raise ValueError(text)
     return result
 
 
-def read_by_first(tree, read, *args):
+def read_by_first(everyone, read, *args):
     """Return read(*args) of rank 0, which alone calls it, or raise its ValueError, on all ranks.
 
-    The result is small enough for the host's tree. Collective over the tree.
+    The result is small. Collective over the world.
     """
     result = wrong = None
-    if tree.rank == 0:
+    if everyone.rank == 0:
         try:
             result = read(*args)
         except (ValueError, OSError) as e:
             wrong = one_line(e)
-    result, wrong = tree.broadcast_object((result, wrong))  # what rank 0 read, to all, over the world
+    result, wrong = everyone.broadcast((result, wrong))  # what rank 0 read, to all, over the world
     if wrong:
         raise ValueError(wrong)
     return result
 
 
-def verify_data_first(tree, spec):
+def verify_data_first(everyone, spec):
     """Verify the data sets of --data on rank 0, before the other nodes look at them.
 
     They find its record, .verified.json, and need not read the files of a shared disk again. Collective over
-    the tree.
+    the world.
     """
     folders = [] if spec == "synthetic" else [folder for folder, _ in samples.parse_blend(spec)]
     for folder in folders:
-        if tree.rank == 0:
+        if everyone.rank == 0:
             announce_reading(Path(folder))
-        read_by_first(tree, verify, folder)
+        read_by_first(everyone, verify, folder)
 
 
 def announce_reading(folder):
@@ -312,7 +313,7 @@ class Stop:
             found = self.reasons()
         elif sums is None:
             bits = sum(1 << i for i, is_reason in enumerate(self.reasons()) if is_reason)
-            asked = world.tree.either(bits)  # six bits from each rank to all, over the world
+            asked = world.everyone.either(bits)  # six bits from each rank to all, over the world
             found = [asked >> i & 1 for i in range(VOTES)]
         elif sums.device.type in PROMPT:
             found = sums.tolist()
@@ -345,7 +346,7 @@ def replica_differences(model, mesh):
                 lines += mismatches(tensors, hashes, axis.ranks)
 
     found = []
-    for part in mesh.world.tree.gather_objects(lines):  # a few lines, or none, from each rank, over the world
+    for part in mesh.world.everyone.gather(lines):  # a few lines, or none, from each rank, over the world
         found += part
     return found
 

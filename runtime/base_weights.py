@@ -2,7 +2,6 @@
 
 runtime/adapters.py says how a checkpoint of adapters names its base.
 """
-from functools import partial
 from pathlib import Path
 
 from ddp import frozen_parameters
@@ -35,11 +34,11 @@ def load_base(model, base, moved_to=""):
     base: its reference(). moved_to: --init-from, where the base is now if that is another place.
     """
     world = model.mesh.world
-    path = read_by_first(world.tree, partial(base_path, base, moved_to))
+    path = Path(read_by_first(world.everyone, lambda: str(base_path(base, moved_to))))
     if moved_to and world.rank == 0 and not path.resolve().is_relative_to(Path(moved_to).resolve()):
         say(f"the base of these adapters is {path}: --init-from {moved_to} is for a start")
-    check_together(world.tree, path)
-    index = sent_index(world.tree, path)
+    check_together(world.everyone, path)
+    index = sent_index(world.everyone, path)
     check_base(path, index, base)
     unused = [name for name in index["tensors"] if "/" in name]
     load_tensors(world, path, index, frozen_pieces(model), unused)

@@ -38,7 +38,8 @@ def attach_stdin(world, rank):
         host = "127.0.0.1" if is_alone else socket.gethostname()
         port = server.getsockname()[1]
         address = host, port, secrets.token_hex(16)
-    address = world.tree.first(address)  # host, port and secret, from the chosen rank to all, over the world
+    # host, port and secret, from the chosen rank to all, over the world
+    address = world.everyone.first(address)
 
     if world.rank == 0 and address is not None:
         threading.Thread(target=_forward_stdin, args=address, daemon=True).start()

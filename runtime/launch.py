@@ -1,12 +1,11 @@
 """How the ranks start, stop and fail together.
 
     launch          choose the device, agree on an address through MPI, make the process group
-    exit_together   turn wrong input on any rank into one line from one rank and exit code 2 on all
+    everyone        (runtime/everyone.py) wrong input on any rank: one line from one rank, exit code 2 on all
 
 runtime/launcher.py reads which rank this process is. Programs import this file before torch, so that torch's
 idle threads do not spin.
 """
-import contextlib
 import errno
 import functools
 import gc
@@ -33,12 +32,12 @@ with torch_reads_environment():
 
 from config import Outcome, ceil_div
 from interface.terminal import complain, one_line, say
-from interface.tree import Tree, WrongInput, grow
 from ops.accelerator import device_name
 from parallel import Axis
 from runtime import address, limits, mpi, visible
 from runtime.abort import end_all_on_exception
-from runtime.launcher import NO_TIMEOUT, detect, ranks_of_nodes, refuse, wrong_environment
+from runtime.everyone import Everyone
+from runtime.launcher import NO_TIMEOUT, detect, ranks_of_nodes, refuse, wrong_environment  # noqa: F401
 
 
 class CollectiveLog:
@@ -82,14 +81,14 @@ class World:
     shown: str | None = None  # the launcher's CUDA_VISIBLE_DEVICES for this process
     timeout: timedelta | None = None  # how long a collective may wait; None: as torch does, 10 to 30 minutes
     calls: CollectiveLog = field(default_factory=CollectiveLog, compare=False)
-    tree: Tree = field(default_factory=Tree, compare=False)  # what the ranks' programs tell each other
+    everyone: Everyone = field(default_factory=Everyone, compare=False)  # what the programs tell each other
     hosts: list = field(default_factory=list, compare=False)  # the host of each rank; empty for a single rank
 
     @functools.cached_property
     def axis(self):
         """All ranks as a parallel.Axis, for collectives before there is a mesh."""
         group = dist.group.WORLD if self.size > 1 else None
-        return Axis("world", self.rank, self.size, group, tuple(range(self.size)), self.calls, self.tree)
+        return Axis("world", self.rank, self.size, group, tuple(range(self.size)), self.calls, self.everyone)
 
     @property
     def nodes(self):
@@ -99,7 +98,11 @@ class World:
 
     def barrier(self):
         """Wait until all ranks have arrived here. No data is sent."""
-        self.tree.barrier()
+        self.everyone.barrier()
+
+    @property
+    def tree(self):
+        return self.everyone
 
 
 # -----------------------------------------------------------------------------
@@ -249,35 +252,35 @@ def _open_store(host, port, n_nodes, timeout):
 # -----------------------------------------------------------------------------
 # The device of this rank
 
-def show_all_gpus(tree, local_rank):
+def show_all_gpus(everyone, local_rank):
     """Let this process see every GPU that any process of its node sees.
 
     Return (host name of each rank, index of this rank's GPU or None if nothing was changed). Call it before
-    CUDA is initialised. Collective over the tree.
+    CUDA is initialised. Collective over the world.
     """
     given = os.environ.get(visible.VARIABLE)
     shown = given if visible.cuda_is_untouched() else None
-    everyone = tree.gather_objects((socket.gethostname(), local_rank, shown))  # a few words, over the world
-    hosts = [host for host, _, _ in everyone]
-    if all(text is None for _, _, text in everyone):
+    told = everyone.gather((socket.gethostname(), local_rank, shown))  # a few words, over the world
+    hosts = [host for host, _, _ in told]
+    if all(text is None for _, _, text in told):
         return hosts, None
 
-    here = [rank for rank, host in enumerate(hosts) if host == hosts[tree.rank]]
-    here.sort(key=lambda rank: everyone[rank][1])  # by local rank
-    joined = visible.join([everyone[rank][2] for rank in here])
+    here = [rank for rank, host in enumerate(hosts) if host == hosts[everyone.rank]]
+    here.sort(key=lambda rank: told[rank][1])  # by local rank
+    joined = visible.join([told[rank][2] for rank in here])
     sees_all = True
     if joined is not None:
         union, own = joined
         os.environ[visible.VARIABLE] = ",".join(union)
         sees_all = visible.count_in_new_process() == len(union)
-    seen = tree.gather_objects(sees_all)  # one bool from each rank to all, over the world
+    seen = everyone.gather(sees_all)  # one bool from each rank to all, over the world
     if joined is None:
         return hosts, None
     if not all(seen[rank] for rank in here):
         # A cgroup hides some of the GPUs from a process. fast.choose.peer_access reports it.
         os.environ[visible.VARIABLE] = given
         return hosts, None
-    return hosts, union.index(own[here.index(tree.rank)])
+    return hosts, union.index(own[here.index(everyone.rank)])
 
 
 def select_device(local_rank, local_size, own=None):
@@ -361,25 +364,20 @@ def _join(start, timeout, joining):
     backend = "none"
     wait = timedelta(seconds=timeout)
     calls = CollectiveLog()
-    tree = Tree(rank, size, calls)
+    everyone = Everyone(rank, size, calls=calls)
     with mpi.progress(comm):
         if size > 1:
             with wrong_environment():
                 limit = limits.raise_limit()
                 limits.check(size, size if rank == 0 else 0, limit)  # rank 0's store has one for each rank
                 store = _store(launcher, comm, rank, n_nodes, wait)
-            patience = timeout if timeout < NO_TIMEOUT else None
-            here = "127.0.0.1"
-            if n_nodes > 1:  # by the interface of gloo's variable, if it is set
-                here = address.on_route(store, os.environ.get("GLOO_SOCKET_IFNAME", ""))
-            with wrong_environment():
-                grow(store, tree, local_size, here, patience)
-            hosts, own = show_all_gpus(tree, local_rank)
+            everyone.store = store
+            hosts, own = show_all_gpus(everyone, local_rank)
         device, threads = select_device(local_rank, local_size, own)
         if size > 1:
             # Only the device's own backend: nccl, xccl or, on a CPU, gloo, with a connection to each rank.
             backend = dist.get_default_backend_for_device(device)
-            with agree_on_input(tree):
+            with everyone.input():
                 limits.check(size, size if backend == "gloo" else 0, limit)
                 if backend == "gloo":
                     _check_interfaces(os.environ.get("GLOO_SOCKET_IFNAME", ""))
@@ -390,7 +388,7 @@ def _join(start, timeout, joining):
 
     return World(rank=rank, size=size, local_rank=local_rank, local_size=local_size, node=node,
                  n_nodes=n_nodes, launcher=launcher, device=device, backend=backend, threads=threads,
-                 shown=shown, timeout=wait, calls=calls, tree=tree, hosts=hosts)
+                 shown=shown, timeout=wait, calls=calls, everyone=everyone, hosts=hosts)
 
 
 def _keep_messages_short_for_pmi2(launcher):
@@ -471,36 +469,10 @@ def shutdown(world):
     outlives the interpreter.
     """
     gc.collect()
-    world.barrier()
+    world.everyone.part()
     if dist.is_initialized():
         dist.destroy_process_group()
-    world.tree.close()
 
 
 def exit_together(world):
-    """Run the body on every rank, and end all ranks with exit code 2 if it failed on any of them.
-
-    A failure is a ValueError or an OSError. The lowest rank that failed prints its message in one line. Any
-    other exception passes through. The others learn of it at the end of the body, or in it, where they next
-    say something over the tree: before a collective of the device the body must do that. Collective over the
-    world.
-    """
-    return agree_on_input(world.tree)
-
-
-@contextlib.contextmanager
-def agree_on_input(tree):
-    """Do what exit_together() says, over the host's tree."""
-    wrong = None
-    try:
-        try:
-            yield
-            tree.barrier()  # no rank goes on before all are here
-        except (ValueError, OSError) as e:
-            tree.fail(one_line(e))
-    except WrongInput as e:
-        [wrong] = e.args
-    if wrong is not None:
-        if tree.rank == wrong.rank:
-            complain(f"nanoshard: {wrong.text}")
-        raise SystemExit(Outcome.WRONG_INPUT)
+    return world.everyone.input()

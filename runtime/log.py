@@ -117,7 +117,7 @@ def metrics_row(cfg, world, state, clock, batch, stats, refusal):
         row.update(rates(cfg, world, mean_batch, ms, state.vocab_size))
     nbytes = most_memory(world.device)
     if nbytes is not None:
-        [row["mem_gb"]] = world.tree.maximum([nbytes / 2**30])  # one number from each rank to all
+        [row["mem_gb"]] = world.everyone.maximum([nbytes / 2**30])  # one number from each rank to all
     return row
 
 
@@ -169,7 +169,7 @@ def phase_times(timers, steps, mesh):
     busy = own["forward"] + own["backward"]
     own_ms = [*own.values(), busy, busy + own["pipeline"]]
     # A number per phase and two more go from each rank to all, over the world.
-    *phases, busy, everything = mesh.world.tree.maximum(own_ms)
+    *phases, busy, everything = mesh.world.everyone.maximum(own_ms)
 
     row = {f"t_{phase}": t for phase, t in zip(own, phases, strict=True)}
     if mesh.pp.size > 1 and steps:

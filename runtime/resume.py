@@ -37,7 +37,6 @@ from runtime.changed_flags import (
     flexible_shapes,
     refuse_unknown,
 )
-from runtime.launch import exit_together
 from runtime.pieces import own_pieces
 from runtime.read_checkpoint import check_together, load_tensors, newest_under, sent_index
 from runtime.saver import Saver
@@ -107,7 +106,7 @@ def load(cfg, data_parallel, opt, path, data_id, vocab_size=0):
     ValueError: the checkpoint belongs to another model, to other data, or to flags that --resume-changed does
     not name.
     """
-    index = sent_index(data_parallel.mesh.world.tree, path)
+    index = sent_index(data_parallel.mesh.world.everyone, path)
     meta = index["meta"]
     if "shape" not in meta:
         raise ValueError(f"checkpoint {path} holds no state of a run; give a step_N of an --out directory")
@@ -139,15 +138,15 @@ def dump_grads(path, world, data_parallel, opt, vocab_size):
     pieces = own_pieces(data_parallel, opt, {"": opt.masters, "grad/": grads})
     pieces = [(name, whole(piece).cpu(), *place) for name, piece, *place in pieces]
     path = Path(path)
-    parts = path.with_name(f"{path.name}.{run_id(world.tree)}.parts")
+    parts = path.with_name(f"{path.name}.{run_id(world.everyone)}.parts")
     tmp = parts / "step_000001.tmp"
-    with exit_together(world), files.must_write(path, "--dump-grads"):
+    with world.everyone.input(), files.must_write(path, "--dump-grads"):
         if world.rank == 0:
             parts.mkdir()  # the folder is new: all in it is this function's
     try:
-        with exit_together(world), files.must_write(path, "--dump-grads"):
+        with world.everyone.input(), files.must_write(path, "--dump-grads"):
             checkpoint.write_part(tmp, world.rank, pieces)
-        with exit_together(world), files.must_write(path, "--dump-grads"):
+        with world.everyone.input(), files.must_write(path, "--dump-grads"):
             if world.rank == 0:
                 checkpoint.commit(tmp, 1, {}, checkpoint.Writers(size=world.size))
                 write_full(parts, path, vocab_size)
@@ -182,10 +181,10 @@ def check_optimizer(cfg, path, meta):
                          "--resume to start from its weights alone")
 
 
-def run_id(tree):
-    """Return a short random word, the same on all ranks of the tree and on no other run's. Collective."""
+def run_id(everyone):
+    """Return a short random word, the same on all ranks and on no other run's. Collective."""
     # It comes from the system's randomness, because the run's own generators must not advance.
-    return tree.broadcast_object(secrets.token_hex(4))  # one short string from the first rank to all
+    return everyone.broadcast(secrets.token_hex(4))  # one short string from the first rank to all
 
 
 def prepare_out_dir(cfg, world, out):
@@ -193,7 +192,7 @@ def prepare_out_dir(cfg, world, out):
 
     Return find_checkpoint(). Paths that cannot be written are refused. Collective over the world.
     """
-    with exit_together(world), files.must_write(out):
+    with world.everyone.input(), files.must_write(out):
         if not out.resolve().name:
             raise ValueError(f"--out {out} is no folder for a run; give a new one, such as --out out/mine")
         allowed_changes(cfg)
@@ -208,7 +207,7 @@ def prepare_out_dir(cfg, world, out):
                 raise ValueError(f"--out {out} holds another run and is the working directory, which cannot "
                                  "be renamed; give another --out, or --resume auto to go on")
     found = find_checkpoint(cfg, world, out)
-    with exit_together(world), files.must_write(cfg.dump_grads, "--dump-grads"):
+    with world.everyone.input(), files.must_write(cfg.dump_grads, "--dump-grads"):
         if world.rank == 0 and cfg.dump_grads and found is None:  # a resumed run does not write it again
             path = Path(cfg.dump_grads)
             if os.path.lexists(path):
@@ -272,12 +271,12 @@ def settle(cfg, world, out, state, found):
             say(f"{out if cfg.resume == 'auto' else found} has all its {state.step} steps; give a larger "
                 "--steps to go on, or another --out")
         raise SystemExit(Outcome.DONE)
-    with exit_together(world), files.must_write(out):
+    with world.everyone.input(), files.must_write(out):
         if world.rank == 0:
             set_aside(cfg, out, state, found)
-    if world.tree.any(world.rank == 0 and not (out / state.best_name()).is_dir()):
+    if world.everyone.any(world.rank == 0 and not (out / state.best_name()).is_dir()):
         state.best = {}  # no checkpoint to keep: the run goes on in another directory, or it was removed
-    return Saver(out, world.axis, cfg.keep, cfg.timeout, run_id(world.tree))
+    return Saver(out, world.axis, cfg.keep, cfg.timeout, run_id(world.everyone))
 
 
 def set_aside(cfg, out, state, found):
@@ -310,7 +309,7 @@ def find_checkpoint(cfg, world, out):
     if cfg.resume == "none":
         return None
     paths = None
-    with exit_together(world):
+    with world.everyone.input():
         if world.rank == 0 and cfg.resume == "auto":
             paths = checkpoint.steps(out)
         elif world.rank == 0:
@@ -322,18 +321,19 @@ def find_checkpoint(cfg, world, out):
             checkpoint.read_index(cfg.resume)  # a path that does not exist: say so before all wait for it
         if world.rank == 0 and not paths:
             say(f"--resume auto: {out} has no checkpoint, so the run starts at step 1")
-    paths = world.tree.broadcast_object(paths)  # a few paths from rank 0, over the world
+    names = world.everyone.broadcast([str(path) for path in paths or ()])  # a few, over the world
+    paths = [Path(name) for name in names]
     found = damage = None
     for path in paths:
         try:
-            check_together(world.tree, path)
+            check_together(world.everyone, path)
             found = path
             break
         except ValueError as e:
             damage = str(e)
         if world.rank == 0 and path != paths[-1]:
             files.warn(f"{damage}; trying the one before it")
-    with exit_together(world):
+    with world.everyone.input():
         if paths and found is None:
             if cfg.resume == "auto":
                 damage += f"; no other in {out} is sound, --resume none starts a new run"
@@ -422,7 +422,7 @@ def init_from(model, opt, path):
     except ValueError:  # on all ranks
         # A run that goes on may have removed it (--keep): then the newest one of this time is taken.
         newer = newest_under(world, path)
-        if newer == found or world.tree.broadcast_object(Path(found).exists()):
+        if newer == found or world.everyone.broadcast(Path(found).exists()):
             raise
         return start_from_weights(model, opt, newer)
 
@@ -431,8 +431,8 @@ def start_from_weights(model, opt, path):
     """Load the weights of the checkpoint at path for init_from(), and return its line."""
     world = model.mesh.world
     cfg = model.cfg
-    check_together(world.tree, path)
-    index = sent_index(world.tree, path)
+    check_together(world.everyone, path)
+    index = sent_index(world.everyone, path)
     shape = index["meta"].get("shape")
     if not shape:
         raise ValueError(f"--init-from {path} holds no weights of a run; give its --out directory or step_N")

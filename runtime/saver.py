@@ -18,11 +18,11 @@ import torch
 import checkpoint
 from config import Outcome
 from interface.terminal import warn
-from interface.tree import Tree
 from ops.accelerator import stream_module
 from ops.checksum import refuse_not_finite
 from ops.split_master import SplitMaster, whole
 from parallel import Axis
+from runtime.everyone import Everyone
 
 MAX_FAILURES = 3  # failed saves in a row that end the run
 
@@ -37,7 +37,7 @@ class Saver:
 
     def __init__(self, root, axis=None, keep=0, timeout=600.0, run_id="0"):
         self.root = Path(root)
-        self.axis = axis or Axis("world", tree=Tree())
+        self.axis = axis or Axis("world", everyone=Everyone())
         self.keep = keep
         self.run_id = run_id
         self.writers = checkpoint.Writers(self.axis.rank, self.axis.size, run_id, timeout)
@@ -68,10 +68,10 @@ class Saver:
         job = self.job
         job.part_done.wait()
         # one integer, over the axis: if a part will never come, rank 0's thread need not wait for it
-        job.stop = self.axis.tree.any(job.error is not None)
+        job.stop = self.axis.everyone.any(job.error is not None)
         job.thread.join()
         self.job = None
-        failed = self.axis.tree.any(job.error is not None)  # one integer, over the axis: rank 0's commit too
+        failed = self.axis.everyone.any(job.error is not None)  # over the axis: rank 0's commit too
         if not failed:
             self.failures = 0
             self.saved = job.step

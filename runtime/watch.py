@@ -406,7 +406,7 @@ class Stragglers:
         if self.world.size == 1 or not spans:
             return {}
         own = sum(self.watch.ms(begin, end) for begin, end in spans) / len(spans)
-        ms = self.world.tree.collect(own)  # one number from each rank to rank 0, over the world
+        ms = self.world.everyone.collect(own)  # one number from each rank to rank 0, over the world
         if ms is None:
             return {}
         for line in self.flag_slow(ms):

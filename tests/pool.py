@@ -82,27 +82,30 @@ def _serve(pipe):
             job = pipe.recv_bytes()
         except EOFError:  # the tests are over
             return
-        joined, result = _run(job)
+        joined, result, words = _run(job)
         _send_result(pipe, result)
         try:
             pipe.recv_bytes()  # once all ranks have a result, none is still connecting to this rank
         except EOFError:
             return
+        del words
         problem = _destroy_group() if joined else ": it could not join the process group"
         pipe.send((IDLE, problem))
 
 
 def _run(job):
-    """Run one call's function on this rank. Return (joined, (True, value) or (False, traceback)).
+    """Run one call's function on this rank. Return (joined, (True, value) or (False, traceback), the store
+    that must live until all ranks have a result).
 
     joined is False if the process group could not be made. Such a worker is of no further use: torch counts
     the group that failed, so it would look for its next peers under a name that differs from theirs.
     """
     import torch.distributed as dist
 
-    from interface.tree import Tree, grow
+    from runtime.everyone import Everyone
     from runtime.launch import CollectiveLog, World
     joined = True
+    words = None
     try:
         rank, size, path, fn, args = ForkingPickler.loads(job)  # imports fn's module
         if size > 1:
@@ -112,15 +115,25 @@ def _run(job):
             dist.init_process_group("gloo", store=store, rank=rank, world_size=size,
                                     timeout=timedelta(seconds=COLLECTIVE))
             joined = True
+            words = _words(store, rank)
         calls = CollectiveLog()
-        tree = Tree(rank, size, calls)
-        if size > 1:
-            grow(store, tree, size, "127.0.0.1", COLLECTIVE)
+        everyone = Everyone(rank, size, words, calls)
         world = World(rank=rank, size=size, local_rank=rank, local_size=size, launcher="test", calls=calls,
-                      tree=tree)
-        return joined, (True, fn(world, *args))
+                      everyone=everyone)
+        return joined, (True, fn(world, *args)), words
     except BaseException:
-        return joined, (False, traceback.format_exc())
+        return joined, (False, traceback.format_exc()), words
+
+
+def _words(store, rank):
+    """Return a TCPStore of rank 0, as in a run; the FileStore `store` says where it is."""
+    import torch.distributed as dist
+    wait = timedelta(seconds=COLLECTIVE)
+    if rank:
+        return dist.TCPStore("127.0.0.1", int(store.get("port")), timeout=wait, wait_for_workers=False)
+    words = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=wait, wait_for_workers=False)
+    store.set("port", str(words.port))
+    return words
 
 
 def _send_result(pipe, result):

@@ -445,7 +445,7 @@ def talk(world, run, questions, dtype="fp64", tokens=12, stop_after=0, **layout)
 
     def agree(token):
         seen.append(token)
-        return world.tree.broadcast_object((token, len(seen) == stop_after))
+        return world.everyone.broadcast((token, len(seen) == stop_after))
     flags = sample.Flags(str(run), chat=True, max_new_tokens=tokens, temperature=0, system="Be brief.")
     talk = sample.Chat(model, tokenizer.load(run), flags, agree)
     return [list(talk.answer(q)) for q in questions], talk.tokens, talk.cache.length

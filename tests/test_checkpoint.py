@@ -186,7 +186,7 @@ def find(world, root):
                 resume.settle(Config(resume="auto"), world, Path(root), state, found)
         except SystemExit as e:
             return e.code, None, stderr.getvalue()
-    return found, resume.run_id(world.tree), stderr.getvalue()
+    return found, resume.run_id(world.everyone), stderr.getvalue()
 
 
 @pytest.mark.parametrize("name", DAMAGE)

@@ -31,7 +31,7 @@ from interface.command_line import command_line, parse, wrong_input
 from interface.files import Range, check_schema, load_json
 from interface.presets import PRESETS
 from parallel import make_mesh
-from runtime.launch import World, exit_together
+from runtime.launch import World
 
 MPIEXEC = Path(sys.executable).with_name("mpiexec")
 
@@ -366,7 +366,7 @@ def test_control_characters_of_a_file_are_printed_escaped(capsys):
     with pytest.raises(SystemExit), wrong_input():
         raise ValueError("a\x1b]0;evil\x07 \n \u202eb \xe9 \x9b2J")
     assert capsys.readouterr().err == "nanoshard: a\\x1b]0;evil\\x07 \\u202eb \xe9 \\x9b2J\n"
-    with pytest.raises(SystemExit), exit_together(World()):
+    with pytest.raises(SystemExit), World().everyone.input():
         raise ValueError("\x1b[31m")
     files.warn("\x1b[31m")
     assert capsys.readouterr().err == 2 * "nanoshard: \\x1b[31m\n"

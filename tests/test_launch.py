@@ -286,7 +286,7 @@ def recorded(local, local_size, own=None):
 def started(*args, **how):
     world = start(*args, **how)
     assert world.timeout.total_seconds() == launch.NO_TIMEOUT  # parallel.make_mesh gives it to each group
-    os.write(1, f"{world.launcher} {world.tree.gather_objects((world.shown, *mine))}\\n".encode())
+    os.write(1, f"{world.launcher} {world.everyone.gather((world.shown, *mine))}\\n".encode())
     return world
 launch.select_device, launch.launch = recorded, started
 train.main(sys.argv[1:])
@@ -336,7 +336,7 @@ def meet_over_pmi2(client, env, result):
     os.environ.clear()
     os.environ.update({**clean_env(), **env, "PMI_FD": str(client.fileno())})
     world = launch.launch(100, quiet=True)
-    result.write_text(repr(world.tree.gather_objects((world.rank, world.node, world.launcher))))
+    result.write_text(repr(world.everyone.gather((world.rank, world.node, world.launcher))))
     launch.shutdown(world)
 
 
@@ -449,7 +449,7 @@ def test_an_exception_on_one_rank_ends_all_ranks(crashed):
 def set_before_launch(flags, result):
     """In a new process: write to the file `result` what train.py has set just before it uses the device."""
     os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
-    train.launch.launch = lambda *_, **__: sys.exit(9)
+    launch.launch = lambda *_, **__: sys.exit(9)
     try:
         train.main(["tiny", "--data=synthetic", *flags])
     except SystemExit as e:
@@ -501,7 +501,7 @@ def see_all(world, shown, hosts, started, in_cgroup):
         os.environ.pop(visible.VARIABLE, None)
         if shown[world.rank] is not None:
             os.environ[visible.VARIABLE] = shown[world.rank]
-        _, own = launch.show_all_gpus(world.tree, world.local_rank)
+        _, own = launch.show_all_gpus(world.everyone, world.local_rank)
         return own, os.environ.get(visible.VARIABLE)
 
 
@@ -541,7 +541,7 @@ def open_many(world, limit):
     stderr = io.StringIO()
     with contextlib.redirect_stderr(stderr):
         try:
-            with launch.exit_together(world):
+            with world.everyone.input():
                 limits.check(1000, 1000, float("inf") if world.rank == 0 else limit)
         except SystemExit as leaving:
             return leaving.code, stderr.getvalue()

@@ -26,10 +26,10 @@ import train
 from config import Config
 from corpus.samples import Synthetic
 from interface.command_line import parse
-from interface.tree import Tree
 from optim import StepStats
 from parallel import make_mesh
 from runtime import agree, log, resume, timing
+from runtime.everyone import Everyone
 from runtime.launch import World
 from runtime.layer_norms import LayerNorms, dtype_of_norms
 from runtime.saver import Saver
@@ -290,7 +290,7 @@ def test_timers_mean_over_steps():
     for phase in ("forward", "pipeline", "backward"):
         with timers(phase):
             pass
-    stages = SimpleNamespace(world=SimpleNamespace(tree=Tree()), pp=SimpleNamespace(size=2))
+    stages = SimpleNamespace(world=SimpleNamespace(everyone=Everyone()), pp=SimpleNamespace(size=2))
     row = log.phase_times(timers, 1, stages)
     assert row.pop("bubble") == pytest.approx(2 / (6 + 12)) and row.keys() == keys
     assert log.format_row({"step": 1, "lr": 0.0, "bubble": 1 / 9, **row}).endswith("bubble=11.1%")

@@ -14,12 +14,12 @@ import train
 from config import Config
 from fast import graph, products
 from fast.choose import Choice
-from interface.tree import Tree
 from ops import backend, cublas_lt
 from ops.cross_entropy import LinearCrossEntropy
 from ops.cublas_lt import Factor, Shape, product, sum_with_product
 from ops.gelu_mlp import product_gelu, product_gelu_backward
 from parallel import make_mesh
+from runtime.everyone import Everyone
 from runtime.launch import World
 
 CPU = torch.device("cpu")
@@ -466,8 +466,8 @@ def test_an_example_has_the_shape(stand_in, operation):  # noqa: F811
 TIMES = {None: 4, 0: 3, 1: 2, 2: 5}
 
 
-def make_products(folder, tree=None):
-    return products.FastProducts(tree or Tree(), CPU, folder)
+def make_products(folder, everyone=None):
+    return products.FastProducts(everyone or Everyone(), CPU, folder)
 
 
 def test_the_runs_folder_keeps_the_choices(stand_in, monkeypatch, tmp_path):  # noqa: F811
@@ -537,7 +537,7 @@ def choose_on(world, folder):
                "version": lambda: 1, "ALIGNMENT": 64}
     with mock.patch.multiple(cublas_lt, **patches), \
             mock.patch.object(products, "fastest", lambda plan: plan.proposals[world.rank].name()):
-        fast_products = make_products(folder, world.tree)
+        fast_products = make_products(folder, world.everyone)
         for factor in list(factors().values())[:world.rank + 1]:
             product(*factor)
         fast_products.choose()
@@ -574,7 +574,7 @@ def test_a_step_measures_once_before_it_is_captured(monkeypatch, is_graph, is_me
     called = []
 
     class Counted:
-        def __init__(self, tree, device, folder):
+        def __init__(self, everyone, device, folder):
             called.append(folder)
 
         def choose(self):
@@ -645,7 +645,7 @@ def test_measured_on_a_gpu(tmp_path, n, n_in, n_out):
     def compute():
         return product(x, w.T), product(grad, w), product(grad.T, x), sum_with_product(summand, x, w.T)
     cublas_lt.forget()
-    fast_products = products.FastProducts(Tree(), device, tmp_path)
+    fast_products = products.FastProducts(Everyone(), device, tmp_path)
     compute()
     assert len(cublas_lt.plans) == 4
     fast_products.choose()
@@ -658,7 +658,7 @@ def test_measured_on_a_gpu(tmp_path, n, n_in, n_out):
         assert (one.double() - other).norm() / other.norm() < 3e-3
 
     cublas_lt.forget()
-    products.FastProducts(Tree(), device, tmp_path)
+    products.FastProducts(Everyone(), device, tmp_path)
     assert all(torch.equal(one, other) for one, other in zip(compute(), before, strict=True))
     assert chosen.keys() == {shape.words() for shape in cublas_lt.plans}
     cublas_lt.forget()

@@ -18,6 +18,7 @@ import train
 from config import Config
 from corpus import tokenizer
 from parallel import make_mesh
+from runtime.launch import World
 
 FLAT = dict(n_layer=4, n_head=4, n_kv_head=2, n_embd=16, ffn_hidden=24, seq_len=8, micro_batch=2,
             dtype="fp64", vocab_size=100, dropout=0.3)  # of which generate() must see nothing
@@ -96,7 +97,7 @@ def test_a_window_that_is_full_goes_on_with_its_last_half(monkeypatch):
         cache.length += tokens.size(1)
         return torch.nn.functional.one_hot(torch.tensor(len(given)), 100).float()
     monkeypatch.setattr("pipeline.next_logits", next_logits)
-    model = train.build(Config(**FLAT), make_mesh(train.launch.World()), 100, torch.device("cpu"))[0]
+    model = train.build(Config(**FLAT), make_mesh(World()), 100, torch.device("cpu"))[0]
     assert pipeline.generate(model, list(range(50, 56)), 6, 0) == [*range(50, 56), 1, 2, 3, 4, 5, 6]
     assert given == [
         ([50, 51, 52, 53, 54, 55], 0), ([1], 6), ([2], 7), ([55, 1, 2, 3], 0), ([4], 4), ([5], 5)]
@@ -300,13 +301,13 @@ def test_score_refuses_the_flags_of_a_draw(run, tmp_path, capsys):
 def test_the_samples_of_a_run_are_drawn_with_its_seed(run, tmp_path, capsys, monkeypatch):
     """--prompt: 100 tokens at temperature 0.8 among the 50 likeliest, printed by rank 0 alone."""
     model, words = object.__new__(train.GPT), tokenizer.load(run)
-    object.__setattr__(model, "mesh", make_mesh(train.launch.World(rank=0, size=2), groups=False))
+    object.__setattr__(model, "mesh", make_mesh(World(rank=0, size=2), groups=False))
     seen = {}
     monkeypatch.setattr(train.log, "generate", lambda model, ids, **how: seen.update(how, ids=ids) or ids)
     train.log.print_sample(model, words, "bead", 7)
     assert seen == dict(ids=words.encode("bead"), max_new_tokens=100, temperature=0.8, top_k=50, seed=7)
     assert capsys.readouterr().out == "--- bead\n---\n"
-    object.__setattr__(model, "mesh", make_mesh(train.launch.World(rank=1, size=2), groups=False))
+    object.__setattr__(model, "mesh", make_mesh(World(rank=1, size=2), groups=False))
     train.log.print_sample(model, words, "bead", 7)
     assert capsys.readouterr().out == ""
 

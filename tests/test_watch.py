@@ -26,10 +26,10 @@ import parallel
 import train
 from config import Config, Outcome
 from corpus.samples import Synthetic
-from interface.tree import Tree, grow
 from ops import checksum
 from parallel import make_mesh
 from runtime import agree, guardian, hang, launcher, timing, watch
+from runtime.everyone import Everyone
 from runtime.launch import CollectiveLog, World
 
 TIMEOUT = 2.0  # the ranks' --timeout from the fault on; until then PATIENT holds, so a slow start is no hang
@@ -48,10 +48,9 @@ def run_rank(rank, folder, fault, argv):
     store = dist.FileStore(f"{folder}/store", 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     calls = CollectiveLog()
-    tree = Tree(rank, 2, calls)
-    grow(store, tree, 2, "127.0.0.1")
+    everyone = Everyone(rank, 2, store, calls)
     launcher.env_rank = lambda: rank
-    train.launch.launch = lambda *_, **__: World(rank=rank, size=2, calls=calls, tree=tree)
+    train.agree.launch.launch = lambda *_, **__: World(rank=rank, size=2, calls=calls, everyone=everyone)
     misbehave.main(fault, 5, argv, TIMEOUT)
 
 
@@ -390,7 +389,7 @@ def changed_names(world, layout, family):
     mesh = make_mesh(world, cfg.tp, cfg.pp, cfg.ep)
     model, *_ = train.build(cfg, mesh, 64, world.device)
     own = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    held = mesh.world.tree.gather_objects({n: getattr(t, "offset", (0,)) for n, t in own.items()})
+    held = mesh.world.everyone.gather({n: list(getattr(t, "offset", (0,))) for n, t in own.items()})
     seen = {"nothing": ([], agree.replica_differences(model, mesh))}
     for name in sorted(held[-1]):
         bits = own[name].data.view(-1).view(torch.int32) if world.rank == world.size - 1 else None

@@ -77,12 +77,12 @@ mpiexec -n 4 -ppn 2 python train.py {flags} --out {out}
 OWN_SHM = 'mount -t tmpfs tmpfs /dev/shm && exec "$0" "$@"'
 CYCLIC = """
 import train
-launch = train.launch.launch
+launch = train.agree.launch.launch
 def launch_and_print(*args, **how):
     world = launch(*args, **how)
     print(f"rank {world.rank}: node {world.node} local rank {world.local_rank}", flush=True)
     return world
-train.launch.launch = launch_and_print
+train.agree.launch.launch = launch_and_print
 train.main()
 """
 

@@ -1,0 +1,200 @@
+"""What the ranks' programs tell each other: a few words, through the TCPStore by which they met.
+
+Collectives of the device's process groups move tensors. What is said here needs none: whether all ranks have
+read their files, a path that rank 0 chose, the most memory of any rank. Each rank writes its word under a key
+of its own, rank 0 reads all of them, combines them and writes one answer. Words are JSON and never pickled:
+who reaches the store's port can write there, and must not be able to run code.
+docs/several-nodes.md says what this costs for thousands of ranks.
+"""
+import contextlib
+import json
+import zlib
+from collections import Counter
+
+from config import Outcome
+from interface.terminal import complain, one_line
+
+LONG = 4096  # bytes; a longer word is compressed, as the store takes 8 MiB at most
+WRONG = "wrong input"
+
+
+class Everyone:
+    """This rank among all ranks. Each method is collective, and its values are what JSON holds.
+
+    store: a torch.distributed.TCPStore that no other Everyone of this rank uses; None for a single rank.
+    calls: this rank's runtime.launch.CollectiveLog, which the watchdog reads.
+
+    RuntimeError: the ranks are in different methods, or a rank is gone: rank 0's end closes the store, at
+    once. Another rank's end is noticed by the launcher, which ends all ranks (mpiexec, torchrun, srun -K), or
+    by the watchdog after --timeout. The store's own timeout must be longer than any rank may work alone.
+    """
+    name = "world"  # for the watchdog
+
+    def __init__(self, rank=0, size=1, store=None, calls=None):
+        self.rank = rank
+        self.size = size
+        self.store = store
+        self.calls = calls
+        self.turn = 0
+        self.sent = Counter()  # no bytes are counted
+
+    def gather(self, value):
+        """Return the values of all ranks as a list, on every rank."""
+        return self._together("gather", value, list)
+
+    def collect(self, value):
+        """Return the values of all ranks as a list on rank 0, and None on the others."""
+        found = []
+        self._together("collect", value, found.extend)
+        return found if self.rank == 0 else None
+
+    def any(self, flag):
+        """Whether flag is true on any rank."""
+        return self._together("any", bool(flag), any)
+
+    def maximum(self, numbers):
+        """Return the maxima, place by place, of each rank's list of numbers."""
+        return self._together("maximum", list(numbers), _maxima)
+
+    def either(self, bits):
+        """Return the bitwise or of an integer of each rank, which may have thousands of bits."""
+        return int(self._together("either", hex(bits), _either), 16)
+
+    def first(self, value):
+        """Return the value of the lowest rank whose value is not None, or None."""
+        return self._together("first", value, _first)
+
+    def union(self, entries):
+        """Return all entries of the ranks' dicts, whose keys are strings. Of equal keys the lowest rank's
+        counts."""
+        return self._together("union", entries, _union)
+
+    def broadcast(self, value):
+        """Return the value of rank 0."""
+        return self._together("broadcast", value if self.rank == 0 else None, _of_rank_0)
+
+    def barrier(self):
+        """Wait until all ranks have arrived here."""
+        self._together("barrier", None, len)
+
+    def part(self):
+        """Wait for all ranks for the last time: rank 0's process holds the store, and ends after the others
+        need it no more."""
+        self.barrier()
+        self._wait_until_read()
+
+    gather_objects = gather
+    broadcast_object = broadcast
+
+    @contextlib.contextmanager
+    def input(self):
+        """End all ranks with exit code 2, and one line from one of them, if the body fails on any rank.
+
+        A failure is a ValueError or an OSError: wrong flags or files. The rank that fails says so in the
+        place of its next word, so the others learn of it where they next speak, or at the end of the body.
+        Before a collective of the device, the body must say something, for example barrier().
+        """
+        try:
+            yield
+        except (ValueError, OSError) as e:
+            self._together(WRONG, one_line(e), list)
+        self.barrier()  # no rank goes on before all are here
+
+    def _together(self, kind, value, combine):
+        """Return combine([value of rank 0, value of rank 1, ...]), which rank 0 computes, on every rank."""
+        if self.size == 1:
+            wrong, mismatch, result = _answer([(kind, value)], combine)
+        else:
+            if self.calls is not None:
+                self.calls.record(self, kind)
+            self.turn += 1
+            exchange = self._lead if self.rank == 0 else self._follow
+            wrong, mismatch, result = exchange((kind, value), combine)
+        if wrong is not None:
+            rank, text = wrong
+            if rank == self.rank:
+                complain(f"nanoshard: {text}")
+            self._wait_until_read()  # rank 0 may end now
+            raise SystemExit(Outcome.WRONG_INPUT)
+        if mismatch is not None:
+            self._wait_until_read()
+            raise RuntimeError(f"mismatch over the world: {mismatch}")
+        return result
+
+    def _lead(self, word, combine):
+        """Read the words of all ranks, and write the answer: rank 0."""
+        keys = [f"everyone/{self.turn}/{rank}" for rank in range(1, self.size)]
+        words = [word, *map(_unpacked, self.store.multi_get(keys))]
+        answer = _answer(words, combine)
+        self.store.set(f"everyone/{self.turn}", _packed(answer))
+        if self.turn > 1:  # all ranks are in this turn, so they have read the last one's answer
+            self.store.delete_key(f"everyone/{self.turn - 1}")
+        return answer
+
+    def _follow(self, word, combine):
+        """Write this rank's word, and read the answer: any other rank."""
+        own = f"everyone/{self.turn}/{self.rank}"
+        self.store.set(own, _packed(word))
+        answer = _unpacked(self.store.get(f"everyone/{self.turn}"))
+        self.store.delete_key(own)
+        return answer
+
+    def _wait_until_read(self):
+        """On rank 0, wait until the others have read the last answer: then its process may end."""
+        read = [f"everyone/{self.turn}/{rank}/read" for rank in range(1, self.size)]
+        if self.rank > 0:
+            self.store.set(read[self.rank - 1], "")
+        elif read:
+            self.store.multi_get(read)
+
+
+def _answer(words, combine):
+    """Return (wrong, mismatch, result): the lowest rank with wrong input and its text, or None; which ranks
+    are in other methods than rank 0, or None; what combine() makes of the values."""
+    for rank, (kind, value) in enumerate(words):
+        if kind == WRONG:
+            return (rank, value), None, None
+    first = words[0][0]
+    for rank, (kind, _) in enumerate(words):
+        if kind != first:
+            return None, f"rank 0 is in {first}, rank {rank} in {kind}", None
+    return None, None, combine([value for _, value in words])
+
+
+def _packed(value):
+    text = json.dumps(value)
+    if len(text) <= LONG:
+        return text
+    return zlib.compress(text.encode(), 1)
+
+
+def _unpacked(data):
+    if data[:1] != b"[":  # what a list's JSON begins with, and zlib's output never
+        data = zlib.decompress(data)
+    return json.loads(data)
+
+
+def _maxima(lists):
+    return [max(column) for column in zip(*lists, strict=True)]
+
+
+def _either(words):
+    bits = 0
+    for word in words:
+        bits |= int(word, 16)
+    return hex(bits)
+
+
+def _first(values):
+    return next((value for value in values if value is not None), None)
+
+
+def _union(dicts):
+    found = {}
+    for entries in reversed(dicts):
+        found.update(entries)
+    return found
+
+
+def _of_rank_0(values):
+    return values[0]

@@ -1,0 +1,120 @@
+"""What the ranks tell each other through their store: processes that are forked, without process groups."""
+import contextlib
+import io
+import sys
+from datetime import timedelta
+
+import pytest
+from pool import context
+
+from runtime.everyone import LONG, Everyone
+
+WAIT = timedelta(seconds=60)  # a loaded machine takes seconds to connect
+
+
+def rank_main(rank, size, pipe, port, function, args):
+    """In a new process: send (exit code or exception, result, stderr) of function(everyone, *args)."""
+    from torch.distributed import TCPStore
+    store = None
+    if size > 1:
+        store = TCPStore("127.0.0.1", port, is_master=rank == 0, timeout=WAIT, wait_for_workers=False)
+        if rank == 0:
+            pipe.send(store.port)
+    code = result = None
+    everyone = Everyone(rank, size, store)
+    with contextlib.redirect_stderr(io.StringIO()) as stderr:
+        try:
+            result = function(everyone, *args)
+            everyone.part()
+        except SystemExit as e:
+            code = int(e.code)
+        except RuntimeError as e:
+            code = str(e)
+    pipe.send((code, result, stderr.getvalue()))
+    sys.exit(0)  # at once: rank 0's store closes with it
+
+
+def on_ranks(size, function, *args):
+    """Return [(code, result, stderr) of each rank]."""
+    pipes = [context.Pipe() for _ in range(size)]
+    ranks = []
+    port = 0
+    for rank, (ours, theirs) in enumerate(pipes):
+        ranks.append(context.Process(target=rank_main, args=(rank, size, theirs, port, function, args)))
+        ranks[-1].start()
+        if rank == 0 and size > 1:
+            assert ours.poll(120)
+            port = ours.recv()
+    found = [ours.recv() for ours, _ in pipes if ours.poll(120)]
+    for rank in ranks:
+        rank.join()
+    return found
+
+
+def speak(own):
+    rank = own.rank
+    return [own.any(rank == 5), own.any(False), own.either(1 << 20 * rank), own.maximum([rank, -rank]),
+            own.first(rank if rank in (3, 4) else None), own.first(None),
+            own.union({"all": rank, str(rank): "own"}), own.gather(f"{rank}" * LONG), own.collect([rank]),
+            own.broadcast({"of": rank})]
+
+
+@pytest.mark.parametrize("size", [1, 2, 6])
+def test_every_rank_hears_the_same(size):
+    united = {"all": 0} | {str(rank): "own" for rank in range(size)}
+    bits = sum(1 << 20 * rank for rank in range(size))
+    for rank, (code, said, _) in enumerate(on_ranks(size, speak)):
+        assert code is None and said == [
+            size > 5, False, bits, [size - 1, 0], 3 if size > 3 else None, None, united,
+            [f"{rank}" * LONG for rank in range(size)],
+            [[rank] for rank in range(size)] if rank == 0 else None, {"of": 0}], rank
+
+
+def start(own, wrong, place):
+    """A start of a run, in which some ranks cannot read a file at one of three places."""
+    def read(here):
+        if own.rank in wrong and here == place:
+            raise OSError(f"rank {own.rank}\n cannot read")
+
+    with own.input():
+        read("before the first word")
+        own.any(False)
+        with own.input():
+            read("inside")
+        own.broadcast("a path")
+        read("after the last word")
+    return "goes on"
+
+
+@pytest.mark.parametrize("place", ["before the first word", "inside", "after the last word"])
+@pytest.mark.parametrize("wrong", [{0}, {2}, {1, 2}, {0, 1, 2}, set()], ids=str)
+def test_wrong_input_on_any_set_of_ranks_ends_all_with_one_line(wrong, place):
+    """Code 2 on all, and the lowest of these ranks says why. A single process does the same."""
+    for size in (3, 1):
+        here = {rank for rank in wrong if rank < size}
+        for rank, (code, result, err) in enumerate(on_ranks(size, start, here, place)):
+            first = here and rank == min(here)
+            assert code == (2 if here else None) and result == (None if here else "goes on")
+            assert err == (f"nanoshard: rank {rank} cannot read\n" if first else ""), (rank, err)
+
+
+def differ(own):
+    own.barrier() if own.rank == 0 else own.any(True)
+
+
+def test_ranks_that_say_different_things_are_named():
+    for code, _, _ in on_ranks(3, differ):
+        assert code == "mismatch over the world: rank 0 is in barrier, rank 1 in any"
+
+
+def rank_0_leaves(own):
+    own.barrier()  # rank 1 has connected
+    if own.rank == 0:
+        sys.exit(7)
+    own.barrier()
+
+
+def test_a_rank_learns_at_once_that_rank_0_is_gone():
+    from runtime.abort import PEER_LOST
+    first, second = on_ranks(2, rank_0_leaves)
+    assert first[0] == 7 and any(words in second[0] for words in PEER_LOST), second
