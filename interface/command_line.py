@@ -140,12 +140,11 @@ def model_of(source, values):
     The vocabulary is the data's, and so is the length of a sequence, unless the model has learned positions.
     """
     folder = Path(source)
-    for path in (folder / "config.json", folder.parent / "config.json"):
-        if path.is_file() and (path.parent == folder or folder.name.startswith("step_")):
-            break
-    else:
+    if folder.name.startswith("step_"):
+        folder = folder.parent
+    if not (folder / "config.json").is_file():
         return {}
-    found = read_flags(path)
+    found = read_flags(folder)
     left_out = {"vocab_size"}
     if found.get("pos", Config.pos) == "rope":
         left_out.add("seq_len")

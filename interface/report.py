@@ -5,7 +5,6 @@
 
 train.py writes OUT/report.html when a run ends, and plot.py --html the page of several runs.
 """
-import contextlib
 import html
 import shlex
 from pathlib import Path
@@ -58,7 +57,7 @@ def read_run(path, ending=""):
     rows, _ = sound_rows(path / "metrics.jsonl")
     notes, _ = sound_rows(path / "notes.jsonl")
     config = load_json(path / "config.json") if (path / "config.json").exists() else {}
-    return Run(str(path), rows, notes, config if isinstance(config, dict) else {}, ending)
+    return Run(str(path), rows, notes, config, ending)
 
 
 def write_report(path, runs):
@@ -152,9 +151,8 @@ def summary(run):
         step, lowest = min(validation, key=lambda point: point[1])
         said.append(f"lowest validation loss {lowest:.4f} at step {step}")
     for key, word in (("skipped", "skipped steps"), ("nan_steps", "steps that were not finite")):
-        values = values_of(run.rows, key)
-        if values and values[-1][1]:
-            said.append(f"{values[-1][1]} {word}")
+        if run.rows and run.rows[-1].get(key):
+            said.append(f"{run.rows[-1][key]} {word}")
     return f"<p>{escape(' · '.join(said))}</p>"
 
 
@@ -184,7 +182,7 @@ def flags(runs):
 
 def commands(run):
     """Return the machine and what started, resumes and uses a run; "" without config.json."""
-    if not isinstance(run.config.get("argv"), list) or not run.config["argv"]:
+    if not run.config.get("argv"):
         return ""
     changes = {"resume": "auto"}
     if run.rows and run.rows[-1]["step"] == run.config.get("steps"):
@@ -206,12 +204,9 @@ def command_of(config, changes=None):
         changes["max_minutes"] = None  # a job script gave what was left of its own job
     argv = change_words(argv, changes)
     program = paths.program(Path(program).name)
-    world = config.get("world")
-    if not isinstance(world, int) or world == 1:
+    if config.get("world", 1) == 1:
         return shlex.join(["python", program, *argv])
-    nodes = config.get("nodes")
-    nodes = nodes if type(nodes) is int and nodes > 0 else 1
-    return command(world, argv, config.get("launcher"), program, nodes)
+    return command(config["world"], argv, config.get("launcher"), program, config.get("nodes", 1))
 
 
 def sample_command(out, config):
@@ -235,7 +230,5 @@ def curves_command(out):
 
 def is_of_conversations(out):
     """Whether a run was trained on conversations: its meta.json, which is the data's, names their masks."""
-    with contextlib.suppress(OSError, ValueError):
-        meta = load_json(Path(out) / "meta.json")
-        return isinstance(meta, dict) and "masks" in meta
-    return False
+    path = Path(out) / "meta.json"
+    return path.exists() and "masks" in load_json(path)

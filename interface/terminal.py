@@ -56,9 +56,12 @@ def show(text):
 
 
 def open_streams():
-    """Let stdout and stderr take characters that their encoding lacks."""
-    for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):  # a notebook's has not
+    """Let stdout and stderr take characters that their encoding lacks, and lead nowhere if closed."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:  # >&-
+            setattr(sys, name, open(os.devnull, "w"))
+        elif hasattr(stream, "reconfigure"):  # a notebook's has not
             stream.reconfigure(errors="replace")
 
 

@@ -94,7 +94,8 @@ class Metrics:
         if run.state.step == run.first_step and run.log_file is not None:
             predicted = traffic(cfg, run.mesh, run.state.vocab_size, batch, run.choice)
             counted = report_traffic(predicted, sent, run.mesh, run.world.nodes)
-            run.log_file.note(run.state.step, traffic=counted)
+            if counted:
+                run.log_file.note(run.state.step, traffic=counted)
             if cfg.compile:
                 row["compile_s"] = compilation().seconds
             row.update(session.start_seconds())

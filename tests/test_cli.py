@@ -14,7 +14,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 from pool import ROOT, run_ranks
 from runs import TINY, assert_refused, chars, go, rows, session
 
@@ -22,11 +21,9 @@ import config
 import plan
 import sample
 from config import Config
-from corpus.samples import Synthetic
 from cost import memory
 from cost.plan_flags import PlanFlags
 from fast.choose import choose
-from interface import files
 from interface.command_line import command_line, parse, wrong_input
 from interface.files import Range, check_schema, load_json
 from interface.presets import PRESETS
@@ -233,44 +230,21 @@ def test_help_lists_every_field(capsys):
         parse(["gpt2", "--help-all"])
     assert e.value.code == 0
     text = capsys.readouterr().out
-    letters = re.sub(r"\s", "", text)
-    source = Path(config.__file__).read_text().splitlines()
-    for f in dataclasses.fields(Config)[:-1]:
-        assert re.search(rf"\n  --(no-)?{f.name.replace('_', '-')} ", text), f.name
-        at = next(i for i, line in enumerate(source) if line.startswith(f"    {f.name}: "))
-        _, _, comment = source[at].partition("  # ")
-        while "  # " not in source[at].lstrip() and source[at - 1].startswith("    # "):  # a comment above it
-            at -= 1
-            comment = source[at].removeprefix("    # ") + comment
-        assert comment and re.sub(r"\s", "", comment) in letters, f"the comment of {f.name} is not its help"
+    for field in dataclasses.fields(Config)[:-1]:
+        assert re.search(rf"\n  --(no-)?{config.typed(field.name)[2:]} .*\w", text), field.name
     assert "--steps 100000 " in text and "--preset" not in text and all(p in text for p in PRESETS)
     assert "\n\nmixture of experts\n  --n-experts 0 " in text and text.count("--no-bias") == 1
+    assert max(map(len, text.splitlines())) <= 100
 
 
-@pytest.mark.parametrize("columns", [40, 80, 200])
-def test_the_short_help_has_the_common_flags_and_fits_the_terminal(columns, capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", str(columns))
-    for argv in (["--help"], ["--help-all"]):
-        with pytest.raises(SystemExit):
-            parse(argv)
-        text = capsys.readouterr().out
-        assert max(map(len, text.splitlines())) <= min(max(columns, 80), 100)
-        flags = re.findall(r"^  --(?:no-)?([\w-]+) ", text, re.M)
-        assert len(flags) == (20 if argv == ["--help"] else len(dataclasses.fields(Config)) - 1)
-        assert ("--help-all" in text) == (argv == ["--help"])
-
-
-def test_config_is_frozen_and_never_changed(tmp_path, monkeypatch):
+def test_config_json_is_what_was_given(tmp_path):
     with pytest.raises(dataclasses.FrozenInstanceError):
         parse([]).steps = 3
-    seen = []
-    monkeypatch.setattr("runtime.session.parse", lambda argv: seen.append(parse(argv)) or seen[-1])
     argv = [*TINY, f"--out={tmp_path}", "--steps=2", "--train-range-to-skip", "2", "2"]
     assert session(World(), argv)["code"] == 0
-    assert seen == [parse(argv)] and seen[0].min_lr is None and seen[0].vocab_size == 100
     saved = json.loads((tmp_path / "config.json").read_text())
-    assert all(saved[k] == (list(v) if isinstance(v, tuple) else v)
-               for k, v in dataclasses.asdict(seen[0]).items())
+    want = json.loads(json.dumps(dataclasses.asdict(parse(argv))))
+    assert {key: saved[key] for key in want} == want and want["min_lr"] is None
     assert {"git", "argv", "world", "nodes", "launcher"} <= saved.keys()
 
 
@@ -308,11 +282,6 @@ def test_numbers_out_of_range_and_unusable_files_are_refused(flags):
     with pytest.raises(ValueError, match=f"^{flag} ") as e:
         parse(["tiny", *flags.split()])
     assert len(str(e.value)) < 250
-
-
-def test_the_largest_numbers_are_taken():
-    cfg = parse(["--seed=9223372036854775807", "--timeout=2592000", "--lr=0", "--dump-grads=new/x"])
-    assert torch.Generator().manual_seed(cfg.seed) and Synthetic(64, 8, cfg.seed + 1)
 
 
 def test_a_step_that_exceeds_the_nodes_memory_is_refused(tmp_path, monkeypatch):
@@ -366,10 +335,6 @@ def test_control_characters_of_a_file_are_printed_escaped(capsys):
     with pytest.raises(SystemExit), wrong_input():
         raise ValueError("a\x1b]0;evil\x07 \n \u202eb \xe9 \x9b2J")
     assert capsys.readouterr().err == "nanoshard: a\\x1b]0;evil\\x07 \\u202eb \xe9 \\x9b2J\n"
-    with pytest.raises(SystemExit), World().everyone.input():
-        raise ValueError("\x1b[31m")
-    files.warn("\x1b[31m")
-    assert capsys.readouterr().err == 2 * "nanoshard: \\x1b[31m\n"
 
 
 # -----------------------------------------------------------------------------

