@@ -74,10 +74,13 @@ def meant_data(folder):
 
 def meant_run(run):
     """Return what to type for the run, or the checkpoint of one, `run`, which is not there."""
-    steps = steps_of(run)
+    path = Path(run)
+    steps = steps_of(path)
     if steps:
         return f"its newest checkpoint is {steps[-1]}"
-    close = close_paths(run, "out", is_model)
+    if path.is_dir() and path.name.startswith("step_"):
+        return f"give {path.parent}"
+    close = close_paths(path, "out", is_model)
     if close:
         return f"perhaps {listed(close)} is meant"
     return f"give the --out directory of a run of train.py; {FROM_HUB}"

@@ -5,7 +5,6 @@ everything but the kernels themselves runs: the two operations, autograd, the co
 """
 import dataclasses
 import importlib.metadata
-import json
 from types import SimpleNamespace
 from unittest import mock
 
@@ -25,9 +24,7 @@ from fast.flash import FlashAttention
 from interface.packages import version_of
 from model import GPT
 from ops.backend import is_hopper
-from runtime import log
 from runtime.launch import World
-from skip import Ranges
 
 CUDA = torch.device("cuda", 0)
 
@@ -280,32 +277,6 @@ def test_another_version_is_not_taken(installed):
     installed.setattr(importlib.metadata, "version", lambda package: "4.1")
     with mock.patch.multiple(torch.cuda, **HOPPER):
         assert not flash.is_taken(WIDE, CUDA)
-
-
-def test_a_resume_says_that_another_kernel_attends(tmp_path):
-    """From there on the losses differ by rounding. Without a change nothing is said."""
-    out = f"--out={tmp_path / 'run'}"
-    assert session(World(), [*TINY, "--steps=1", "--save-every=1", out])["code"] == 0
-    config = tmp_path / "run/config.json"
-    saved = json.loads(config.read_text())
-    assert saved["attention"] == "torch"
-    config.write_text(json.dumps({**saved, "attention": "flash-attn-4 4.1"}))
-    for steps, says in ((2, True), (3, False)):
-        said = session(World(), [*TINY, f"--steps={steps}", "--save-every=1", out, "--resume=auto"])
-        assert said["code"] == 0, said["err"]
-        assert ("resume: attention flash-attn-4 4.1 -> torch" in said["out"]) == says, said["out"]
-        assert ("resume: attention" in said["out"]) == says
-
-
-def test_a_run_with_documents_does_not_say_that_flash_attends(capsys):
-    """Its layers need a mask, also where --doc-mask auto found the documents."""
-    cfg = Config(n_layer=1, n_embd=32, n_head=4, n_kv_head=4, ffn_hidden=48, seq_len=16, vocab_size=64)
-    model = GPT(cfg, MESH, 64)
-    model.blocks["0"].attn.flash = FlashAttention()
-    for has_documents in (False, True):
-        source = SimpleNamespace(n_samples=5, has_documents=has_documents)
-        log.started(cfg, model, None, 8, source, Ranges([]))
-        assert ("by flash-attn-4" in capsys.readouterr().out) == (not has_documents)
 
 
 def test_the_librarys_own_kernels(monkeypatch):

@@ -71,12 +71,10 @@ def test_rows_that_cannot_be_drawn_are_no_missing_rows(value, flags, words, runs
 
 
 def test_a_step_of_a_run_asks_for_the_run(runs, capsys):
-    for step in ("step_000020", "step_000040"):
-        (runs / "a" / step).mkdir()
-    for typed, said in ("a/step_000020", "give a"), ("a/step_30", "that run has a/step_000020 or a/step_000"):
-        with pytest.raises(SystemExit):
-            plot.main([typed])
-        assert f" {typed} holds no metrics.jsonl; {said}" in capsys.readouterr().err
+    (runs / "a/step_000020").mkdir()
+    with pytest.raises(SystemExit):
+        plot.main(["a/step_000020"])
+    assert "a/step_000020 holds no metrics.jsonl; give a" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("argv,words", [

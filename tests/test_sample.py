@@ -230,17 +230,6 @@ def scores(*argv):
     return [json.loads(line) for line in out.getvalue().splitlines()]
 
 
-@pytest.mark.parametrize("flag", ["--prompt", "--fill", "--system"])
-def test_a_text_that_is_not_utf_8_is_named_with_its_byte(flag, run, capsys):
-    """Python gives each byte of an argument that it cannot read a surrogate."""
-    with pytest.raises(SystemExit) as end:
-        sample.main([str(run), flag, b"na\xefve".decode("utf-8", "surrogateescape"),
-                     *(["--chat"] if flag == "--system" else [])])
-    said = capsys.readouterr().err
-    assert end.value.code == 2 and said.count("\n") == 1
-    assert f"{flag} is not UTF-8 behind 2 characters; type it in a terminal of UTF-8" in said
-
-
 def test_score_predicts_each_token_once(run, tmp_path):
     """Against a loop over the tokens, each alone from its context: half a window of it, or all before it."""
     text = "ab egg cab bead fed a face cafe deaf abba\n"[:-1]
