@@ -209,14 +209,6 @@ def test_dump_grads_replaces_and_removes_nothing(tmp_path):
     assert not (tmp_path / "new").exists() and not (tmp_path / "nowhere").exists()
 
 
-def test_the_gradients_of_a_step_that_is_skipped_are_refused(tmp_path):
-    flags = [*TINY, f"--out={tmp_path / 'run'}", f"--dump-grads={tmp_path / 'g.st'}", "--train-range-to-skip"]
-    assert_refused(session(World(), [*flags, "1", "1"]), "--dump-grads writes the gradients of step 1",
-                   "leave out one")
-    assert not (tmp_path / "run").exists()
-    assert session(World(), [*flags, "2", "2", "--steps=2"])["code"] == 0 and (tmp_path / "g.st").exists()
-
-
 def test_a_run_that_goes_on_writes_no_gradients_and_says_so(tmp_path):
     """The line that tells how to go on is without the flag, which is for the first step."""
     flags = [*TINY, f"--out={tmp_path / 'run'}", f"--dump-grads={tmp_path / 'g.st'}"]
@@ -232,40 +224,6 @@ def test_a_run_that_goes_on_writes_no_gradients_and_says_so(tmp_path):
         config = {"argv": ["train.py", "--dump-grads", "g", "--max-minutes", "27.00"], "world": 4,
                   "nodes": nodes, "launcher": "torchrun"}
         assert report.command_of(config, {"resume": "auto"}) == f"torchrun {words} train.py --resume auto"
-
-
-def test_dump_grads_does_not_replace_a_file_that_came_meanwhile(tmp_path):
-    path = tmp_path / "g.safetensors"
-    real = resume.dump_grads
-
-    def someone_was_faster(*args):
-        path.write_text("mine")
-        real(*args)
-    with mock.patch.object(resume, "dump_grads", someone_was_faster):
-        got = session(World(), [*TINY, f"--out={tmp_path / 'run'}", f"--dump-grads={path}", "--steps=1"])
-    assert_refused(got, f"{path} cannot be written: ", "File exists", "another --dump-grads")
-    assert path.read_text() == "mine" and not list(tmp_path.glob("*.parts"))
-
-
-def test_links_are_neither_followed_nor_changed(tmp_path):
-    """Symbolic links with the names of temporary files, and a backup by hard links (cp -al)."""
-    out = tmp_path / "run"
-    out.mkdir()
-    mine = tmp_path / "mine"
-    mine.write_text("mine")
-    for name in ("config.part", "metrics.part", "history.part", "meta.json.part"):
-        (out / name).symlink_to(mine)
-    (out / ".config.json.0123abcd.part").write_text("left by a kill")
-    (out / ".config.json.part").write_text("foreign")
-    go(1, out, "--steps=2", "--save-every=1", "--profile")
-    assert mine.read_text() == "mine" and not (out / ".config.json.0123abcd.part").exists()
-    assert (out / ".config.json.part").read_text() == "foreign"
-    backup = tmp_path / "backup"
-    subprocess.run(["cp", "-al", out, backup], check=True)
-    before = {p: p.read_bytes() for p in backup.rglob("*") if p.is_file() and p.name != ".lock"}
-    assert {"metrics.jsonl", "loss.txt", "history.jsonl"} <= {p.name for p in before}
-    go(1, out, "--steps=4", "--resume=auto", "--profile")
-    assert before == {p: p.read_bytes() for p in before}
 
 
 def test_a_run_without_checkpoints_is_renamed_if_the_next_one_has_other_flags(tmp_path):

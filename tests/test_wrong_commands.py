@@ -249,13 +249,6 @@ def test_each_word_leads_to_a_flag_of_ours():
                 assert not value or not allowed or value in map(str, allowed), word
 
 
-@pytest.mark.parametrize("argv,want", [
-    (["--compile=True"], True), (["--compile", "true"], True), (["--compile"], True),
-    (["--compile=False"], False), (["--compile", "False"], False), (["--no-compile"], False)])
-def test_a_switch_takes_true_and_false(argv, want):
-    assert parse(["gpt2", *argv]).compile == want
-
-
 def test_words_that_look_foreign_and_are_values_stay():
     cfg = parse(["--prompt", "model.x=3", "--lr=1e-3", "--train-range-to-skip", "1", "2", "3", "4"])
     assert (cfg.prompt, cfg.lr, cfg.train_range_to_skip) == ("model.x=3", 1e-3, (1, 2, 3, 4))
