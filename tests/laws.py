@@ -53,9 +53,9 @@ TEXTS = {"bench": (".py", ".sh", ".js", ".html", ".pbs", ".slurm"),
 
 # What is larger today: a number here only falls, and what is within its limit leaves the list.
 OVER = {
-    "reading path": (3645, 12), "ops, fast": (3299, 24), "runtime, interface": (7160, 43),
-    "corpus, cost, programs": (9923, 35), "house": (24027, 114), "bench": (4936, 23),
-    "tests": (32446, 111), "pages": (4046, 23)}
+    "reading path": (3645, 12), "ops, fast": (3299, 24), "runtime, interface": (7159, 43),
+    "corpus, cost, programs": (9908, 35), "house": (24011, 114), "bench": (4936, 23),
+    "tests": (32267, 111), "pages": (4046, 23)}
 LONG_FILES = {
     "checkpoint.py": 602, "tests/test_chat.py": 659, "tests/test_checkpoint.py": 602,
     "tests/test_convert.py": 629, "tests/test_data.py": 740, "tests/test_import.py": 655,
