@@ -6,7 +6,7 @@
     4) 100 steps of a small MLP        our own data parallelism (parallel.py), random data, Adam; a plot of dt
     5) files in --out                  metrics.jsonl, a plot per metric, a profile, an offline wandb run
 
-It prints fewer than 40 lines on one node.
+It prints fewer than 50 lines on one node.
 
 The test follows ezpz.test_dist (github.com/saforem2/ezpz, talk of July 2024), with one difference. There dt,
 dtf and dtb were the times to *launch* the work. Here they are the times that the device took.
@@ -14,7 +14,6 @@ dtf and dtb were the times to *launch* the work. Here they are the times that th
 import time
 
 BEGAN = time.perf_counter()  # before torch: importing it is a good part of the whole run
-import contextlib
 import json
 import sys
 from dataclasses import dataclass
@@ -35,6 +34,7 @@ from interface.terminal import say
 from ops.checksum import checksum
 from optim import AdamW
 from parallel import MAX, make_mesh
+from runtime.profiles import end_profile, start_profile
 from runtime.timing import Stopwatch
 
 WIDTHS = (128, 1024, 512, 256, 128)
@@ -162,21 +162,6 @@ def replicas_equal(model, mesh):
 # -----------------------------------------------------------------------------
 # The files left behind. Each needs an optional package. A missing package costs a line.
 
-@contextlib.contextmanager
-def profiled(out):
-    """Profile the body with pyinstrument into OUT/profile.txt and profile.html."""
-    try:
-        from pyinstrument import Profiler
-    except ImportError:
-        print("pyinstrument is not installed: no profile (pip install pyinstrument)", flush=True)
-        yield
-        return
-    with Profiler() as profiler:
-        yield
-    (out / "profile.txt").write_text(profiler.output_text(unicode=True, color=False), encoding="utf-8")
-    (out / "profile.html").write_text(profiler.output_html(), encoding="utf-8")
-
-
 def plots(rows, out):
     """Draw a plot per metric as OUT/METRIC.txt; dt, which shows a slow machine, also in the terminal."""
     try:
@@ -232,11 +217,12 @@ def run(world, flags):
                 say("iter={iter} loss={loss:.6g} sps={sps:.4g} dt={dt:.6f} dtf={dtf:.6f} dtb={dtb:.6f}"
                     .format(**row))
 
-    with profiled(flags.out) if first else contextlib.nullcontext():
-        model, data_parallel, adam = build(world, mesh, flags)
-        began = time.perf_counter()
-        rows = train(world, model, data_parallel, adam, flags, report)
-        took = time.perf_counter() - began
+    profiler = start_profile(first)
+    model, data_parallel, adam = build(world, mesh, flags)
+    began = time.perf_counter()
+    rows = train(world, model, data_parallel, adam, flags, report)
+    took = time.perf_counter() - began
+    end_profile(profiler, flags.out)
     if first:
         metrics.close()
     return rows, replicas_equal(model, mesh), took

@@ -135,7 +135,7 @@ def flex_possible(cfg, device):
 # Which GPUs reach each other's memory
 
 HIDDEN = ("note: the processes of {} see different GPUs and cannot be shown all of the node's: NCCL is used, "
-          "which takes longer; docs/signals.md, 'Which GPUs a process sees', says how to show them")
+          "which takes longer; docs/cluster.md, 'Which GPUs a process sees', says how to show them")
 NO_ACCESS = "note: the GPUs of {} cannot access each other's memory: NCCL is used (nvidia-smi topo -p2p r)"
 
 

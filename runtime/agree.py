@@ -34,7 +34,7 @@ from interface.terminal import clock, one_line, say
 from ops import fp8
 from ops.checksum import checksum
 from optim import VOTES
-from runtime import debugger, session, watch
+from runtime import profiles, session, watch
 
 ROOT = Path(__file__).resolve().parent.parent
 STOP_FILE = "stop"
@@ -62,13 +62,12 @@ def started(argv=None):
         with watch.Watch(session.signals.rank, timeout) as watchdog:
             # Only the watchdog ends a run that hangs. A timeout of gloo or NCCL would keep counting
             # while the run is suspended.
-            world = launch.launch(launch.NO_TIMEOUT, quiet=wrong is not None, joining=watchdog.joining,
-                                  waits=True)
-            watchdog.world = world
+            world = launch.launch(launch.NO_TIMEOUT, quiet=wrong is not None, waits=True)
+            watchdog.started(world)
             code = Outcome.DONE
             try:
                 same_start(world, cfg, wrong)
-                debugger.attach_stdin(world, cfg.pdb)
+                profiles.attach_pdb(world, cfg.pdb)
                 yield cfg, world, watchdog
             except SystemExit as leaving:  # everyone.input() has printed why
                 traceback.clear_frames(leaving.__traceback__)  # they may hold process groups
@@ -303,7 +302,8 @@ class Stop:
         begun: when this step began. If no statistics were summed in it, because it was skipped, this is
         collective over the world.
         """
-        self.longest_step = max(self.longest_step, time.monotonic() - begun)
+        now = time.monotonic()
+        self.longest_step = max(self.longest_step, now - begun)
         sums = self.sums
         before = self.copied
         self.sums = None
@@ -323,6 +323,8 @@ class Stop:
                 copy, event = before
                 event.synchronize()  # the host waits for the step before at most
                 found = copy.tolist()
+        steps = 1 if self.copied is None else 2  # the votes of a step are read in this one or in the next
+        session.signals.leaves_after(steps * (now - begun) + self.longest_save)
         return next((reason for reason, asked in zip(REASONS, found, strict=True) if asked), None)
 
 

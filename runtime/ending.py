@@ -1,11 +1,4 @@
-"""How a run ends, in words: rank 0 writes the report, and prints what happened and what can be typed next.
-
-    report_ending      all of it, in this order:
-      leave_report       OUT/report.html
-      print_failure      why the run gave up, or how its replicas differ
-      farewell           how it ended, and what its directory holds
-      next_commands      what can be typed after a run that is done
-"""
+"""How a run ends, in words: rank 0 writes the report, and prints what happened and what can be typed next."""
 
 import checkpoint
 from config import Outcome
@@ -16,22 +9,32 @@ from runtime.agree import differences_message
 from runtime.session import is_program
 from skip import give_up_message
 
-
-def is_finished(run):
-    """Whether no run goes on from here. A run that is requeued draws its plot when it is done."""
-    return run.outcome in (Outcome.DONE, Outcome.FAILED) and run.stop_reason is None
+HELD = ("metrics.jsonl", "loss.txt", "report.html", "config.json", "profile.html", "trace.json")
 
 
 def report_ending(run):
     """Write the report, and print how a train.Run ended and what can be typed next, on rank 0."""
     out = run.out
+    state = run.state
     saved = run.saver.saved  # step of the last checkpoint, or 0
+    how = how_it_ended(run.outcome, run.stop_reason, state)
     if run.cfg.report:
-        leave_report(out, how_it_ended(run.outcome, run.stop_reason, run.state))
+        with best_effort(out / "report.html", Exception):
+            report.write_report(out / "report.html", [report.read_run(out, how)])
     print_failure(run)
-    farewell(run.outcome, run.stop_reason, run.state, out, saved)
-    if run.outcome is Outcome.DONE:
-        print_next_commands(out, run.log_file.begun["config"], saved)
+    held = [name for name in (*HELD, f"step_{saved:06d}") if (out / name).exists()]
+    say(f"{how}: {out}/ holds {', '.join(held) or 'nothing'}")
+    if "val_loss" in state.best and (out / state.best_name()).is_dir():
+        say(f"lowest validation loss {state.best['val_loss']:.4f} in {state.best_name()}")
+    config = run.log_file.begun["config"]
+    if run.outcome is Outcome.STOPPED:
+        again = "the same flags with --resume auto"
+        if is_program():
+            again = report.command_of(config, {"resume": "auto"})
+        say(f"to go on, type: {again}")
+    if run.outcome is Outcome.DONE and is_program():
+        for line in next_commands(out, config, saved):
+            say(line)
 
 
 def how_it_ended(outcome, stop_reason, state):
@@ -39,12 +42,6 @@ def how_it_ended(outcome, stop_reason, state):
     how = {Outcome.STOPPED: f"stopped by {stop_reason}", Outcome.GAVE_UP: "gave up",
            Outcome.REPLICAS_DIFFER: "gave up", Outcome.FAILED: "lost its last save"}.get(outcome, "done")
     return f"{how} after step {state.step}"
-
-
-def leave_report(out, how):
-    """Write OUT/report.html. Whatever goes wrong there costs one line. how: of how_it_ended()."""
-    with best_effort(out / "report.html", Exception):
-        report.write_report(out / "report.html", [report.read_run(out, how)])
 
 
 def print_failure(run):
@@ -60,24 +57,6 @@ def print_failure(run):
         message = differences_message(run.differences, run.state.step, saved)
     for line in message.splitlines():
         complain(line)
-
-
-def farewell(outcome, stop_reason, state, out, saved):
-    """Print how the run ended and what its directory holds. saved: step of the last checkpoint, or 0."""
-    names = ("metrics.jsonl", "loss.txt", "report.html", "config.json", "profile.html", "trace.json",
-             f"step_{saved:06d}")
-    held = ", ".join(name for name in names if (out / name).exists())
-    how = how_it_ended(outcome, stop_reason, state)
-    say(f"{how}: {out}/ holds {held or 'nothing'}")
-    if "val_loss" in state.best and (out / state.best_name()).is_dir():
-        say(f"lowest validation loss {state.best['val_loss']:.4f} in {state.best_name()}")
-
-
-def print_next_commands(out, config, saved):
-    """Print what can be typed after a run that is done. config, saved: as next_commands()."""
-    if is_program():
-        for line in next_commands(out, config, saved):
-            say(line)
 
 
 def next_commands(out, config, saved):

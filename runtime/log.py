@@ -23,14 +23,13 @@ from pathlib import Path
 import torch
 
 import plot
-from config import FLAGS, Config, Outcome, has_effect, typed
+from config import FLAGS, Config, has_effect, typed
 from corpus.samples import first_folder
 from cost.parameters import flops_per_token
 from cost.step_time import peak_flops
 from cost.traffic import bytes_between_nodes, traffic
 from fast.compile import compilation
 from fast.symm_mem import bytes_allocated
-from interface import report
 from interface.files import Rows, must_write, write_whole
 from interface.presets import PRESETS
 from interface.terminal import clock, say, short, show, warn
@@ -38,7 +37,7 @@ from moe import expert_stats
 from ops.accelerator import device_name, peak_memory, peak_resident
 from optim import learning_rate
 from pipeline import generate
-from runtime import ending, profiles, session, timing, watch
+from runtime import ending, profiles, timing, watch
 from runtime.launch import print_node
 from runtime.layer_norms import LayerNorms
 from skip import not_finite_reason
@@ -98,7 +97,6 @@ class Metrics:
                 run.log_file.note(run.state.step, traffic=counted)
             if cfg.compile:
                 row["compile_s"] = compilation().seconds
-            row.update(session.start_seconds())
         return row
 
 
@@ -221,7 +219,6 @@ def begin(run, found):
     cfg = run.cfg
     run.stop.watch_file(run.out)
     log_file = make_log(run)
-    log_file.prepare_for_kill(run.watchdog)
     started(cfg, run.model, found, run.batch, run.train_data, run.skip)
     say_what_has_no_effect(cfg)
     log_file.profiler = profiles.start_profile(cfg.profile)
@@ -238,8 +235,6 @@ def end(run):
     if run.log_file.speeds:
         say(run.log_file.speed())
     ending.report_ending(run)
-    if run.outcome is Outcome.STOPPED:
-        run.log_file.print_how_to_go_on()
 
 
 def make_log(run):
@@ -406,23 +401,6 @@ class Log:
     def note(self, step, **what):
         """Write notes.jsonl: the samples of --prompt, and the bytes that the first step sent."""
         self.notes.add({"step": step, **what})
-
-    def print_how_to_go_on(self):
-        """Print the command that goes on with a run that was stopped."""
-        say(f"to go on, type: {self._command(resume='auto')}")
-
-    def prepare_for_kill(self, watchdog):
-        """Tell the watchdog, a watch.Watch, what to type after a kill of this run."""
-        if session.is_program():
-            again = self._command(resume="auto")
-            watchdog.if_killed(self.out, again, self._command())
-            session.signals.again = again
-
-    def _command(self, **changes):
-        """Return the command line of this run, with other values of some flags."""
-        if not session.is_program():
-            return "the same flags with --resume auto"
-        return report.command_of(self.begun["config"], changes)
 
     def close(self):
         """Write what waits, and say what could not be written."""

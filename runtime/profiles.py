@@ -1,16 +1,28 @@
-"""Where a run's time goes: --profile and --trace, which write files into OUT."""
-import errno
+"""Where a run's time goes, and a look into it: --profile and --trace, which write into OUT, and --pdb.
 
-from fast.graph import DeferredGather
-from interface.files import best_effort, new_part, write_whole
+python -m runtime.profiles SOCKET connects a terminal to a rank that waits in pdb.
+"""
+import functools
+import os
+import pdb
+import socket
+import sys
+import tempfile
+import threading
+from collections import Counter
+from pathlib import Path
+
+from interface.files import best_effort, write_whole
 from interface.terminal import say
+
+ROOT = Path(__file__).resolve().parent.parent
 
 
 def start_profile(on):
     """For --profile: return a running pyinstrument profiler, or None."""
     if not on:
         return None
-    with best_effort("--profile needs pyinstrument (pip install pyinstrument)", ImportError):
+    with best_effort("a profile needs pyinstrument (pip install pyinstrument)", ImportError):
         from pyinstrument import Profiler
         profiler = Profiler()
         profiler.start()
@@ -18,30 +30,61 @@ def start_profile(on):
 
 
 def end_profile(profiler, out):
-    """Write what start_profile() began: OUT/profile.html and profile.txt."""
+    """Write what start_profile() began, OUT/profile.html and profile.txt, and print its hottest lines."""
     if profiler is None:
         return
     profiler.stop()
     with best_effort(out / "profile.html"):
         write_whole(out / "profile.html", profiler.output_html())
         write_whole(out / "profile.txt", profiler.output_text(unicode=False, color=False))
+    say("the hottest lines, each with what it calls in libraries:")
+    for line in hottest_lines(profiler.last_session.frame_records):
+        say(line)
+
+
+def hottest_lines(records, n=10):
+    """Return "  SECONDS FILE:LINE FUNCTION" of the n lines of ours that took most, without our own functions
+    that they call.
+
+    records: [(frames, seconds)] of pyinstrument, a frame as NAME, FILE, LINE of "def", then its attributes.
+    """
+    took = Counter()
+    for frames, seconds in records:
+        ours = [frame for frame in frames if f"\0{ROOT}/" in frame and "site-packages" not in frame]
+        if ours:
+            took[ours[-1]] += seconds
+    lines = []
+    for frame, seconds in took.most_common(n):
+        what, *attributes = frame.split("\1")
+        name, file, defined = what.split("\0")
+        at = next((text[1:] for text in attributes if text.startswith("l")), defined)
+        lines.append(f"  {seconds:8.2f} s  {Path(file).relative_to(ROOT)}:{at} {name}")
+    return lines
 
 
 def traced(run):
     """For --trace: return the step of a train.Run inside torch's profiler, which writes OUT/trace.json.
 
-    It records three steps, after one of rest and one of warm-up. With less than three there is nothing to
-    trace, which a line says.
-
-    A handle of gloo that outlives the profiler ends some processes in a fault when it is freed (seen
-    with torch 2.13). So whatever a step still sends is waited for: ZeRO's new weights. A gather that
-    the next step starts must not start here, where the other ranks do not take part.
+    It records three steps, after one of rest and one of warm-up. A handle of gloo that outlives the profiler
+    ends some processes in a fault when it is freed (seen with torch 2.13), so whatever a step still sends is
+    waited for.
     """
     step = run.step
     n_steps = run.cfg.steps - run.state.step
-    profiler = tracer(run.out, n_steps)
-    if profiler is None:
+    if n_steps < 3:
+        say(f"--trace records the third step and two more, and this run takes {n_steps}: there is no trace")
         return step
+    from torch.profiler import profile, schedule
+
+    def write(profiler):
+        with best_effort(run.out / "trace.json"):
+            profiler.export_chrome_trace(str(run.out / "trace.json"))
+            say(f"trace: {run.out}/trace.json; open it in https://ui.perfetto.dev")
+
+    # Without repeat=1, the profiler would trace three steps again and again.
+    steps = schedule(wait=1, warmup=1, active=min(3, n_steps - 2), repeat=1)
+    profiler = profile(schedule=steps, on_trace_ready=write)
+    profiler.start()
 
     def traced_step(*args):
         result = step(*args)
@@ -49,41 +92,62 @@ def traced(run):
         profiler.step()
         return result
 
-    profiler.start()
     return traced_step
 
 
-def tracer(out, n_steps):
-    """Return torch's profiler over steps 3 to 5 of n_steps, or None. Its step() is called after each step."""
-    if n_steps < 3:
-        say(f"--trace records the third step and two more, and this run takes {n_steps}: there is no trace")
-        return None
-    from torch.profiler import profile, schedule
-
-    def write(profiler):
-        with best_effort(out / "trace.json"):
-            with new_part(out / "trace.json") as part:
-                export_trace(profiler, part)
-            say(f"trace: {out}/trace.json; open it in https://ui.perfetto.dev")
-
-    # Without repeat=1, the profiler would trace three steps again and again.
-    steps = schedule(wait=1, warmup=1, active=min(3, n_steps - 2), repeat=1)
-    return profile(schedule=steps, on_trace_ready=write)
-
-
 def wait_for_all_weights(model, data_parallel):
-    """Wait for the gathers of weights that are under way."""
+    """Wait for the gathers of weights that are under way, but for those that the next graph starts: the other
+    ranks take no part here."""
+    from fast.graph import DeferredGather
     for bucket in data_parallel.buckets_of[model]:
         if not isinstance(bucket.gather_handle, DeferredGather):
             bucket.wait_weights()
 
 
-def export_trace(profiler, path):
-    """Write the trace of torch's profiler. OSError: it is not whole; torch itself only prints that."""
-    text = path.with_name(f"{path.name}.tmp")  # torch writes here, and renames it also where that fails
-    try:
-        profiler.export_chrome_trace(str(path))
-        if text.exists() or not path.stat().st_size:
-            raise OSError(errno.EIO, "torch's profiler could not write it")
-    finally:
-        text.unlink(missing_ok=True)
+# -----------------------------------------------------------------------------
+# --pdb. Launchers give the terminal to no rank or to the wrong one, so the rank waits at a socket.
+
+def attach_pdb(world, rank):
+    """Let breakpoint() stop one rank in pdb, and do nothing on the others; with -1 nothing changes."""
+    if rank < 0:
+        return
+    if world.rank != rank:
+        sys.breakpointhook = lambda *args, **how: None
+        return
+    say(f"nanoshard: rank {rank} of {world.size} stops in pdb, the others wait; n: next line, s: into a "
+        "call, c: go on (to a breakpoint() in the code, if any), q: end the run")
+    if world.size > 1:
+        sys.breakpointhook = lambda *args, **how: pdb_at_a_socket().set_trace(sys._getframe(1))
+
+
+@functools.cache
+def pdb_at_a_socket():
+    """Wait until a terminal connects to a socket that only this user can reach, and return its debugger."""
+    with tempfile.TemporaryDirectory(prefix="nanoshard-pdb-") as folder:  # of mode 0700
+        server = socket.socket(socket.AF_UNIX)
+        server.bind(f"{folder}/socket")
+        server.listen()
+        say(f"nanoshard: in another terminal of {socket.gethostname()}, in {ROOT}, type: "
+            f"python -m runtime.profiles {folder}/socket")
+        terminal, _ = server.accept()
+    # One stream for both ways would lose what is typed ahead. Ctrl-C stays the run's.
+    return pdb.Pdb(stdin=terminal.makefile("r"), stdout=terminal.makefile("w"), nosigint=True)
+
+
+def connect(path):
+    """Be the terminal of the debugger at a socket."""
+    there = socket.socket(socket.AF_UNIX)
+    there.connect(path)
+
+    def forward():
+        while typed := os.read(0, 1 << 16):  # sys.stdin's lock would be held at the end
+            there.sendall(typed)
+        there.shutdown(socket.SHUT_WR)
+
+    threading.Thread(target=forward, daemon=True).start()
+    while printed := there.recv(1 << 16):
+        os.write(1, printed)
+
+
+if __name__ == "__main__":
+    connect(sys.argv[1])

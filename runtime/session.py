@@ -1,9 +1,8 @@
-"""What surrounds a run: the streams that it prints to and the signals that stop it.
+"""What surrounds a run: the signals that stop it, the streams that it prints to, and its flags.
 
+    signals           `with signals:` catches SIGTERM, SIGUSR1, SIGINT, SIGHUP and SIGUSR2
     start_program     what train.py does first when it is run as a program
     surround          the context around every run
-    signals           which of SIGTERM, SIGUSR1, SIGINT, SIGHUP has come
-    dump_on_sigusr2   SIGUSR2 writes every thread's stack
     parse_flags       this rank's flags, or what is wrong with them
 
 This file does not import torch, which takes seconds. So a signal that comes during that import is handled,
@@ -24,132 +23,118 @@ from config import Config, Outcome
 from interface import files
 from interface.command_line import INTERRUPTED, given, parse, wrong_input
 from interface.layout import check_alone, check_flags
-from interface.terminal import Stream, one_line, open_streams
+from interface.terminal import Stream, clock, one_line, open_streams
 from runtime import launcher
-
-# Python runs a signal handler only when its main thread is back from C code, and MPI_Init may never come
-# back. So where train.py is the program, a thread learns of a signal from the interpreter's own handler in C
-# (set_wakeup_fd), and can end the process. In a notebook, which owns that descriptor, the handler does it.
 
 STOPPING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 AGAIN = 0.5  # seconds: a terminal and a launcher may both pass on the same Ctrl-C
 
 
 class Signals:
-    """The signals that stop a run.
+    """The signals that stop a run, caught in `with signals:`.
 
-    Before can_save is set, there is nothing to save, and a signal ends the process. After that, the first
-    signal is kept in .number until the step ends, and a second SIGINT ends the process.
+    Before can_save is set there is nothing to save, and a signal ends the process with 85. After that the
+    first one is kept in .number until the step ends, and a second SIGINT ends the process with 130. SIGUSR2
+    writes the stacks. Rank 0 answers each with a line.
+
+    Python runs handlers only when its main thread is back from C code: from MPI_Init perhaps never, on a GPU
+    at the end of a step. So in a program a thread answers. A notebook has handlers alone, and gets them back.
     """
 
     def __init__(self):
         self.rank = None  # not known yet
-        self.guardian = None  # a hang.Guardian, while there is one
-        self.again = ""  # the command that goes on with this run; "" where nobody types one
+        self.stacks = None  # path for SIGUSR2; None: stderr
         self.is_program = False
         self.parsed = None  # parse_flags() of a program's arguments
         self._reset()
 
     def _reset(self):
         self.previous = {}  # {signal: the caller's handler}
+        self.came = {}  # {signal: when it came first}
         self.number = 0
         self.can_save = False
-        self.interrupted = None  # when the first SIGINT came
-        self.is_acknowledged = False
+        self.leaves = None  # when the run will leave after a signal, by the steps before; None: not known
 
-    def catch(self):
-        """Handle STOPPING, except for signals that are ignored (nohup, a script's &)."""
+    def __enter__(self):
         if self.previous or threading.current_thread() is not threading.main_thread():
-            return  # only the main thread may set handlers
-        for number in STOPPING:
-            if signal.getsignal(number) not in (signal.SIG_IGN, None):
-                self.previous[number] = signal.signal(number, self.handle)
+            return self  # only the main thread may set handlers
+        for number in (*STOPPING, signal.SIGUSR2):
+            if signal.getsignal(number) not in (signal.SIG_IGN, None):  # nohup, a script's &
+                self.previous[number] = signal.signal(number, self._handle)
+        return self
 
-    def release(self):
-        """Put back the caller's handlers. A program keeps ours: a late signal must not change how it ends."""
+    def __exit__(self, *error):
         if self.is_program:
-            return
+            return  # a late signal must not change how it ends
         for number, handler in self.previous.items():
             signal.signal(number, handler)
         self._reset()
 
-    def listen(self, read):
-        """Take the number of each signal from a pipe, in a thread of its own."""
+    def answer_in_a_thread(self):
+        read, write = os.pipe()
+        os.set_blocking(write, False)
+        signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+        self.is_program = True
+        threading.Thread(target=self._listen, args=(read,), name="signals", daemon=True).start()
+
+    def _listen(self, read):
         while number := os.read(read, 1)[0]:
-            if number not in STOPPING or signal.getsignal(number) != self.handle:  # pdb may have set its own
-                continue
-            try:
-                self._leave_at_once(number)
-            except BaseException as e:  # without this thread every later signal would be lost
-                with contextlib.suppress(OSError):
-                    os.write(2, f"nanoshard: signal {number}, then {one_line(repr(e))}\n".encode())
-                os._exit(128 + number)
+            if signal.getsignal(number) == self._handle:  # pdb may have set its own
+                self._answer(number)
 
-    def handle(self, number, frame):
-        self.number = self.number or number
+    def _handle(self, number, frame):
         if not self.is_program:
-            self._leave_at_once(number)
+            self._answer(number)
 
-    def _leave_at_once(self, number):
-        """End the process if this signal cannot wait for the end of the step."""
+    def _answer(self, number):
         name = signal.Signals(number).name
-        if not self.can_save:
-            if self.guardian is not None:
-                self.guardian.bye()
-            self._leave(Outcome.STOPPED, f"stopped by {name} during start-up: there is nothing to save")
-        elif number == signal.SIGINT and self._is_second_interrupt():
-            if self.guardian is not None:
-                self.guardian.left()
-            self._leave(INTERRUPTED, f"a second {name}: left at once, the last checkpoint stands")
-        self._acknowledge(number, name)
-
-    def _acknowledge(self, number, name):
-        """Say on rank 0 that the first signal has come, and what follows.
-
-        The command that goes on is printed already here: after a second Ctrl-C, mpiexec kills all ranks and
-        their guardians' last words may not arrive.
-        """
-        if self.is_acknowledged or self.rank not in (None, 0):
+        if number == signal.SIGUSR2:
+            write_stacks(self.stacks)
+            self._say(f"rank {self.rank or 0}: SIGUSR2: stacks in {self.stacks or 'this stream'}")
             return
-        self.is_acknowledged = True
-        said = f"nanoshard: {name}: saves after this step"
-        if number == signal.SIGINT:
-            said += "; again: leaves at once, without saving"
-            if self.again:
-                said = f"nanoshard: to go on later, type: {self.again}\n{said}"
-        with contextlib.suppress(OSError):
-            os.write(2, f"{said}\n".encode())
-
-    def _is_second_interrupt(self):
-        """Whether a SIGINT came before this one that was not a copy of the same Ctrl-C."""
         now = time.monotonic()
-        if self.interrupted is None:
-            self.interrupted = now
-            return False
-        return now - self.interrupted > AGAIN
+        since = now - self.came.setdefault(number, now)  # the first time 0
+        if not self.can_save:
+            self._leave(Outcome.STOPPED, f"stopped by {name} during start-up: there is nothing to save")
+        if number == signal.SIGINT and since > AGAIN:
+            self._leave(INTERRUPTED, f"a second {name}: left at once, the last checkpoint stands")
+        self.number = self.number or number
+        if self.rank in (None, 0) and (since == 0 or since > AGAIN):
+            again = "; again: leaves at once, without saving" if number == signal.SIGINT else ""
+            self._say(f"{name}: finishes this step, saves and leaves{self._wait()}{again}")
+
+    def leaves_after(self, seconds):
+        """Say that a step has begun, and how long a run takes that leaves after it, by the steps before."""
+        self.leaves = time.monotonic() + seconds
+
+    def _wait(self):
+        if self.leaves is None:
+            return ""
+        return f", in about {clock(max(1, self.leaves - time.monotonic()))}"
 
     def _leave(self, code, text):
-        # One line: a launcher ends the others after the first.
-        time.sleep(min(0.3 * max(self.rank or 0, 0), 3))
-        speaker = "" if self.rank is None else f"rank {self.rank}: "
-        with contextlib.suppress(OSError):
-            # Not through sys.stderr: the main thread may hold its lock.
-            os.write(2, f"nanoshard: {speaker}{text}\n".encode())
+        time.sleep(min(0.3 * max(self.rank or 0, 0), 3))  # one line: a launcher ends the others after it
+        self._say(text if self.rank is None else f"rank {self.rank}: {text}")
         if self.is_program:
             os._exit(code)
         raise SystemExit(int(code))
+
+    def _say(self, text):
+        with contextlib.suppress(OSError):
+            os.write(2, f"nanoshard: {text}\n".encode())  # the main thread may hold the lock of sys.stderr
 
 
 signals = Signals()
 
 
-def dump_on_sigusr2(file):
-    """Let SIGUSR2 write the stacks of this process to a file. With None, SIGUSR2 does what it did before."""
-    with contextlib.suppress(OSError, ValueError, AttributeError):  # a notebook's stderr is not a file
-        if file is None:
-            faulthandler.unregister(signal.SIGUSR2)
-        elif signal.getsignal(signal.SIGUSR2) != signal.SIG_IGN:
-            faulthandler.register(signal.SIGUSR2, file, all_threads=True)
+def write_stacks(path):
+    """Append the stacks of all threads to a file, or write them on stderr (None)."""
+    with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
+        file = sys.__stderr__
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            file = stack.enter_context(open(path, "a"))
+        faulthandler.dump_traceback(file, all_threads=True)
 
 
 def is_program():
@@ -160,47 +145,24 @@ def is_program():
 def start_program():
     """Prepare this process, and parse its arguments, before torch is imported."""
     open_streams()
-    signals.catch()
-    signals.is_program = True
-    read, write = os.pipe()
-    os.set_blocking(write, False)
-    signal.set_wakeup_fd(write, warn_on_full_buffer=False)
-    threading.Thread(target=signals.listen, args=(read,), name="signals", daemon=True).start()
-    dump_on_sigusr2(sys.__stderr__)
+    signals.__enter__()
+    signals.answer_in_a_thread()
     with surround():
         signals.parsed = parse_flags(sys.argv[1:])
-
-
-def start_seconds():
-    """Return {"first_step_s": seconds since the system started this program}, for the row of its first step.
-
-    In a notebook, and where the system does not say (macOS), the row has no such key.
-    """
-    if not signals.is_program:
-        return {}
-    try:
-        with open("/proc/self/stat") as file:
-            ticks = int(file.read().rpartition(")")[2].split()[19])  # field 22 of proc(5): ticks since boot
-        now = time.clock_gettime(time.CLOCK_BOOTTIME)
-    except (OSError, AttributeError):
-        return {}
-    return {"first_step_s": round(now - ticks / os.sysconf("SC_CLK_TCK"), 2)}
 
 
 @contextlib.contextmanager
 def surround():
     """Surround a run, and put back what the caller, for example a notebook, had before it."""
-    signals.catch()
     both = [Stream("stdout"), Stream("stderr")]
     try:
-        yield
+        with signals:
+            yield
     finally:
         for stream in both:
             stream.flush()
             stream.put_back()
         files.unlock()
-        signals.release()
-        dump_on_sigusr2(sys.__stderr__ if signals.is_program else None)
 
 
 # -----------------------------------------------------------------------------

@@ -5,55 +5,36 @@
 """
 import contextlib
 import faulthandler
-import math
+import json
 import os
 import statistics
 import sys
 import threading
 import time
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
 from config import Outcome
-from interface.terminal import say, warn
-from runtime import hang, session
+from interface.terminal import complain, say
+from runtime.session import signals, write_stacks
 from runtime.timing import Stopwatch
 
 # -----------------------------------------------------------------------------
 # The watchdog. A rank that waits in a collective cannot know which rank it waits for. So each rank, by its
-# own clock, writes what it knows to OUT/hang/: its Python stacks, and how many collectives it has started on
-# each axis. The ranks of a node share a file. Then the lowest rank that wrote a report reads all reports. The
-# rank that started fewer collectives than its partners is the rank that they wait for. The order of events,
-# in seconds after the last progress, with T = --timeout and g = min(T/4, 10 s):
-#
-#     T         A thread of each rank notices: stacks, report.
-#     T + g/2   If a C call holds the interpreter's lock, faulthandler's C thread writes the stacks.
-#     T + g     One rank prints the verdict, and all ranks exit.
-#     T + 2g    guardian.py, a process beside each rank, kills the rank if its interpreter is still held.
-#
-# Progress is a heartbeat() of the main thread, or a collective that it starts. Time in which the process is
-# suspended does not count: a thread or a process whose own ticks have a gap did not run either.
+# own clock, writes to OUT/hang/ its stacks, and how many collectives it has begun on each axis. After a grace
+# the lowest rank that wrote reads what all wrote: who began fewer than its partners is waited for.
 
 SLOW_PHASE_FACTOR = 2  # start, compilation, evaluation and saving may take this many times --timeout
 # On the other axes all ranks start the same collectives. Over pp, stages send different numbers of messages.
 UNEQUAL = ("pp",)
 
 
-class Phase(NamedTuple):
-    """What the main thread is doing, and how long it may take."""
-    step: int
-    what: str  # "" in a step, else the name of a slow phase: "first", "save", ...
-    limit: float  # seconds without progress
-    waits_in: tuple[str, int] | None = None  # (where, number of ranks) until all ranks have started
-
-
 class Watch(contextlib.AbstractContextManager):
-    """The watchdog of this rank.
+    """The watchdog of this rank. Progress is a heartbeat() or a collective that begins.
 
-    Make it before launch(). Then set .world, call set_mesh() and set_folder() when the mesh and --out exist,
-    and heartbeat() at each step.
+    Make it before launch(). Then call started(), and set_mesh() and set_folder() when the mesh and --out
+    exist. Time in which the process is suspended does not count.
     """
 
     def __init__(self, rank, timeout):
@@ -63,150 +44,121 @@ class Watch(contextlib.AbstractContextManager):
         self.tick = min(1.0, timeout / 16)
         self.world = None
         self.axes = {}  # name: ranks
-        self.files = hang.HangFiles(rank)
+        self.folder = None
         self.main = threading.get_ident()
-        self.seen = 0  # the number of started collectives that the thread knows of
         self.heartbeat(0, "start")
-
-        self.guardian = hang.Guardian(self.tick, self.files.private, rank)
-        session.signals.guardian = self.guardian
-        self._set_alarms(self.phase.limit)
+        # Where a C call holds the interpreter's lock, as in MPI_Init, only this can end the process (code 1).
+        # It also counts suspended time, and so it ends with the start.
+        faulthandler.dump_traceback_later(self.limit + 2 * self.grace, exit=True, file=sys.__stderr__)
         self.stopping = threading.Event()
         self.thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self.thread.start()
 
     def heartbeat(self, step, what=""):
-        """Say that the main thread is alive, and starts a step or a slow phase of a step.
-
-        A step may take timeout seconds. A slow phase (what: "first", "save", ...) may take SLOW_PHASE_FACTOR
-        times as long.
-        """
-        factor = SLOW_PHASE_FACTOR if what else 1
+        """Say that the main thread is alive, and starts a step, or a slow phase of it ("first", "save")."""
         self.last = time.monotonic()  # set first: the thread must not see an old time with a shorter limit
-        self.phase = Phase(step, what, factor * self.timeout)
+        self.step = step
+        self.what = what
+        self.limit = self.timeout * (SLOW_PHASE_FACTOR if what else 1)
 
-    def joining(self, where, size):
-        """Say that the main thread waits in `where` until all ranks have started; "": they have."""
-        if where:
-            self.last = time.monotonic()
-            self.phase = Phase(0, where, self.timeout, waits_in=(where, size))
-        else:
-            self.heartbeat(0, "start")
+    def started(self, world):
+        """Say that all ranks have met. world: a runtime.launch.World."""
+        faulthandler.cancel_dump_traceback_later()
+        self.world = world
+        self.heartbeat(0, "start")
 
     def set_mesh(self, mesh):
-        """Tell which ranks share an axis with this rank.
-
-        Only their numbers are kept, because the process groups must be destroyed at the end.
-        """
+        """Tell which ranks share an axis with this one; no process group is kept, they must end before."""
         self.axes = {name: axis.ranks for name, axis in mesh.axes().items() if name not in UNEQUAL}
         self.heartbeat(0, "start")
 
     def set_folder(self, out, run_id):
-        """Write reports to OUT/hang/ from now on. Their names contain run_id: no restart overwrites them."""
-        if not os.access(out, os.W_OK):
-            return  # reports stay on stderr
-        self.files.open(Path(out) / "hang", run_id, self.world.node if self.world else 0)
-        self.guardian.collect_into(self.files.path(".txt"))
-        self._set_alarms(self.phase.limit)
-        session.dump_on_sigusr2(self.files.stacks)
+        """Write to OUT/hang/RUN_ID from now on: no restart overwrites it. It is made when it is needed."""
+        self.folder = Path(out) / "hang" / run_id
+        signals.stacks = self.folder / f"rank_{self.rank:05d}.txt"
 
-    def if_killed(self, out, again, anew):
-        """Tell which command goes on if this process is killed: from a checkpoint in OUT, or anew."""
-        self.guardian.if_killed(out, again, anew)
-
-    def __exit__(self, kind, *error):
-        """Stop watching: the run has ended, by itself or by an exception."""
+    def __exit__(self, *error):
         self.stopping.set()
         self.thread.join()
         faulthandler.cancel_dump_traceback_later()
-        session.signals.guardian = None
-        if kind is None or issubclass(kind, SystemExit) or not session.signals.is_program:
-            self.guardian.close()
-        else:  # it speaks after the traceback, when this process is gone
-            self.guardian.allow(math.inf)
-        session.dump_on_sigusr2(sys.__stderr__)
-        self.files.close()
+        signals.stacks = None
 
     def _watch(self):
         """End the run when the main thread makes no progress: the watchdog's thread."""
+        seen = 0
         before = time.monotonic()
         while not self.stopping.wait(self.tick):
             now = time.monotonic()
             gap = now - before - self.tick
             if gap > 1 + 2 * self.tick:  # suspended, or kept from running
-                self._forgive(gap, now)
-            started = sum(self.world.calls.started.values()) if self.world else 0
-            if started != self.seen:
-                self.seen = started
-                self.last = now
-            left = self.phase.limit - (now - self.last)
-            if left < 0:
-                self._report_and_exit()
-            self._set_alarms(left)
+                self.last = min(now, self.last + gap)
             before = now
+            begun = sum(self.world.calls.started.values()) if self.world else 0
+            if begun != seen:
+                seen = begun
+                self.last = now
+            if now - self.last > self.limit:
+                self._end_hung_run()
 
-    def _forgive(self, gap, now):
-        """Do not count a gap of some seconds, in which this process did not run, as lack of progress."""
-        if now > self.alarm:  # faulthandler's clock did not stand still
-            with contextlib.suppress(OSError):
-                print(f"suspended for {gap:.0f} s: the stacks above are of no hang", file=self.files.stacks,
-                      flush=True)  # guardian.py collects what is in the file
-        self.last = min(now, self.last + gap)
-
-    def _set_alarms(self, left):
-        """Set the two alarms that work without this thread: `left` seconds from now, and a grace."""
-        faulthandler.cancel_dump_traceback_later()
-        self.alarm = time.monotonic() + left + self.grace / 2
-        faulthandler.dump_traceback_later(left + self.grace / 2, file=self.files.stacks)
-        self.guardian.allow(left + 2 * self.grace)
-
-    def _report_and_exit(self):
-        faulthandler.cancel_dump_traceback_later()
-        # This thread runs, so the report only needs time: 2 graces, and more on a loaded machine. A
-        # rank that the guardian kills would end its launcher with 9.
-        self.guardian.allow(5 * self.grace)
-        if self.phase.waits_in is None:
-            self._report_hang()
+    def _end_hung_run(self):
+        # A disk that does not answer must not keep this thread.
+        faulthandler.dump_traceback_later(5 * self.grace, exit=True, file=sys.__stderr__)
+        if self.folder is None:
+            self._report_hung_start()
         else:
-            self._report_missing_ranks()
+            self._report_hang()
         os._exit(Outcome.HUNG)
 
-    def _report_missing_ranks(self):
-        where, size = self.phase.waits_in
+    def _report_hung_start(self):
         time.sleep(min(0.3 * self.rank, self.grace))  # one line: the launcher ends the others after it
         with contextlib.suppress(OSError):
-            warn(f"rank {self.rank} of {size} waited {time.monotonic() - self.last:.0f} s in {where}: a "
-                 "rank did not start; look for its message")
+            waited = time.monotonic() - self.last
+            complain(f"nanoshard: rank {self.rank} waited {waited:.0f} s at the start, in "
+                     f"{current_place(self.main)}: did all ranks start? Look for their messages")
+            faulthandler.dump_traceback(sys.__stderr__, all_threads=True)
 
     def _report_hang(self):
         report = self._report()
         with contextlib.suppress(OSError):
-            self.files.write(report, describe(report))
+            self.folder.mkdir(parents=True, exist_ok=True)
+            write_stacks(signals.stacks)
+            signals.stacks.with_suffix(".json").write_text(json.dumps(report))
         time.sleep(self.grace)  # all ranks must have written: the launcher kills them when the first exits
 
-        reports = {**self.files.read_node(), self.rank: report}
-        if self.rank == min(reports):  # of this node. Now the other nodes' files are worth reading
-            reports |= self.files.read_all()
-        if self.rank == min(reports):
-            hosts = self.world.hosts if self.world else []
-            text = verdict(reports, self.world.size if self.world else 1, self.timeout, hosts)
-            text += f"\n  all stacks: {self.files.folder or 'above'}"
+        paths = sorted(self.folder.glob("rank_*.json"))
+        is_first = not paths or int(paths[0].stem[5:]) >= self.rank
+        if is_first:
+            reports = {self.rank: report, **read_reports(paths)}
+            text = verdict(reports, self.world.size, self.timeout, self.world.hosts)
             with contextlib.suppress(OSError):
-                print(text, file=sys.__stderr__, flush=True)
+                complain(f"{text}\n  all stacks: {self.folder}")
         # When a rank exits, the launcher kills the others. MPICH's then takes the exit code of the lowest
         # rank: if that was killed, 9 and not ours. So the others wait for longer.
-        time.sleep(self.grace / 2 if self.rank == min(reports) else self.grace)
+        time.sleep(self.grace / 2 if is_first else self.grace)
 
     def _report(self):
-        """Return what this rank knows about itself, for OUT/hang/."""
-        started, last = {}, None
-        if self.world:
-            calls = self.world.calls
-            started = dict(calls.started)
-            last = describe_collective(calls.last)
-        return {"step": self.phase.step, "what": self.phase.what,
+        """Return what this rank knows about itself."""
+        calls = self.world.calls
+        last = None
+        if calls.last is not None:
+            kind, axis, contents = calls.last
+            if contents is not None:
+                shape, dtype = contents
+                kind = f"{kind} of {tuple(shape)} {str(dtype).removeprefix('torch.')}"
+            last = axis, kind
+        return {"rank": self.rank, "step": self.step, "what": self.what,
                 "silent": round(time.monotonic() - self.last, 1), "place": current_place(self.main),
-                "begun": started, "last": last, "axes": self.axes}
+                "begun": dict(calls.started), "last": last, "axes": self.axes}
+
+
+def read_reports(paths):
+    """Return {rank: report}; what cannot be read is left out."""
+    reports = {}
+    for path in paths:
+        with contextlib.suppress(OSError, ValueError):
+            report = json.loads(path.read_text())
+            reports[report["rank"]] = report
+    return reports
 
 
 def current_place(thread):
@@ -227,19 +179,33 @@ def current_place(thread):
     return f"{innermost} ({Path(code.co_filename).name}:{frame.f_lineno} {code.co_name})"
 
 
-def describe_collective(last):
-    """Return [axis, text] of CollectiveLog.last, or None before the first collective."""
-    if last is None:
-        return None
-    kind, axis, contents = last
-    if contents is None:
-        return [axis, kind]
-    shape, dtype = contents
-    return [axis, f"{kind} of {tuple(shape)} {str(dtype).removeprefix('torch.')}"]
-
-
 # -----------------------------------------------------------------------------
 # The verdict on the reports of a hung run
+
+def verdict(reports, size, timeout, hosts=()):
+    """Return the text to print: the cause, then where each rank is, then the hosts of the ranks to blame.
+
+    reports: {rank: report}. size: the number of ranks. timeout: seconds. hosts: the host of each rank.
+    """
+    reports = dict(sorted(reports.items()))  # if several ranks are equally late, the lowest is named
+    silent = max(report["silent"] for report in reports.values())
+    missing = [rank for rank in range(size) if rank not in reports]
+    why, late = cause(reports, missing)
+    lines = [f"nanoshard: hung: no progress for {silent:.1f} s (--timeout {timeout:g}); {why}"]
+    ranks_at = {}  # description: ranks
+    for rank, report in reports.items():
+        ranks_at.setdefault(describe(report), []).append(rank)
+    for text, ranks in ranks_at.items():
+        lines.append(f"  {format_ranks(ranks)}: {text}")
+    if missing:
+        lines.append(f"  {format_ranks(missing)}: no report: suspended, gone, in a C call that holds the "
+                     "interpreter, or in its first step or a save, which may take twice as long")
+    for host in dict.fromkeys(hosts):  # scripts/restart.sh reads these lines
+        ranks = [rank for rank in late if hosts[rank] == host]
+        if ranks:
+            lines.append(f"nanoshard: host of {format_ranks(ranks)}: {host}")
+    return "\n".join(lines)
+
 
 def describe(report):
     """Return one rank's report in words."""
@@ -253,54 +219,25 @@ def describe(report):
     return f"{where}, in {report['place']}, {last}"
 
 
-def verdict(reports, size, timeout, hosts=()):
-    """Return the text to print: the cause, then where each rank is, then the hosts of the ranks to blame.
-
-    reports: {rank: report}. size: the number of ranks. timeout: seconds. hosts: the host of each rank.
-    """
-    reports = dict(sorted(reports.items()))  # if several ranks are equally late, the lowest is named
-    silent = max(report["silent"] for report in reports.values())
-    missing = [rank for rank in range(size) if rank not in reports]
-    lines = [f"nanoshard: hung: no progress for {silent:.1f} s (--timeout {timeout:g}); "
-             f"{cause(reports, missing)}"]
-    ranks_at = {}  # description: ranks
-    for rank, report in reports.items():
-        ranks_at.setdefault(describe(report), []).append(rank)
-    for text, ranks in ranks_at.items():
-        lines.append(f"  {format_ranks(ranks)}: {text}")
-    if missing:
-        lines.append(f"  {format_ranks(missing)}: no report: a C call holds the interpreter, the process is "
-                     "gone, or it is in its first step or saves, which may take twice as long")
-    late = blamed(reports, missing)
-    for host in dict.fromkeys(hosts):  # scripts/restart.sh reads these lines
-        ranks = [rank for rank in late if hosts[rank] == host]
-        if ranks:
-            lines.append(f"nanoshard: host of {format_ranks(ranks)}: {host}")
-    return "\n".join(lines)
-
-
 def cause(reports, missing):
-    """Return which ranks keep the others waiting, by the counts of collectives.
+    """Return (why the run hangs, the ranks that keep the others waiting; [] if the program is wrong).
 
     reports: {rank: report}. missing: ranks without a report.
     """
     if missing:
-        return f"{format_ranks(missing)} did not answer"
-    return (describe_different_collectives(reports) or describe_late_ranks(reports)
-            or "all ranks began the same collectives: a device, a file or a peer does not answer")
-
-
-def blamed(reports, missing):
-    """Return the ranks that keep the others waiting, or [] if that is the program's fault or not known."""
-    if missing:
-        return missing
+        return f"{format_ranks(missing)} did not answer", missing
+    different = different_collectives(reports)
+    if different:
+        return different, []
     late = late_ranks(reports)
-    if late is None or describe_different_collectives(reports):
-        return []
-    return late[0]
+    if late:
+        ranks, axis, begun, most = late
+        names = format_ranks(ranks)
+        return f"{names} began {begun} collectives over {axis}, others {most}: they wait for {names}", ranks
+    return "all ranks began the same collectives: a device, a file or a peer does not answer", []
 
 
-def describe_different_collectives(reports):
+def different_collectives(reports):
     """Name two ranks that are in different collectives of one axis, after equally long histories, or None."""
     for rank, report in reports.items():
         if report["last"] is None:
@@ -316,37 +253,21 @@ def describe_different_collectives(reports):
     return None
 
 
-def describe_late_ranks(reports):
-    """Name the ranks that started fewer collectives on an axis than their partners, or None."""
-    found = late_ranks(reports)
-    if found is None:
-        return None
-    late, axis, have, most = found
-    ranks = format_ranks(late)
-    return f"{ranks} began {have} collectives over {axis}, others {most}: they wait for {ranks}"
-
-
 def late_ranks(reports):
-    """Return (ranks, axis, collectives that they started on it, the most that a partner started), or None.
+    """Return (ranks, axis, collectives that they began on it, the most that a partner began), or None.
 
     The largest difference counts.
     """
-    late = {}  # (axis, collectives started, the most that a partner started): ranks
+    late = {}  # (most - begun, axis, begun): ranks
     for rank, report in reports.items():
         for axis, partners in report["axes"].items():
+            begun = report["begun"].get(axis, 0)
             most = max(reports[partner]["begun"].get(axis, 0) for partner in partners)
-            have = report["begun"].get(axis, 0)
-            if have < most:
-                late.setdefault((axis, have, most), []).append(rank)
-    if not late:
+            late.setdefault((most - begun, axis, begun), []).append(rank)
+    behind, axis, begun = max(late, key=lambda key: key[0], default=(0, "", 0))
+    if behind == 0:
         return None
-
-    def lead(key):
-        _, have, most = key
-        return most - have
-
-    latest = max(late, key=lead)
-    return late[latest], *latest
+    return late[behind, axis, begun], axis, begun, begun + behind
 
 
 def format_ranks(numbers):

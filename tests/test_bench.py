@@ -176,7 +176,7 @@ def test_smoke_under_mpiexec(tmp_path):
     assert done.returncode == 0, done.stderr
     assert text.count("[node ") == 1 and "all_reduce of rank ids 0..1: 1, expected 1: ok" in text
     assert re.findall(rf"^iter=(\d+) loss={n} sps={n} dt={n} dtf={n} dtb={n}$", text, re.M) == list("12345")
-    assert "equal bit for bit" in text and len(text.splitlines()) < 40
+    assert "equal bit for bit" in text and len(text.splitlines()) < 50
     table = re.findall(rf"^ +(\d+) +\d+ +({n}) +({n})$", text, re.M)
     assert [int(size) for size, *_ in table] == smoke.SIZES and len(table) == 8
     assert all(algbw == busbw for _, algbw, busbw in table)  # 2 (n - 1) / n is 1 for two ranks
@@ -190,20 +190,19 @@ def test_smoke_under_mpiexec(tmp_path):
         assert f"{name} by iter" in (out / f"{name}.txt").read_text()
     assert re.findall(r"(\w+) by iter", text) == ["dt"]
     assert "smoke.py" in (out / "profile.txt").read_text()
+    assert re.search(r"^the hottest lines.*\n +[\d.]+ s  \w+.*\.py:\d+ \w+$", text, re.M)
     assert "<html" in (out / "profile.html").read_text()[:500]
 
 
 def test_missing_or_failing_packages_cost_one_line(tmp_path, monkeypatch, capsys):
-    for name in ("plotext", "pyinstrument", "wandb"):
+    for name in ("plotext", "wandb"):
         monkeypatch.setitem(sys.modules, name, None)  # import raises ImportError
     rows = [dict.fromkeys(("iter", *smoke.METRICS), 1)]
     flags = smoke.Flags(out=tmp_path)
     smoke.plots(rows, tmp_path)
-    with smoke.profiled(tmp_path):
-        pass
     smoke.to_wandb(rows, flags, 1)
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines] == ["plotext", "pyinstrument", "wandb"]
+    assert [line.split()[0] for line in lines] == ["plotext", "wandb"]
     assert all("is not installed" in line for line in lines) and not list(tmp_path.iterdir())
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=None, Settings=lambda **kw: None))
     smoke.to_wandb(rows, flags, 1)  # None is not callable: a failure inside wandb

@@ -21,7 +21,6 @@ import plot
 import prepare
 from corpus import shards
 from corpus import text as readers
-from runtime import profiles
 from runtime.launch import World
 
 # -----------------------------------------------------------------------------
@@ -115,22 +114,6 @@ def test_a_full_disk_under_a_run(made, disk):
     words = f"{disk}/grads cannot be written: ", "; free space there, or give another --dump-grads"
     assert_refused(result, *words)
     assert not [name for name in left(disk) if "grads" in name]
-
-
-def test_a_trace_that_torch_cannot_write_leaves_nothing(tmp_path, capsys, monkeypatch):
-    """torch prints that its disk is full, leaves both of its files, and returns."""
-    class Profiler:
-        def export_chrome_trace(self, path):
-            (tmp_path / path).touch()
-            (tmp_path / f"{path}.tmp").write_bytes(b"{")
-
-    written = []
-    monkeypatch.setattr("torch.profiler.profile", lambda on_trace_ready, **_: written.append(on_trace_ready))
-    profiles.tracer(tmp_path, 5)
-    written[0](Profiler())
-    said = capsys.readouterr()
-    assert said.out == "" and "trace.json: " in said.err and "going on without it" in said.err, said
-    assert list(tmp_path.iterdir()) == []
 
 
 # -----------------------------------------------------------------------------

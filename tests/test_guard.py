@@ -459,15 +459,6 @@ def test_a_run_in_a_notebook_prints_and_gives_back_what_it_took(tmp_path, monkey
     assert streams[1].text.startswith("nanoshard: Unrecognized options: --stepz"), streams[1].text
 
 
-def test_a_profile_is_written_as_a_page_and_as_text(tmp_path):
-    stopped = []
-    profiler = SimpleNamespace(stop=lambda: stopped.append(1), output_html=lambda: "<html>",
-                               output_text=lambda **options: "0.01 main  train.py:1")
-    profiles.end_profile(profiler, tmp_path)
-    assert stopped and (tmp_path / "profile.html").read_text() == "<html>"
-    assert (tmp_path / "profile.txt").read_text() == "0.01 main  train.py:1"
-
-
 def test_a_profile_without_pyinstrument_costs_one_line(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "pyinstrument", None)
     assert profiles.start_profile(True) is profiles.start_profile(False) is None

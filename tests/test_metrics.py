@@ -7,15 +7,13 @@ import dataclasses
 import json
 import math
 import re
-import subprocess
-import sys
 import time
 from types import SimpleNamespace
 
 import pytest
 import torch
 from faults import with_faults
-from pool import ROOT, run_ranks
+from pool import run_ranks
 from runs import TINY, chars, final, go, rows, session
 from safetensors.torch import load_file
 from shared import one_process_model
@@ -459,14 +457,6 @@ def test_every_counter_survives_a_resume(tmp_path):
 def test_norms_of_layers_have_at_least_the_bits_of_fp32(device, dtype, want):
     """A meta tensor stands for one of a GPU, whose gradients are in bf16 with one micro-batch a step."""
     assert dtype_of_norms(torch.zeros(1, device=device, dtype=dtype)) is want
-
-
-def test_the_row_of_the_first_step_says_when_it_was_done(tmp_path):
-    """In a program, counted from its start by the system."""
-    command = [sys.executable, "train.py", "tiny", *TINY, "--steps=2", "--log-every=1", f"--out={tmp_path}"]
-    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
-    first, second = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
-    assert first["ms"] / 1e3 < first["first_step_s"] < 120 and "first_step_s" not in second
 
 
 def test_the_rates_of_a_gpu(monkeypatch):

@@ -1,6 +1,5 @@
-"""--pdb RANK in a terminal: the chosen rank stops in pdb, the others wait, the run continues."""
+"""--pdb RANK: the chosen rank stops in pdb at a socket, the others wait, the run continues."""
 import os
-import pty
 import re
 import subprocess
 import sys
@@ -14,59 +13,48 @@ from test_launch import BIN, FLAGS, clean_env
 from interface.command_line import parse
 from train import main
 
-
-class Terminal:
-    """A command in a pseudo terminal: read() returns its output, type() sends a line."""
-
-    def __init__(self, command):
-        self.fd, slave = pty.openpty()
-        self.job = subprocess.Popen([*map(str, command)], stdin=slave, stdout=slave, stderr=slave,
-                                    env={**clean_env(), "OMP_NUM_THREADS": "1"}, start_new_session=True)
-        os.close(slave)
-        os.set_blocking(self.fd, False)
-        self.text = ""
-
-    def read(self, pattern, seconds=240):
-        """Return the output since the last read(), up to the pattern; None: up to the end of the command."""
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
-            try:
-                data = os.read(self.fd, 1 << 16)
-                self.text += data.decode(errors="replace").replace("\r", "")
-            except BlockingIOError:
-                time.sleep(0.02)
-            except OSError:  # the last process has closed the terminal
-                data = b""
-            if pattern and (m := re.search(pattern, self.text)):
-                output, self.text = self.text[:m.end()], self.text[m.end():]
-                return output
-            if self.job.poll() is not None and pattern is None:
-                return self.text
-        self.job.kill()
-        raise AssertionError(f"no {pattern!r} in:\n{self.text}")
-
-    def type(self, line):
-        os.write(self.fd, f"{line}\n".encode())
+START = {"mpiexec": [BIN / "mpiexec", "-n", "2", sys.executable],
+         "torchrun": [BIN / "torchrun", "--standalone", "--nproc-per-node", "2"]}
 
 
-START = {"mpiexec": [BIN / "mpiexec", "-n", 2, sys.executable],
-         "torchrun": [BIN / "torchrun", "--standalone", "--nproc-per-node", 2]}
+def read(stream, end):
+    """Return what comes from a stream, up to the word `end`."""
+    text = ""
+    while end not in text:
+        data = os.read(stream.fileno(), 1 << 16).decode()
+        assert data, text
+        text += data
+    return text
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("launcher", ["mpiexec", "torchrun"])
+@pytest.mark.parametrize("launcher", START)
 def test_the_chosen_rank_stops_and_the_others_wait(launcher, tmp_path):
-    t = Terminal([*START[launcher], ROOT / "train.py", *FLAGS, f"--out={tmp_path}", "--timeout=2", "--pdb=1"])
-    assert "rank 1 of 2 stops in pdb, the others wait" in t.read(r"\(Pdb\) ")
-    t.type("p 'I am', run.world.rank, run.first_step")
-    assert re.search(r"\('I am', 1, 1\)", t.read(r"\(Pdb\) "))
-    time.sleep(2.5)  # longer than --timeout: neither the watchdog nor the process group ends the waiting rank
-    t.type("cfg.seq_len + 1000")
-    assert "1016" in t.read(r"\(Pdb\) ")
-    t.type("c")
-    rest = t.read(None)
-    assert t.job.returncode == 0 and "done after step 6" in rest, rest
-    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 6
+    argv = [*START[launcher], ROOT / "train.py", *FLAGS, f"--out={tmp_path}/run", "--timeout=2", "--pdb=1"]
+    env = {**clean_env(), "OMP_NUM_THREADS": "1"}
+    run = subprocess.Popen(argv, stdout=subprocess.PIPE, env=env)
+    said = read(run.stdout, "/socket\n")
+    assert "rank 1 of 2 stops in pdb, the others wait" in said
+    command = re.search(r"type: python (-m runtime.profiles (\S+)/socket)", said)
+    folder = Path(command[2])
+    assert folder.stat().st_mode & 0o777 == 0o700
+    terminal = subprocess.Popen([sys.executable, *command[1].split()], cwd=ROOT, stdin=subprocess.PIPE,
+                                stdout=subprocess.PIPE)
+    read(terminal.stdout, "(Pdb) ")
+    assert not folder.exists()
+    # Typed ahead; longer than --timeout: neither the watchdog nor the process group ends the waiting rank
+    for typed in (b"p 'I am', run.world.rank, run.first_step\n", b"cfg.seq_len + 1000\n"):
+        terminal.stdin.write(typed)
+    terminal.stdin.flush()
+    answers = read(terminal.stdout, "1016\n")
+    assert "('I am', 1, 1)" in answers
+    time.sleep(4.5)
+    terminal.stdin.write(b"c\n")
+    terminal.stdin.flush()
+    said = run.stdout.read().decode()
+    assert run.wait() == 0 and "done after step 6" in said, said
+    assert len((tmp_path / "run/metrics.jsonl").read_text().splitlines()) == 6
+    assert terminal.wait(60) == 0
 
 
 def test_a_rank_that_does_not_exist_is_refused(capsys, tmp_path):

@@ -1,16 +1,10 @@
 """What a person sees around a run: lines that fit the terminal, what to type next, and after a kill."""
-import contextlib
 import dataclasses
-import fcntl
 import json
 import os
-import pty
 import shlex
-import signal
-import struct
 import subprocess
 import sys
-import termios
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -29,7 +23,6 @@ from config import Config
 from interface.command_line import parse
 from interface.presets import PRESETS
 from runtime import ending, launch, log
-from runtime import session as session_
 from runtime.launch import World
 from skip import Ranges
 
@@ -56,59 +49,6 @@ def test_the_table_of_runs_fits_a_narrow_terminal(tmp_path, monkeypatch, capsys)
     said = capsys.readouterr().out
     assert max(map(len, said.splitlines())) <= 80
     assert "tiny on 1 rank " in said and "--no-plot" in said and "--rampup-batch-size 8 8 64" in said
-
-
-class Screen:
-    """A terminal of 80 columns in which a command runs."""
-
-    def __init__(self, argv, cwd=ROOT):
-        env = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
-        env.update(OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT))
-        self.seen = b""
-        self.pid, self.terminal = pty.fork()
-        if self.pid == 0:
-            try:
-                os.chdir(cwd)
-                fcntl.ioctl(0, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 80, 0, 0))
-                os.execvpe(argv[0], argv, env)
-            finally:  # There is no such program. This process must not go on as a second pytest.
-                os._exit(127)
-
-    def read_until(self, words=None):
-        """Read until the words have come; None: to the end. Return the lines so far."""
-        while words is None or words.encode() not in self.seen:
-            data = b""
-            with contextlib.suppress(OSError):  # Linux: all processes have left the terminal
-                data = os.read(self.terminal, 1 << 16)
-            if not data:
-                assert words is None, self.seen.decode()
-                break
-            self.seen += data
-        return self.seen.decode().replace("\r", "").splitlines()
-
-    def close(self):
-        os.close(self.terminal)
-        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-
-
-def test_a_second_ctrl_c_behind_mpiexec_leaves_the_command_on_the_screen(tmp_path):
-    """mpiexec kills the ranks and what they still print, so the first Ctrl-C already prints it."""
-    argv = ["mpiexec", "-n", "2", sys.executable, "train.py", "tiny", *TINY, "--steps=100000",
-            "--save-every=1", "--keep=2", f"--out={tmp_path / 'run'}"]
-    screen = Screen(argv)
-    lines = screen.read_until("step=3/")
-    if torch.__version__.startswith("2.8."):  # Its gloo prints lines of its own, of both ranks at once.
-        begin = [i for i, line in enumerate(lines) if "[node 1/1 " in line]
-        lines = lines[begin[0]:]
-    else:
-        assert lines[0].startswith("[node 1/1 ")
-    os.write(screen.terminal, b"\x03")
-    screen.read_until("leaves at once")
-    os.write(screen.terminal, b"\x03")
-    text = " ".join(screen.read_until())
-    screen.close()
-    assert "nanoshard: to go on later, type: mpiexec -n 2 python train.py tiny" in text
-    assert f"--out={tmp_path / 'run'} --resume auto" in text
 
 
 # -----------------------------------------------------------------------------
@@ -191,55 +131,6 @@ def test_a_run_that_is_done_says_what_can_be_typed_next(tmp_path, monkeypatch, c
     assert got["code"] == 0 and f"python plot.py {tmp_path / 'run'}" in got["out"]
     first_run = (ROOT / "Makefile").read_text().split("\ntrain:")[1].split("\n\n")[0]
     assert "source .venv/bin/activate" in first_run.splitlines()[-1]
-
-
-KILLED = """
-import os, sys, tempfile
-from runtime import hang
-with tempfile.TemporaryFile() as stacks:
-    guardian = hang.Guardian(0.05, stacks, int(sys.argv[2]))
-    guardian.allow(60)
-    guardian.if_killed(sys.argv[1], "AGAIN", "ANEW")
-    if sys.argv[3] == "ends":
-        guardian.close()
-    if sys.argv[3] in ("bye", "left"):
-        getattr(guardian, sys.argv[3])()
-    os.kill(os.getpid(), 9)
-"""
-
-
-@pytest.mark.parametrize("rank, how, steps, said", [
-    (0, "is killed", (), "has no checkpoint yet; to start again at step 1, type: ANEW"),
-    (0, "is killed", (20, 100), "has a checkpoint of step 100; to go on from there, type: AGAIN"),
-    (0, "left", (20, 100), "nanoshard: RUN has a checkpoint of step 100; to go on from there, type: AGAIN"),
-    (1, "is killed", (), ""), (0, "ends", (), ""), (0, "bye", (), "")])
-def test_a_run_that_is_killed_says_what_to_type(rank, how, steps, said, tmp_path):
-    for step in steps:
-        (tmp_path / f"step_{step:06d}").mkdir()
-    (tmp_path / "step_000200.tmp").mkdir()
-    argv = [sys.executable, "-c", KILLED, str(tmp_path), str(rank), how]
-    done = subprocess.run(argv, cwd=ROOT, stderr=subprocess.PIPE, text=True, timeout=60)
-    assert done.returncode == -signal.SIGKILL
-    assert done.stderr.count("\n") == bool(said) and said.replace("RUN", str(tmp_path)) in done.stderr
-
-
-@pytest.mark.parametrize("can_save, signals_sent, code, told", [
-    (False, 1, 85, "bye"), (True, 1, None, ""), (True, 2, session_.INTERRUPTED, "left")])
-def test_a_rank_that_leaves_on_ctrl_c_tells_its_guardian_first(can_save, signals_sent, code, told, capfd,
-                                                               monkeypatch):
-    """So the line about a run that was killed does not follow on the one that names the Ctrl-C."""
-    monkeypatch.setattr(session_, "AGAIN", -1)
-    heard = []
-    signals = session_.Signals()
-    signals.can_save = can_save
-    signals.guardian = SimpleNamespace(bye=lambda: heard.append("bye"), left=lambda: heard.append("left"))
-    left = None
-    try:
-        for _ in range(signals_sent):
-            signals.handle(signal.SIGINT, None)
-    except SystemExit as leaving:
-        left = leaving.code
-    assert left == code and "".join(heard) == told
 
 
 # -----------------------------------------------------------------------------

@@ -4,7 +4,6 @@ Stand-ins take the place of other ranks and of signals.
 """
 import io
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -17,7 +16,7 @@ from pool import ROOT
 from config import Config
 from interface.files import ChangedFile
 from interface.layout import check_batch, check_ramp
-from runtime import abort, address, debugger, guardian, launch, launcher, mpi, session
+from runtime import abort, address, launch, launcher, mpi, session
 from runtime.launcher import bare_environment
 
 # -----------------------------------------------------------------------------
@@ -218,103 +217,8 @@ def test_an_exception_is_said_and_ends_all_ranks(error, code, said, has_mpi, mon
     assert "Traceback" not in said or err.getvalue().endswith("RuntimeError: broken\\x1b[31m\n")
 
 
-@pytest.mark.parametrize("gap,stopped,killed_after", [(0, (), 6), (100, (), 5), (0, (2, 3, 4), 9)])
-def test_a_guardian_counts_only_time_in_which_both_processes_run(gap, stopped, killed_after, monkeypatch):
-    """The rank may stay silent for 3 s and never speaks again; each look takes 0.5 s, one `gap` more."""
-    looks = []
-    clock = [0.0]
-
-    def look(reads, writes, errors, step):
-        looks.append(len(looks))
-        assert len(looks) < 30
-        clock[0] += step + (gap if len(looks) == 3 else 0)
-        return ([0] if len(looks) == 1 else []), [], []
-
-    killed = []
-    for module, name, stand_in in (
-            (guardian.select, "select", look), (guardian.time, "monotonic", lambda: clock[0]),
-            (guardian.signal, "signal", lambda *args: None), (os, "read", lambda *args: b"9.0\n3.0\n"),
-            (os, "getppid", lambda: 77), (os, "kill", lambda *args: killed.append(args)),
-            (guardian, "is_stopped", lambda pid: len(looks) in stopped)):
-        monkeypatch.setattr(module, name, stand_in)
-    with open(os.devnull) as stacks:
-        guardian.main(77, 0.5, stacks.fileno(), 0)
-    assert killed == [(77, signal.SIGKILL)] and len(looks) == killed_after
-
-
-# -----------------------------------------------------------------------------
-# --pdb
-
-class Ranks:
-    """The tree of two ranks: what the chosen one sends is there already."""
-
-    def __init__(self, sent=None):
-        self.sent = sent
-
-    def first(self, value):
-        if value is not None:
-            self.sent = value
-        return self.sent
-
-
-@pytest.fixture
-def attached(monkeypatch):
-    """Return a function that attaches a rank of two, and a namespace of what that did."""
-    did = SimpleNamespace(forwards=[], accepted=[])
-
-    def thread(target, args, daemon):
-        return SimpleNamespace(start=lambda: did.forwards.append((target, args)))
-
-    def accept(server, secret):
-        server.close()
-        did.accepted.append(secret)
-        return "what rank 0 types"
-
-    def attach(rank, chosen, size=2, terminal=False, sent=None):
-        monkeypatch.setattr(sys, "stdin", SimpleNamespace(isatty=lambda: terminal))
-        monkeypatch.setattr(sys, "breakpointhook", "stops")
-        did.tree = Ranks(sent)
-        debugger.attach_stdin(SimpleNamespace(rank=rank, size=size, n_nodes=1, tree=did.tree), chosen)
-        return sys.breakpointhook == "stops"
-
-    monkeypatch.setattr(debugger.threading, "Thread", thread)
-    monkeypatch.setattr(debugger, "_accept", accept)
-    return attach, did
-
-
-def test_breakpoint_stops_the_chosen_rank_alone(attached):
-    attach, did = attached
-    assert attach(0, 0) and not attach(1, 0) and attach(1, -1) and attach(0, -1) and attach(0, 0, size=1)
-    assert did.forwards == [] and did.accepted == []
-
-
-def test_the_chosen_rank_reads_what_is_typed_at_rank_0(attached):
-    attach, did = attached
-    assert attach(1, 1) and sys.stdin == "what rank 0 types" and did.forwards == []
-    host, port, secret = did.tree.sent
-    assert host == "127.0.0.1" and port > 0 and did.accepted == [secret]
-    assert not attach(0, 1, sent=(host, port, secret))
-    assert did.forwards == [(debugger._forward_stdin, (host, port, secret))]
-
-
-def test_a_chosen_rank_with_a_terminal_reads_it_itself(attached):
-    attach, did = attached
-    assert attach(1, 1, terminal=True) and did.tree.sent is None and did.accepted == []
-    assert not attach(0, 1) and did.forwards == []
-
-
 # -----------------------------------------------------------------------------
 # Streams
-
-@pytest.mark.parametrize("is_program", [True, False])
-def test_a_program_keeps_its_stacks_and_a_notebook_has_its_own_back(is_program, monkeypatch):
-    files = []
-    signals = SimpleNamespace(is_program=is_program, catch=lambda: None, release=lambda: None, rank=0)
-    monkeypatch.setattr(session, "signals", signals)
-    monkeypatch.setattr(session, "dump_on_sigusr2", files.append)
-    with session.surround():
-        assert files == []
-    assert files == [sys.__stderr__ if is_program else None]
 
 
 # -----------------------------------------------------------------------------

@@ -1,9 +1,4 @@
-"""Faults that raise no exception: runs that hang, slow ranks, replicas that drift apart.
-
-The hangs are whole runs of two ranks that end themselves; they run at the same time. The rest uses the pool.
-"""
-import json
-import os
+"""Faults that raise no exception: runs that hang, slow ranks, replicas that drift apart."""
 import re
 import shutil
 import signal
@@ -17,8 +12,7 @@ from unittest import mock
 import pytest
 import runs
 import torch
-import torch.distributed as dist
-from pool import ROOT, context, run_ranks
+from pool import ROOT, run_ranks
 from runs import SHAPE, TINY, rows
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -28,183 +22,105 @@ from config import Config, Outcome
 from corpus.samples import Synthetic
 from ops import checksum
 from parallel import make_mesh
-from runtime import agree, guardian, hang, launcher, timing, watch
-from runtime.everyone import Everyone
-from runtime.launch import CollectiveLog, World
+from runtime import agree, session, watch
+from runtime.launch import World
 
 TIMEOUT = 2.0  # the ranks' --timeout from the fault on; until then PATIENT holds, so a slow start is no hang
 PATIENT = 200.0
 MPIEXEC = shutil.which("mpiexec", path=f"{Path(sys.executable).parent}:/usr/bin")
-FAULTS = {  # name: (where the report says the last rank is, a part of the verdict)
+FAULTS = {  # name: (what is said of the last rank, a part of the verdict)
     "sleep": ("in sleep_for_ever (misbehave.py", "they wait for rank 1"),
-    "mismatch": ("over world: broadcast of (3,) float32", "they wait for rank 0"),
-    "held": ("no report: a C call holds the interpreter", "rank 1 did not answer"),
-}
+    "stop": ("no report: suspended, gone", "rank 1 did not answer"),
+    "held": ("no report: suspended, gone", "rank 1 did not answer")}
 
 
-def run_rank(rank, folder, fault, argv):
-    """In a new process: train.main as rank 0 or 1, until it ends itself; its output goes to a file."""
-    misbehave = into_a_file(f"{folder}/printed.{rank}")
-    store = dist.FileStore(f"{folder}/store", 2)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-    calls = CollectiveLog()
-    everyone = Everyone(rank, 2, store, calls)
-    launcher.env_rank = lambda: rank
-    train.agree.launch.launch = lambda *_, **__: World(rank=rank, size=2, calls=calls, everyone=everyone)
-    misbehave.main(fault, 5, argv, TIMEOUT)
-
-
-def run_alone(folder, argv, seconds):
-    """In a new process: train.main as the only rank, whose --timeout is `seconds` from the second step on."""
-    into_a_file(f"{folder}/printed").main("none", 2, argv, seconds)
-
-
-def into_a_file(path):
-    """Send this process's output to a file. Return the module misbehave."""
-    sys.path[:0] = [str(ROOT), str(ROOT / "tests/drills")]
-    printed = os.open(path, os.O_WRONLY | os.O_CREAT)
-    os.dup2(printed, 1), os.dup2(printed, 2)
-    import misbehave
-    return misbehave
-
-
-def misbehave(fault, step, seconds, argv):
-    """The command of tests/drills/misbehave.py."""
+def misbehave(fault, out, n=1, steps=1000000):
+    """Start n ranks of tests/drills/misbehave.py -> Popen, whose output is in OUT/printed."""
+    launcher = [MPIEXEC, "-n", str(n)] if n > 1 else []
     script = ROOT / "tests/drills/misbehave.py"
-    return [sys.executable, "-u", script, fault, f"{step},{seconds:g}", f"--timeout={PATIENT:g}", *argv]
-
-
-def suspend(out):
-    """A run of one rank, stopped for longer than the watchdog waits, then continued; SIGUSR2; SIGTERM.
-    Return (exit code, its output, its file of stacks)"""
-    limit = 2 * TIMEOUT
-    argv = [*TINY, f"--out={out}/run", "--steps=1000000", "--save-every=0", f"--timeout={PATIENT:g}"]
-    job = context.Process(target=run_alone, args=(out, argv, limit))
-    job.start()
-
-    def wait_for_rows(n):
-        end = time.monotonic() + PATIENT
-        while not (out / "run/metrics.jsonl").exists() or len(rows(out / "run")) < n:
-            assert time.monotonic() < end and job.is_alive(), (out / "printed").read_text()
-            time.sleep(0.05)
-        return len(rows(out / "run"))
-    def stacks():
-        return "".join(path.read_text() for path in (out / "run/hang").glob("*.txt"))
-    wait_for_rows(4)  # the third step has the short limit
-    for _ in range(3):
-        os.kill(job.pid, signal.SIGSTOP)
-        time.sleep(limit + 6)  # and the grace of misbehave.py: faulthandler's alarm has passed
-        done = wait_for_rows(2)
-        os.kill(job.pid, signal.SIGCONT)
-        wait_for_rows(done + 10)  # the watchdog's thread has run by then
-        time.sleep(0.5 * limit)
-        if "suspended for" in stacks():
-            break  # Else the watchdog's thread was stopped just when it set the alarm again.
-    os.kill(job.pid, signal.SIGUSR2)
-    wait_for_rows(wait_for_rows(2) + 1)
-    os.kill(job.pid, signal.SIGTERM)
-    job.join(PATIENT)
-    text = (out / "printed").read_text()
-    return job.exitcode, text, stacks()
+    command = [*launcher, sys.executable, "-u", script, fault, f"3,{TIMEOUT:g}", *SHAPE, "--data=synthetic",
+               "--micro-batch=2", "--eval-every=0", "--no-plot", "--log-every=1", "--save-every=0",
+               f"--steps={steps}", f"--timeout={PATIENT:g}", f"--out={out}/run"]
+    with open(out / "printed", "w") as printed:
+        return subprocess.Popen(command, stdout=printed, stderr=printed)
 
 
 @pytest.fixture(scope="module")
 def hung(tmp_path_factory):
-    """Return {fault: (exit codes, output, OUT/hang)}; "mpi" is the fault `sleep` under mpiexec."""
-    started, ended = {}, {}
-    for fault in [*FAULTS, *["mpi"] * bool(MPIEXEC)]:
+    """Return {fault: (exit code, output, OUT/hang)} of runs of two ranks, all at the same time."""
+    if MPIEXEC is None:
+        pytest.skip("no mpiexec beside this python")
+    jobs = {}
+    for fault in FAULTS:
         out = tmp_path_factory.mktemp(fault)
-        argv = [*SHAPE, "--data=synthetic", "--micro-batch=2", "--steps=400", "--eval-every=0", "--no-plot",
-                "--save-every=0", f"--timeout={PATIENT:g}", f"--out={out}/run"]
-        if fault == "mpi":
-            command = [MPIEXEC, "-n", "2", *misbehave("sleep", 5, TIMEOUT, argv)]
-            processes = [subprocess.Popen(command, stderr=subprocess.STDOUT,
-                                          stdout=open(out / "printed.0", "w"))]
-        else:
-            processes = [context.Process(target=run_rank, args=(r, str(out), fault, argv)) for r in (0, 1)]
-            for p in processes:
-                p.start()
-        started[fault] = out, processes
-    ended["suspended"] = suspend(tmp_path_factory.mktemp("suspended"))
-    for fault, (out, processes) in started.items():
-        codes = [p.wait(240) if fault == "mpi" else p.join(240) or p.exitcode for p in processes]
-        ended[fault] = codes, "".join(p.read_text() for p in sorted(out.glob("printed.*"))), out / "run/hang"
-    return ended
-
-
-def stacks_of_ranks(folder):
-    """Return [stacks of rank 0, of rank 1] as soon as guardian.py has brought them to the node's file."""
-    end = time.monotonic() + PATIENT
-    while True:
-        text = "".join(path.read_text() for path in folder.glob("node_00000.*.txt"))
-        pieces = re.split(r"^--- rank (\d+)\n", text, flags=re.M)[1:]
-        by_rank = list(zip(pieces[::2], pieces[1::2], strict=True))
-        stacks = ["".join(text for of, text in by_rank if of == rank) for rank in "01"]
-        if all(stacks):
-            return stacks
-        assert time.monotonic() < end, text
-        time.sleep(0.05)
+        jobs[fault] = out, misbehave(fault, out, n=2)
+    return {fault: (job.wait(240), (out / "printed").read_text(), out / "run/hang")
+            for fault, (out, job) in jobs.items()}
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_hang_is_reported_with_every_stack_and_ended(hung, fault):
-    codes, text, folder = hung[fault]
+    code, text, folder = hung[fault]
     where, cause = FAULTS[fault]
-    assert codes == [Outcome.HUNG, -signal.SIGKILL if fault == "held" else Outcome.HUNG], text
-    assert text.count("nanoshard: hung: ") == 1 and cause in text and "  rank 0: step 5, in " in text, text
+    assert code == Outcome.HUNG, text
+    assert text.count("nanoshard: hung: ") == 1 and cause in text and "  rank 0: step 3, in " in text, text
     assert re.search(rf"^  rank 1: .*{re.escape(where)}", text, re.M), text
-    stacks = stacks_of_ranks(folder)
-    assert "ddp.py" in stacks[0] and "misbehave.py" in stacks[1], stacks
+    assert re.search("^nanoshard: host of rank 1: ", text, re.M), text
+    stacks = {path.name: path.read_text() for path in folder.glob("*/rank_*.txt")}
+    assert "ddp.py" in stacks["rank_00000.txt"], stacks
+    assert "misbehave.py" in stacks.get("rank_00001.txt", "misbehave.py" if fault != "sleep" else "")
     # The process itself measures the time from the fault to the report
     silent = float(re.search(r"no progress for ([\d.]+) s \(--timeout 2\)", text)[1])
     assert TIMEOUT <= silent < PATIENT
 
 
-@pytest.mark.skipif(MPIEXEC is None, reason="no mpiexec beside this python")
-def test_a_hang_under_mpiexec_has_the_same_exit_code(hung):
-    (code,), text, folder = hung["mpi"]
-    assert code == Outcome.HUNG and text.count("they wait for rank 1") == 1, text
-    (path,) = folder.glob("*.jsonl")  # of both ranks of this node
-    assert sorted(json.loads(line)["rank"] for line in path.read_text().splitlines()) == [0, 1]
+def test_a_suspended_run_goes_on_and_sigusr2_writes_stacks(tmp_path):
+    job = misbehave("none", tmp_path)
 
+    def wait_for(count, what):
+        end = time.monotonic() + PATIENT
+        while count() < what:
+            assert time.monotonic() < end and job.poll() is None, (tmp_path / "printed").read_text()
+            time.sleep(0.05)
 
-def test_a_suspended_run_goes_on_and_sigusr2_writes_stacks(hung):
-    code, text, stacks = hung["suspended"]
+    def done():  # a row may be half written
+        path = tmp_path / "run/metrics.jsonl"
+        return path.read_bytes().count(b"\n") if path.exists() else 0
+    wait_for(done, 4)  # the third step has the short limit
+    job.send_signal(signal.SIGSTOP)
+    time.sleep(2 * TIMEOUT + 6)  # and the grace
+    before = done()
+    job.send_signal(signal.SIGCONT)
+    wait_for(done, before + 10)
+    time.sleep(2 * TIMEOUT)  # the watchdog's thread has run
+    job.send_signal(signal.SIGUSR2)
+    wait_for(lambda: len(list((tmp_path / "run/hang").glob("*/rank_00000.txt"))), 1)
+    wait_for(done, done() + 10)
+    job.send_signal(signal.SIGTERM)
+    code, text = job.wait(PATIENT), (tmp_path / "printed").read_text()
     assert code == Outcome.STOPPED and "stopped by SIGTERM" in text and "hung" not in text, text
-    *_, last = stacks.split("suspended for ")
+    assert "SIGTERM: finishes this step, saves and leaves, in about 0:0" in text, text
+    (stacks,) = (tmp_path / "run/hang").glob("*/rank_00000.txt")
     # A thread that is not Python's may get the signal: then no thread is the "Current thread".
-    assert "of no hang" in last and "train.py" in last and "hread 0x" in last, stacks
+    assert "train.py" in stacks.read_text() and f"rank 0: SIGUSR2: stacks in {stacks}" in text
 
 
-def test_ranks_of_a_node_write_their_stacks_into_one_file(tmp_path):
-    """In one piece each, also what came just before the end; a rank that writes none makes no file."""
-    for rank, text in ((3, "stack of 3\n"), (4, "stack of 4\n"), (5, "")):
-        files = hang.HangFiles(rank)
-        beside = hang.Guardian(60, files.private, rank)  # it looks when it is told something, and at the end
-        files.open(tmp_path / "hang", "run", node=1)
-        beside.collect_into(files.path(".txt"))
-        files.stacks.write(text)
-        files.stacks.flush()
-        beside.close()
-        files.close()
-    (path,) = (tmp_path / "hang").iterdir()
-    assert path.name == "node_00001.run.txt"
-    assert path.read_text() == "--- rank 3\nstack of 3\n--- rank 4\nstack of 4\n"
+HELD = """import ctypes, sys
+from runtime import watch
+dog = watch.Watch(0, 0.5)
+ctypes.PyDLL(None).sleep(100)
+"""
 
 
-def test_what_is_being_written_is_collected_when_it_is_whole(tmp_path):
-    with open(tmp_path / "private", "a") as private:
-        collector = guardian.Collector(os.open(tmp_path / "private", os.O_RDONLY), 0)
-        collector.path = str(tmp_path / "hang/node.txt")
-        for text in ("first half, ", "second half\n"):
-            private.write(text)
-            private.flush()
-            collector.collect()
-            assert not (tmp_path / "hang").exists()
-    collector.collect()
-    collector.collect()
-    os.close(collector.stacks)
-    assert (tmp_path / "hang/node.txt").read_text() == "--- rank 0\nfirst half, second half\n"
+def test_a_start_that_hangs_in_c_is_ended_with_its_stacks():
+    """MPI_Init may hold the interpreter's lock; a run whose ranks have met is not ended so."""
+    done = subprocess.run([sys.executable, "-c", HELD], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1 and "Timeout" in done.stderr and '"<string>", line 4' in done.stderr
+    cancel = mock.Mock(wraps=watch.faulthandler.cancel_dump_traceback_later)
+    with mock.patch.object(watch.faulthandler, "cancel_dump_traceback_later", cancel), \
+            watch.Watch(0, PATIENT) as dog:
+        dog.started(World())
+        assert cancel.call_count == 1 and dog.limit == 2 * PATIENT
 
 
 # -----------------------------------------------------------------------------
@@ -315,13 +231,6 @@ def test_the_late_rank_is_named_beside_a_tied_embedding():
     reports = {0: report_of(0, ends), 1: report_of(1, between), 2: report_of(2, {"world": 6}),
                3: report_of(3, ends)}
     assert watch.late_ranks(reports) == ([2], "world", 6, 7)
-
-
-def test_a_stopwatch_measures_a_pause():
-    clock = timing.Stopwatch(torch.device("cpu"))
-    begin = clock.mark()
-    time.sleep(0.02)
-    assert clock.ms(begin, clock.mark()) >= 20 and clock.ms(begin, begin) == 0
 
 
 def test_nothing_is_timed_while_a_cuda_graph_is_recorded(monkeypatch):
@@ -484,69 +393,36 @@ def test_a_checksum_in_parts_equals_that_of_the_whole(dtype, monkeypatch):
     assert got.tolist() == want and max(allocated.bytes.values()) == 64 * 8
 
 
-def test_a_stopped_guardian_does_not_keep_a_finished_run():
-    watchdog = watch.Watch(0, 600.0)
-    os.kill(watchdog.guardian.process.pid, signal.SIGSTOP)
-    t0 = time.monotonic()
-    with watchdog:
-        pass
-    assert time.monotonic() - t0 < PATIENT
-
-
-def test_once_all_ranks_have_started_a_hang_is_no_missing_rank():
-    with watch.Watch(0, 600.0) as watchdog:
-        watchdog.joining("MPI_Init", 2)
-        assert watchdog.phase.waits_in == ("MPI_Init", 2) and watchdog.phase.limit == 600.0
-        watchdog.joining("", 2)
-        assert watchdog.phase.waits_in is None and watchdog.phase.limit == 1200.0
-
-
 # -----------------------------------------------------------------------------
 # The watchdog without its thread
 
 @pytest.fixture
 def quiet_watch(monkeypatch):
-    """A Watch that was made without its thread and its guardian; its alarms are written down."""
-    alarms = []
-    monkeypatch.setattr(watch.faulthandler, "dump_traceback_later",
-                        lambda seconds, file: alarms.append(("stacks", seconds)))
-    guardian = SimpleNamespace(allow=lambda seconds: alarms.append(("guardian", seconds)))
-    monkeypatch.setattr(watch.hang, "Guardian", lambda tick, stacks, rank: guardian)
+    """A Watch that was made without its thread, and the times that it slept."""
+    slept = []
     monkeypatch.setattr(watch.threading, "Thread", lambda **named: SimpleNamespace(start=lambda: None))
     monkeypatch.setattr("time.monotonic", lambda: 1000.0)
-    return watch.Watch(3, 32.0), alarms
-
-
-def test_the_alarms_of_the_watchdog_are_set_at_once(quiet_watch):
-    dog, alarms = quiet_watch
-    assert (dog.grace, dog.tick) == (8.0, 1.0)
-    assert alarms == [("stacks", 64.0 + 4.0), ("guardian", 64.0 + 16.0)]
-    assert dog.alarm == 1000.0 + 64.0 + 4.0
-
-
-def test_the_guardian_waits_for_a_report(quiet_watch, monkeypatch):
-    """A report sleeps for at most 2 graces. Beside other work it takes longer, and is not to be killed."""
-    dog, alarms = quiet_watch
-    monkeypatch.setattr(watch.os, "_exit", alarms.append)
-    monkeypatch.setattr(dog, "_report_hang", lambda: alarms.append("report"))
-    dog._report_and_exit()
-    assert alarms[2:] == [("guardian", 5 * dog.grace), "report", watch.Outcome.HUNG]
+    monkeypatch.setattr("time.sleep", slept.append)
+    dog = watch.Watch(3, 32.0)
+    dog.started(World(rank=3, size=4))
+    return dog, slept
 
 
 @pytest.mark.parametrize("rank,naps", [(0, [8.0, 4.0]), (3, [8.0, 8.0])])
-def test_the_lowest_rank_leaves_first_after_a_hang(rank, naps, quiet_watch, monkeypatch, capfd):
+def test_the_lowest_rank_speaks_and_leaves_first_after_a_hang(rank, naps, quiet_watch, tmp_path, capfd):
     """mpiexec kills the others then. MPICH's ends with the code of the lowest rank, which must not be 9."""
-    dog, _ = quiet_watch
-    slept = []
-    monkeypatch.setattr("time.sleep", slept.append)
+    dog, slept = quiet_watch
+    for dog.rank in (3, 0):
+        dog.set_folder(tmp_path, "run")
+        dog._report_hang()
     dog.rank = rank
-    report = dog._report()
-    others = {other: report for other in (0, 3)}
-    dog.files = SimpleNamespace(folder=None, write=lambda *texts: None, read_node=lambda: others,
-                                read_all=lambda: others)
+    dog.set_folder(tmp_path, "run")
+    slept.clear()
+    capfd.readouterr()
     dog._report_hang()
+    session.signals.stacks = None
     assert slept == naps
-    assert ("hung" in capfd.readouterr().err) == (rank == 0)
+    assert ("hung" in (said := capfd.readouterr().err)) == (rank == 0) == ("ranks 1-2 did not" in said)
 
 
 @pytest.mark.parametrize("gap,forgiven", [(2.9, False), (3.1, True)])
@@ -566,20 +442,11 @@ def test_time_in_which_a_process_did_not_run_is_forgiven(gap, forgiven, quiet_wa
     assert dog.last == 1000.0 + (gap if forgiven else 0.0)
 
 
-def test_ranks_that_miss_another_speak_one_after_the_other(quiet_watch, monkeypatch, capsys):
-    dog, _ = quiet_watch
-    slept = []
-    monkeypatch.setattr("time.sleep", slept.append)
-    dog.joining("MPI_Init", 8)
-    dog._report_missing_ranks()
-    dog.rank = 100
-    dog._report_missing_ranks()
-    assert slept == [pytest.approx(0.9), 8.0]
-    assert "rank 3 of 8 waited 0 s in MPI_Init: a rank did not start" in capsys.readouterr().err
-
-
-def test_a_guardian_leaves_no_process_behind():
-    files = hang.HangFiles(0)
-    beside = hang.Guardian(0.1, files.private, 0)
-    beside.close()
-    assert beside.process.returncode is not None
+def test_a_rank_whose_partners_do_not_start_says_so(quiet_watch, capsys, monkeypatch):
+    dog, slept = quiet_watch
+    monkeypatch.setattr("os._exit", slept.append)
+    monkeypatch.setattr(watch.faulthandler, "dump_traceback", lambda *args, **how: None)
+    dog._end_hung_run()
+    watch.faulthandler.cancel_dump_traceback_later()
+    assert slept == [pytest.approx(0.9), 43]
+    assert re.match("nanoshard: rank 3 waited 0 s at the start, in .*: did all", capsys.readouterr().err)

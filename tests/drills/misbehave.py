@@ -1,31 +1,32 @@
-"""python misbehave.py FAULT STEP[,SECONDS] [flags of train.py]: a run whose last rank fails at that step.
+"""python misbehave.py FAULT STEP,SECONDS [flags of train.py]: a run whose last rank fails at that step.
 
-    sleep     sleeps for ever                   held   sleeps for ever in C, holding the interpreter's lock
-    mismatch  a collective that the other ranks do not call
-    raise     an exception                      slow   50 ms more in this step and every later one
-    flip      one bit of one weight changes    none   nothing
+    sleep     sleeps for ever               stop   is suspended, as by SIGSTOP
+    held      sleeps for ever in C, holding the interpreter's lock
+    none      nothing
 SECONDS: --timeout from that step on, so that a slow start is no hang. The last rank then fails once the
 others have entered their next collective.
 """
 import ctypes
+import os
+import signal
 import sys
 import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-import torch
-import torch.distributed as dist
-
 import train
 from runtime import watch
+
+GRACE = 6.0  # seconds that a rank has to write its report
 
 
 def sleep_for_ever():
     time.sleep(10**6)
 
 
-GRACE = 6.0  # seconds that a rank has to write its report
+FAULTS = {"sleep": sleep_for_ever, "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+          "held": lambda: ctypes.PyDLL(None).sleep(10**6), "none": lambda: None}
 
 
 def hurry(watchdog, step, seconds):
@@ -34,7 +35,6 @@ def hurry(watchdog, step, seconds):
     watchdog.grace = GRACE
     watchdog.tick = seconds / 16
     watchdog.heartbeat(step)
-    watchdog._set_alarms(seconds)
 
 
 def hurry_at_the_next_collective(mesh, watchdog, step, seconds, waiting):
@@ -50,57 +50,32 @@ def hurry_at_the_next_collective(mesh, watchdog, step, seconds, waiting):
     calls.record = record_and_hurry
 
 
-def wait_for(path):
-    while not path.exists():
-        time.sleep(0.01)
-
-
-def main(fault, at, argv, seconds=None):
-    micro_batches, build, watchdog = train.micro_batches, train.build, watch.Watch
+def main(fault, at, seconds, argv):
+    micro_batches, watchdog = train.micro_batches, watch.Watch
     seen = {"step": 0}
 
     def watch_and_keep(*args):
         seen["watchdog"] = watchdog(*args)
         return seen["watchdog"]
 
-    def build_and_keep(*args):
-        model, data_parallel, opt = build(*args)
-        seen["model"] = model
-        return model, data_parallel, opt
-
-    def micro_batches_with_fault(cfg, mesh, source, first, count, device):
+    def micro_batches_with_fault(cfg, mesh, *args):
         seen["step"] += 1
-        is_last = mesh.world.rank == mesh.world.size - 1
-        if seen["step"] == at and seconds is not None:
+        if seen["step"] == at:
             waiting = Path(cfg.out) / "waiting"
-            if not is_last:
+            if mesh.world.rank < mesh.world.size - 1:
                 hurry_at_the_next_collective(mesh, seen["watchdog"], at, seconds, waiting)
             else:
-                if mesh.world.size > 1:
-                    wait_for(waiting)
+                while mesh.world.size > 1 and not waiting.exists():
+                    time.sleep(0.01)
                 hurry(seen["watchdog"], at, seconds)
-        if is_last and (seen["step"] == at or fault == "slow" and seen["step"] > at):
-            if fault == "sleep":
-                sleep_for_ever()
-            elif fault == "held":
-                ctypes.PyDLL(None).sleep(10**6)
-            elif fault == "mismatch":
-                mesh.world.calls.record(mesh.world, "broadcast", torch.zeros(3))
-                dist.broadcast(torch.zeros(3), 0)
-            elif fault == "raise":
-                raise RuntimeError(f"the planted exception of rank {mesh.world.rank}")
-            elif fault == "slow":
-                time.sleep(0.05)
-            elif fault == "flip":
-                p = next(p for n, p in seen["model"].named_parameters() if p.ndim == 2)
-                p.data.view(torch.int32).view(-1)[3] ^= 1 << 20
-        return micro_batches(cfg, mesh, source, first, count, device)
+                FAULTS[fault]()
+        return micro_batches(cfg, mesh, *args)
 
-    train.micro_batches, train.build = micro_batches_with_fault, build_and_keep
+    train.micro_batches = micro_batches_with_fault
     watch.Watch = watch_and_keep
     train.main(argv)
 
 
 if __name__ == "__main__":
     step, _, limit = sys.argv[2].partition(",")
-    main(sys.argv[1], int(step), sys.argv[3:], float(limit) if limit else None)
+    main(sys.argv[1], int(step), float(limit), sys.argv[3:])
