@@ -11,6 +11,7 @@ import statistics
 import sys
 import threading
 import time
+import traceback
 from pathlib import Path
 
 import torch
@@ -28,6 +29,7 @@ from runtime.timing import Stopwatch
 SLOW_PHASE_FACTOR = 2  # start, compilation, evaluation and saving may take this many times --timeout
 # On the other axes all ranks start the same collectives. Over pp, stages send different numbers of messages.
 UNEQUAL = ("pp",)
+ROOT = Path(__file__).resolve().parent.parent
 
 
 class Watch(contextlib.AbstractContextManager):
@@ -118,20 +120,23 @@ class Watch(contextlib.AbstractContextManager):
             faulthandler.dump_traceback(sys.__stderr__, all_threads=True)
 
     def _report_hang(self):
-        report = self._report()
+        reports = {self.rank: self._report()}
         with contextlib.suppress(OSError):
             self.folder.mkdir(parents=True, exist_ok=True)
             write_stacks(signals.stacks)
-            signals.stacks.with_suffix(".json").write_text(json.dumps(report))
+            signals.stacks.with_suffix(".json").write_text(json.dumps(reports[self.rank]))
         time.sleep(self.grace)  # all ranks must have written: the launcher kills them when the first exits
 
         paths = sorted(self.folder.glob("rank_*.json"))
-        is_first = not paths or int(paths[0].stem[5:]) >= self.rank
+        is_first = not paths or signals.stacks.stem == paths[0].stem
         if is_first:
-            reports = {self.rank: report, **read_reports(paths)}
-            text = verdict(reports, self.world.size, self.timeout, self.world.hosts)
+            for path in paths:
+                with contextlib.suppress(OSError, ValueError):
+                    report = json.loads(path.read_text())
+                    reports[report["rank"]] = report
             with contextlib.suppress(OSError):
-                complain(f"{text}\n  all stacks: {self.folder}")
+                complain(verdict(reports, self.world.size, self.timeout, self.world.hosts))
+                complain(f"  all stacks: {self.folder}")
         # When a rank exits, the launcher kills the others. MPICH's then takes the exit code of the lowest
         # rank: if that was killed, 9 and not ours. So the others wait for longer.
         time.sleep(self.grace / 2 if is_first else self.grace)
@@ -151,32 +156,17 @@ class Watch(contextlib.AbstractContextManager):
                 "begun": dict(calls.started), "last": last, "axes": self.axes}
 
 
-def read_reports(paths):
-    """Return {rank: report}; what cannot be read is left out."""
-    reports = {}
-    for path in paths:
-        with contextlib.suppress(OSError, ValueError):
-            report = json.loads(path.read_text())
-            reports[report["rank"]] = report
-    return reports
-
-
 def current_place(thread):
-    """Return where a thread is: "FUNCTION (FILE:LINE FUNCTION)".
+    """Return where a thread is: the innermost function, and the innermost line of our own code."""
+    stack = list(traceback.walk_stack(sys._current_frames()[thread]))
+    ours = [(frame, line) for frame, line in stack if is_ours(frame.f_code.co_filename)]
+    frame, line = (ours or stack)[0]
+    inner, code = stack[0][0].f_code, frame.f_code
+    return f"{inner.co_name} ({Path(code.co_filename).name}:{line} {code.co_name})"
 
-    The first function is the innermost one. The second, with its line, is the innermost one of our own code.
-    """
-    frame = sys._current_frames().get(thread)
-    if frame is None:
-        return "? (?)"
-    innermost = frame.f_code.co_name
-    libraries = ("site-packages", "/lib/python")
-    while frame is not None and any(library in frame.f_code.co_filename for library in libraries):
-        frame = frame.f_back
-    if frame is None:
-        return f"{innermost} (?)"
-    code = frame.f_code
-    return f"{innermost} ({Path(code.co_filename).name}:{frame.f_lineno} {code.co_name})"
+
+def is_ours(path):
+    return path.startswith(f"{ROOT}/") and "site-packages" not in path
 
 
 # -----------------------------------------------------------------------------
@@ -220,37 +210,18 @@ def describe(report):
 
 
 def cause(reports, missing):
-    """Return (why the run hangs, the ranks that keep the others waiting; [] if the program is wrong).
+    """Return (why the run hangs, the ranks that keep the others waiting; [] if none is known).
 
     reports: {rank: report}. missing: ranks without a report.
     """
     if missing:
         return f"{format_ranks(missing)} did not answer", missing
-    different = different_collectives(reports)
-    if different:
-        return different, []
     late = late_ranks(reports)
     if late:
         ranks, axis, begun, most = late
         names = format_ranks(ranks)
         return f"{names} began {begun} collectives over {axis}, others {most}: they wait for {names}", ranks
-    return "all ranks began the same collectives: a device, a file or a peer does not answer", []
-
-
-def different_collectives(reports):
-    """Name two ranks that are in different collectives of one axis, after equally long histories, or None."""
-    for rank, report in reports.items():
-        if report["last"] is None:
-            continue
-        axis, what = report["last"]
-        for partner in report["axes"].get(axis, ()):
-            other = reports[partner]
-            if other["last"] is None or other["begun"].get(axis) != report["begun"].get(axis):
-                continue
-            other_axis, other_what = other["last"]
-            if other_axis == axis and other_what != what:
-                return f"mismatch over {axis}: rank {rank} is in {what}, rank {partner} in {other_what}"
-    return None
+    return "all ranks began as many collectives: do they differ below? Else a device or a file is silent", []
 
 
 def late_ranks(reports):
@@ -285,13 +256,10 @@ def format_ranks(numbers):
 
 # -----------------------------------------------------------------------------
 # Slow ranks. All ranks finish a step together, because they wait for each other. So the comparison uses each
-# rank's own time, from the start of the step to its first collective. It is made only within a pipeline
-# stage, because stages do different work. Under a CUDA graph, the first collective that Python starts comes
-# after those of the graph. Then only delays before the graph (data) show.
+# rank's own time, from the start of the step to its first collective, within its stage of the pipeline. Under
+# a CUDA graph, Python starts no collective before the graph's end: only delays before it (data) show.
 
-# A rank is slow if its time exceeds the stage's median by this factor and, because short steps vary, by these
-# ms.
-SLOW_RATIO, SLOW_MARGIN_MS = 1.2, 2.0
+SLOW_RATIO, SLOW_MARGIN_MS = 1.2, 2.0  # above the stage's median, both: short steps vary
 SLOW_STREAK = 3  # intervals in a row after which a rank is reported
 
 
@@ -336,10 +304,7 @@ class Stragglers:
         return {"step_ms_min": min(ms), "step_ms_max": slowest, "slowest_rank": ms.index(slowest)}
 
     def flag_slow(self, ms):
-        """Return a line for each rank that is slow for the SLOW_STREAK-th time in a row.
-
-        ms: each rank's own time per step.
-        """
+        """Return a line for each rank that is slow for the SLOW_STREAK-th time. ms: of each rank."""
         lines = []
         streak = {}
         for rank, own in enumerate(ms):
