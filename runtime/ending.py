@@ -12,6 +12,11 @@ from skip import give_up_message
 HELD = ("metrics.jsonl", "loss.txt", "report.html", "config.json", "profile.html", "trace.json")
 
 
+def is_finished(run):
+    """Whether no run goes on from here. A run that is requeued draws its plot when it is done."""
+    return run.outcome in (Outcome.DONE, Outcome.FAILED) and run.stop_reason is None
+
+
 def report_ending(run):
     """Write the report, and print how a train.Run ended and what can be typed next, on rank 0."""
     out = run.out
