@@ -15,7 +15,7 @@ import dataclasses
 import json
 import shlex
 import sys
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -29,18 +29,17 @@ if __name__ == "__main__":  # It says what to type where they are not installed.
 import tyro
 
 import checkpoint
-from config import SHAPE, SILENT, check
+from config import SHAPE, SILENT, as_typed, check
 from corpus import tokenizer
 from corpus.chat import END, MARKERS
 from corpus.masked import MASK
 from hub import gguf, peft
-from hub.families import FAMILIES, config_json, family_of
+from hub.families import FAMILIES, config_json, family_of, full_config
 from hub.tokenizer import export_tokenizer
-from hub.weights import HuggingFace, lazy_pieces, lazy_tensors, tensors
+from hub.weights import HuggingFace, lazy_tensors, tensors
 from interface import paths
 from interface.command_line import command_line, given_flags, read_run_config, wrong_input
 from interface.files import load_json, must_write, sound_rows, whole_folder
-from interface.terminal import printable
 from runtime import adapters
 
 Command = tyro.conf.Positional[Literal["import", "export", "gguf", "peft"]]
@@ -54,7 +53,7 @@ class Flags:
     command: Command
     model: Folder  # import: its directory; export, gguf, peft: a run, or one of its step_N
     out: str = ""  # a new directory for the result; gguf: a new file
-    # export, gguf: of the weights; the masters are fp32
+    # export, gguf, peft: of the weights; the masters are fp32
     dtype: Literal["fp32", "bf16", "fp16", "fp64"] = "fp32"
     shard_gb: float = 5.0  # export: the most GB of a file
     seq_len: int = 0  # import, rotary positions: a shorter sequence than the model's; 0 keeps the model's
@@ -62,9 +61,6 @@ class Flags:
     # which peft finds the model that they belong to
     base: str = ""
     RANGES = {"shard_gb": (1e-6, 10**6), "seq_len": (0, 2**24)}
-    # Which flags a command reads, of those that not all commands read
-    READ = {"export": {"dtype", "shard_gb"}, "gguf": {"dtype"}, "peft": {"dtype", "base"},
-            "import": {"seq_len"}, "import of adapters": {"base"}}
     MISSING = ("import, export, gguf or peft and a directory are needed, for example python convert.py "
                "export out/tiny --out hf/tiny, or python convert.py import MODEL_DIR --out out/NAME")
 
@@ -80,6 +76,7 @@ def read_run(run_dir):
     """
     run = Path(run_dir)
     step = None
+    said = ""
     if run.name.startswith("step_") and not (run / "config.json").exists():
         step = run
         run = step.parent
@@ -89,10 +86,10 @@ def read_run(run_dir):
         weights = HuggingFace(run)
         return weights.cfg, weights.vocab_size, weights, run, ""
     if step is None:
-        weights, said = open_chosen(run)
+        step, said = choose_step(run)
     else:
-        weights = checkpoint.Reader(step, checkpoint.check(step))
-        said = ""
+        checkpoint.check(step)
+    weights = checkpoint.Reader(step).open_all()  # what is open stays readable if the run removes it (--keep)
     cfg, vocab_size = read_run_config(run / "config.json")
     if cfg.lora:
         cfg, weights = adapters.open_merged(cfg, weights)
@@ -107,30 +104,17 @@ def is_theirs(folder):
     return False
 
 
-def open_chosen(run):
-    """Return (the Reader of choose_step(), its line). Files that are open stay readable."""
-    while True:
-        step, said = choose_step(run)
-        try:
-            return checkpoint.Reader(step).open_all(), said
-        except (ValueError, OSError):
-            if step.exists():
-                raise
-            # The run goes on and has removed it: there is another one.
-
-
 def choose_step(run):
     """Return the checkpoint of a run to take, and a line that says which it is and why.
 
     It is the checkpoint with the lowest validation loss, if that is known and the checkpoint is sound.
     Otherwise it is the newest sound one.
     """
-    newest = checkpoint.newest(run)
-    if newest is None:
+    chosen = checkpoint.newest(run)
+    if chosen is None:
         raise FileNotFoundError(f"{run} holds no sound checkpoint; train with --save-every N")
-    chosen = newest
     why = "the newest checkpoint"
-    lowest = checkpoint.read_index(newest)["meta"].get("best", {})
+    lowest = checkpoint.read_index(chosen)["meta"].get("best", {})
     best = run / f"step_{lowest.get('step', 0):06d}"
     if "val_loss" in lowest and best.is_dir() and checkpoint.damage(best) is None:
         chosen = best
@@ -158,16 +142,8 @@ def import_adapter(flags):
     check(cfg)
     vocabulary = (tokenizer.load_if_there(folder, vocab_size)
                   or tokenizer.load_if_there(step.parent, vocab_size))
-    saved = save_run(flags, cfg, pieces, vocabulary, {"base": adapters.reference(step, index)})
-    return (f"{saved}: adapters of rank {rank}, alpha {alpha:g}, on top of {step}\n"
-            f"{after_import(saved.parent, saved)}")
-
-
-def after_import(out, step):
-    """Return lines with what can be typed with an imported model: its folder, and its step in there."""
-    sample = shlex.join(["python", paths.program("sample.py"), str(out)])
-    train = shlex.join(["python", paths.program("train.py"), "--data", "data/NAME", "--init-from", str(step)])
-    return f"write text:   {sample} --prompt ...\ntrain on:     {train}"
+    said = save_run(flags.out, cfg, pieces, vocabulary, {"base": adapters.reference(step, index)})
+    return f"adapters of rank {rank}, alpha {alpha:g}, on top of {step}\n{said}"
 
 
 def import_model(flags):
@@ -178,32 +154,31 @@ def import_model(flags):
     weights = HuggingFace(flags.model, flags.seq_len)
     vocabulary = tokenizer.load_if_there(weights.path, weights.vocab_size)
     cfg = dataclasses.replace(weights.cfg, vocab_size=weights.vocab_size)
-    step = save_run(flags, cfg, lazy_pieces(weights), vocabulary, {})
+    said = save_run(flags.out, cfg, weights.pieces(), vocabulary, {})
+    data = f"{flags.model} holds no tokenizer.json; make it with the tokenizer of the model's training"
     if vocabulary:
         data = (f"python {paths.program('prepare.py')} FILE... --name NAME "
                 f"--tokenizer {shlex.quote(flags.out)}")
-    else:
-        data = f"{flags.model} holds no tokenizer.json; make it with the tokenizer of the model's training"
-    left_out = ""
-    if weights.left_out:
-        left_out = (f"left out, as the logits do not depend on them: {len(weights.left_out)} tensors, "
-                    f"{printable(weights.left_out[0])} first\n")
-    return f"{left_out}{step}\n{after_import(step.parent, step)}\ndata/NAME:    {data}"
+    return f"{said}\ndata/NAME:    {data}"
 
 
-def save_run(flags, cfg, pieces, vocabulary, meta):
-    """Write a run that has made no step; return its checkpoint. meta: what index.json says besides."""
+def save_run(out, cfg, pieces, vocabulary, meta):
+    """Write a run that has made no step; return lines that say what can be typed with it.
+
+    meta: what index.json says besides.
+    """
     saved = dataclasses.asdict(cfg)
     meta = {"step": 0, "samples": 0, "skipped": 0, "nan_steps": 0, "adam_t": 0, "world": 1, "seed": cfg.seed,
             "data": "", "skip": [], "scaler": None, "best": {}, "vocab_size": cfg.vocab_size,
             "shape": {flag: saved[flag] for flag in SHAPE}, "flags": saved, **meta}
-    out = Path(flags.out)
-    with must_write(out, reads=True), whole_folder(out) as folder:
-        step = out / checkpoint.save(folder, 0, pieces, meta).name
+    with must_write(out, reads=True), whole_folder(Path(out)) as folder:
+        step = Path(out, checkpoint.save(folder, 0, pieces, meta).name)
         if vocabulary:
             vocabulary.save(folder / "tokenizer.json")
         write_json(folder / "config.json", {**saved, "vocab_size_used": cfg.vocab_size})
-    return step
+    sample = shlex.join(["python", paths.program("sample.py"), out])
+    train = shlex.join(["python", paths.program("train.py"), "--data", "data/NAME", "--init-from", str(step)])
+    return f"{step}\nwrite text:   {sample} --prompt ...\ntrain on:     {train}"
 
 
 # -----------------------------------------------------------------------------
@@ -211,20 +186,17 @@ def save_run(flags, cfg, pieces, vocabulary, meta):
 
 def export_model(flags):
     """Write one of our runs as a directory of Hugging Face; return a line that says so."""
-    from model import DTYPES
-    cfg, vocab_size, weights, run, said = read_run(flags.model)
-    if isinstance(weights, HuggingFace):
-        raise ValueError(f"{run} is a model of Hugging Face already; export takes a run of train.py")
+    cfg, vocab_size, weights, run, said, dtype = read_ours(flags)
     kind = family_of(cfg)
-    full = full_config(cfg, kind)
     vocabulary = tokenizer.load_if_there(run, vocab_size)
     if vocabulary and cfg.objective == "mlm":
-        vocabulary = with_mask(vocabulary, run)
-    lazy = lazy_tensors(weights, tensors(full, kind, vocab_size), DTYPES[flags.dtype])
+        # [MASK] is one id past the data's.
+        vocabulary = vocabulary.with_special([MASK])
+    full = full_config(cfg, kind)
+    lazy = lazy_tensors(weights, tensors(full, kind, vocab_size), dtype)
 
     eod = vocabulary.eod if vocabulary else None
-    dtype = str(DTYPES[flags.dtype]).removeprefix("torch.")
-    files = {"config.json": config_json(full, kind, vocab_size, eod, dtype)}
+    files = {"config.json": config_json(full, kind, vocab_size, eod, str(dtype).removeprefix("torch."))}
     if cfg.objective == "causal":
         # In transformers, generate() stops at the tokens of generation_config.json. config.json names only
         # end-of-document, and import finds it there.
@@ -234,45 +206,41 @@ def export_model(flags):
         files["generation_config.json"] = {"bos_token_id": eod, "eos_token_id": ends, "pad_token_id": eod}
     if vocabulary:
         files |= export_tokenizer(vocabulary, cfg.seq_len)
-    card = model_card(cfg, kind, weights, run, flags.dtype, files.get("tokenizer_config.json", {}))
 
-    out = Path(flags.out)
-    with must_write(out), whole_folder(out) as folder:
+    with written(flags.out, files) as folder:
         write_weights(folder, lazy, flags.shard_gb * 1e9)
-        for name, content in files.items():
-            write_json(folder / name, content)
+        card = model_card(cfg, kind, weights, run, flags.dtype)
         (folder / "README.md").write_bytes(card.encode())
-    return (f"{said}{out}: {FAMILIES[kind].architecture}, {len(lazy)} tensors in {flags.dtype}\n"
+    return (f"{said}{flags.out}: {FAMILIES[kind].architecture}, {len(lazy)} tensors in {flags.dtype}\n"
             f"to publish it: hf upload YOUR_NAME/{shlex.quote(run.name)} {shlex.quote(flags.out)}")
 
 
-def full_config(cfg, kind):
-    """Return cfg with the flags that give our model all tensors of the family."""
-    full = dataclasses.replace(cfg, **FAMILIES[kind].flags)
-    if kind == "glm4_moe" and not cfg.n_shared_experts:
-        full = dataclasses.replace(full, n_shared_experts=1)
-    return full
+def read_ours(flags):
+    """Return read_run() of a run of ours, and torch's dtype of --dtype."""
+    from model import DTYPES
+    found = read_run(flags.model)
+    if isinstance(found[2], HuggingFace):
+        raise ValueError(f"{flags.model} is a model of Hugging Face already; give a run of train.py")
+    return *found, DTYPES[flags.dtype]
 
 
-def with_mask(vocabulary, run):
-    """Return the tokenizer of a masked language model with the token [MASK], which is one id past the data's.
-
-    ValueError: config.json has another id.
-    """
-    found = load_json(run / "config.json").get("mask_token")
-    vocabulary = vocabulary.with_special([MASK])
-    if vocabulary.special[MASK] != found:
-        raise ValueError(f"{run}/config.json has {MASK} as {found!r}, by tokenizer.json it is "
-                         f"{vocabulary.special[MASK]}: they are of two runs")
-    return vocabulary
+@contextmanager
+def written(out, files):
+    """Give the folder that becomes `out`, with the files {name: content as JSON} in it."""
+    with must_write(out), whole_folder(Path(out)) as folder:
+        for name, content in files.items():
+            write_json(folder / name, content)
+        yield folder
 
 
 def write_weights(out, lazy, most):
     """Write {name: Lazy} as files of at most `most` bytes. A larger tensor has a file of its own."""
     groups = []  # {name: Lazy} for each file
     room = 0
+    total = 0
     for name, tensor in lazy.items():
         size = tensor.numel() * tensor.element_size()
+        total += size
         if not groups or size > room:
             groups.append({})
             room = most
@@ -287,50 +255,42 @@ def write_weights(out, lazy, most):
         file = f"model-{i:05d}-of-{len(groups):05d}.safetensors"
         checkpoint.write_safetensors(out / file, group, {"format": "pt"})
         file_of.update(dict.fromkeys(group, file))
-    total = sum(tensor.numel() * tensor.element_size() for tensor in lazy.values())
     index = {"metadata": {"total_size": total}, "weight_map": file_of}
     write_json(out / "model.safetensors.index.json", index)
 
 
 def export_adapter(flags):
     """Write the adapters of a run with --lora as peft's files; return a line that says so."""
-    from model import DTYPES
-    cfg, vocab_size, weights, run, said = read_run(flags.model)
+    cfg, vocab_size, weights, run, said, dtype = read_ours(flags)
     if not isinstance(weights, adapters.Merged):
         raise ValueError(f"{run} has no adapters; convert.py export writes the whole model")
-    lazy, adapter_config = peft.to_peft(weights, cfg, vocab_size, DTYPES[flags.dtype], flags.base)
-    files = {peft.CONFIG: adapter_config}
+    lazy = peft.to_peft(weights, cfg, vocab_size, dtype)
+    files = {peft.CONFIG: peft.adapter_config(weights.cfg, lazy, flags.base)}
     if vocabulary := tokenizer.load_if_there(run, vocab_size):
         files |= export_tokenizer(vocabulary, cfg.seq_len)
-    out = Path(flags.out)
-    with must_write(out), whole_folder(out) as folder:
+    with written(flags.out, files) as folder:
         checkpoint.write_safetensors(folder / peft.WEIGHTS, lazy, {"format": "pt"})
-        for name, content in files.items():
-            write_json(folder / name, content)
-    return f"{said}{out}: {len(lazy)} tensors of adapters in {flags.dtype}, for peft"
+    return f"{said}{flags.out}: {len(lazy)} tensors of adapters in {flags.dtype}, for peft"
 
 
 def write_gguf(flags):
     """Write a run of ours as a file that llama.cpp reads; return lines that say so."""
-    from model import DTYPES
-    cfg, vocab_size, weights, run, said = read_run(flags.model)
+    cfg, vocab_size, weights, run, said, dtype = read_ours(flags)
     if flags.dtype not in gguf.FILE_TYPES:
-        raise ValueError(f"--dtype {flags.dtype}: llama.cpp has none; give one of "
-                         f"{', '.join(gguf.FILE_TYPES)}")
+        raise ValueError(f"--dtype {flags.dtype}: llama.cpp has only {', '.join(gguf.FILE_TYPES)}")
     kind = family_of(cfg)
     vocabulary = tokenizer.load_if_there(run, vocab_size)
     if vocabulary is None:
         raise ValueError(f"{run} holds no tokenizer.json, and llama.cpp reads no model without one; train on "
                          "data of prepare.py")
     full = full_config(cfg, kind)
-    out = Path(flags.out)
-    with must_write(out), whole_folder(out, "model.gguf") as folder:
+    with must_write(flags.out), whole_folder(Path(flags.out), "model.gguf") as folder:
         writer = gguf.open_writer(folder / "model.gguf", full, kind)
         gguf.add_model(writer, full, kind, vocab_size, run.name, flags.dtype)
         gguf.add_tokenizer(writer, vocabulary, vocab_size)
-        lazy = gguf.lazy_tensors(weights, full, kind, vocab_size, DTYPES[flags.dtype])
+        lazy = gguf.lazy_tensors(weights, full, kind, vocab_size, dtype)
         gguf.write(writer, lazy)
-    return (f"{said}{out}: {writer.arch}, {len(lazy)} tensors in {flags.dtype}\n"
+    return (f"{said}{flags.out}: {writer.arch}, {len(lazy)} tensors in {flags.dtype}\n"
             f"llama-cli -m {shlex.quote(flags.out)} -p ...")
 
 
@@ -342,122 +302,68 @@ def write_json(path, content):
 # -----------------------------------------------------------------------------
 # The README.md of an exported model
 
-CONTINUE = """from transformers import AutoModelForCausalLM, AutoTokenizer
+CODE = {  # {--objective: how to run the model}
+    "causal": """from transformers import AutoModelForCausalLM, AutoTokenizer
 model, tokenizer = (kind.from_pretrained(".") for kind in (AutoModelForCausalLM, AutoTokenizer))
-text = {text}
-print(tokenizer.decode(model.generate(**text, max_new_tokens=50)[0]))"""
-PLAIN = 'tokenizer("Once", return_tensors="pt")'
-CHAT = """tokenizer.apply_chat_template([{"role": "user", "content": "Hello"}], return_tensors="pt",
-                                     return_dict=True, add_generation_prompt=True)"""
-FILL = """from transformers import pipeline
+text = tokenizer("Once", return_tensors="pt")
+print(tokenizer.decode(model.generate(**text, max_new_tokens=50)[0]))""",
+    "mlm": """from transformers import pipeline
 for found in pipeline("fill-mask", ".")("a[MASK] in a text"):
-    print(found["score"], repr(found["sequence"]))"""
+    print(found["score"], repr(found["sequence"]))"""}
 
 
-def model_card(cfg, kind, weights, run, dtype, settings):
-    """Return README.md: what was trained, on what, and how far. settings: of tokenizer_config.json."""
+def model_card(cfg, kind, weights, run, dtype):
+    """Return README.md: what was trained, on what, and how far."""
     meta = weights.index["meta"]
-    data = meta.get("data") or "not known"
-    losses = "; ".join(last_losses(run, meta["step"])) or "no losses are known"
-    # Of the flags that say nothing about the training, only the skipped steps are interesting here.
-    flags = flag_words(cfg, {"data", *SILENT} - {"train_range_to_skip"})
-    began = ""
-    if source := load_json(run / "config.json").get("init_from"):  # a resume empties it
-        began = f"- started from the weights of {Path(source).name}; what follows counts this run alone\n"
-    note = ""
-    if cfg.capacity_factor:
-        note = (f"Training dropped what exceeded a capacity of {cfg.capacity_factor} per expert; here no "
-                "token is dropped, so the losses above are not quite this model's.\n\n")
-    if cfg.objective == "mlm":
-        code = FILL
-    else:
-        code = CONTINUE.replace("{text}", CHAT if "chat_template" in settings else PLAIN)
-    return f"""{yaml_head(cfg, run)}
-# {run.name}, step {meta['step']}
-
-{FAMILIES[kind].architecture} in {dtype}, exported from nanoshard's {weights.path.name}.
-
-{began}- sequences trained on: {meta.get('samples')} of {cfg.seq_len} tokens; data: {data}
-- {losses}
-- flags that differ from the defaults: `{flags or 'none'}`
-
-{note}```python
-{code}
-```
-"""
-
-
-def yaml_head(cfg, run):
-    """Return the first lines of a model card, from which the hub knows what the model is for."""
-    task = "fill-mask" if cfg.objective == "mlm" else "text-generation"
-    # A text in JSON is the same text in YAML, whatever characters the name has.
-    return (f"---\nlibrary_name: transformers\npipeline_tag: {task}\nmodel_name: {json.dumps(run.name)}\n"
-            "tags:\n- nanoshard\n---")
-
-
-def last_losses(run, step):
-    """Return a list of text: the last training loss and the last validation loss of a run up to `step`."""
-    rows = [row for row in sound_rows(run / "metrics.jsonl")[0] if row["step"] <= step]
-    losses = []
-    for word, key in (("training", "loss"), ("validation", "val_loss")):
+    task = {"causal": "text-generation", "mlm": "fill-mask"}[cfg.objective]
+    facts = [f"sequences trained on: {meta.get('samples')} of {cfg.seq_len} tokens",
+             f"data: {meta.get('data') or 'not known'}"]
+    flags = {}
+    for field in dataclasses.fields(cfg):
+        value = getattr(cfg, field.name)
+        if value != field.default and field.name not in (*SILENT, "data", "init_from"):
+            flags[field.name] = value
+    facts.append(f"flags that differ from the defaults: {as_typed(flags) or 'none'}")
+    rows = [row for row in sound_rows(run / "metrics.jsonl")[0] if row["step"] <= meta["step"]]
+    for key in ("loss", "val_loss"):
         known = [row for row in rows if row.get(key)]
         if known:
-            losses.append(f"{word} loss {known[-1][key]:.4f} at step {known[-1]['step']}")
-    return losses
-
-
-def flag_words(cfg, left_out=()):
-    """Return the flags that differ from the defaults, as train.py reads them."""
-    words = []
-    for field in dataclasses.fields(cfg):
-        flag = field.name.replace("_", "-")
-        value = getattr(cfg, field.name)
-        if value == field.default or field.name in left_out:
-            continue
-        if isinstance(value, bool):
-            words.append(f"--{flag}" if value else f"--no-{flag}")
-        else:
-            values = value if isinstance(value, tuple) else [value]
-            words.append(f"--{flag}")
-            words.extend(shlex.quote(str(v)) for v in values)
-    return " ".join(words)
+            facts.append(f"{key} {known[-1][key]:.4f} at step {known[-1]['step']}")
+    if cfg.capacity_factor:
+        facts.append(f"training dropped what exceeded a capacity of {cfg.capacity_factor} per expert; here "
+                     "no token is dropped")
+    said = "\n".join(f"- {fact}" for fact in facts)
+    return (f"---\nlibrary_name: transformers\npipeline_tag: {task}\ntags:\n- nanoshard\n---\n"
+            f"# {run.name}, step {meta['step']}\n\n{FAMILIES[kind].architecture} in {dtype}, exported from "
+            f"nanoshard's {weights.path.name}.\n\n{said}\n\n```python\n{CODE[cfg.objective]}\n```\n")
 
 
 # -----------------------------------------------------------------------------
 # The command line
 
-def refuse_unread(flags):
-    """ValueError: a flag is given that this command does not read."""
-    what = flags.command
-    if what == "import" and (Path(flags.model) / peft.CONFIG).exists():
-        what = "import of adapters"
-    unread = given_flags(flags, set().union(*Flags.READ.values()) - Flags.READ[what])
-    if unread:
-        raise ValueError(f"{what} does not read {', '.join(unread)}; leave it out")
+COMMANDS = {  # {command: (its function, the flags that it reads, of those that not all commands read)}
+    "import": (import_model, {"seq_len"}), "import of adapters": (import_adapter, {"base"}),
+    "export": (export_model, {"dtype", "shard_gb"}), "gguf": (write_gguf, {"dtype"}),
+    "peft": (export_adapter, {"dtype", "base"})}
 
 
 @wrong_input()
 def main(argv=None):
     """Import or export. SystemExit(2) after one line on stderr: wrong input."""
     flags = command_line(Flags, sys.argv[1:] if argv is None else argv, "convert.py", __doc__)
-    refuse_unread(flags)
+    command = flags.command
+    if command == "import" and Path(flags.model, peft.CONFIG).exists():
+        command = "import of adapters"
+    run, reads = COMMANDS[command]
+    unread = given_flags(flags, {"dtype", "shard_gb", "seq_len", "base"} - reads)
+    if unread:
+        raise ValueError(f"{command} does not read {', '.join(unread)}; leave it out")
     out = Path(flags.out)
-    if flags.command == "gguf":
-        if not flags.out or out.exists():
-            raise ValueError(f"--out {flags.out or 'is missing'}: give a new file, such as model.gguf")
-        print(write_gguf(flags))
-        return
-    is_new = not out.exists() or out.is_dir() and not any(out.iterdir())
+    is_new = not out.exists() or command != "gguf" and out.is_dir() and not any(out.iterdir())
     if not flags.out or not is_new:
-        raise ValueError(f"--out {flags.out or 'is missing'}: give a new directory, or an empty one")
-    if flags.command == "import" and (Path(flags.model) / peft.CONFIG).exists():
-        print(import_adapter(flags))
-    elif flags.command == "import":
-        print(import_model(flags))
-    elif flags.command == "peft":
-        print(export_adapter(flags))
-    else:
-        print(export_model(flags))
+        wanted = "a new file, such as model.gguf" if command == "gguf" else "a new directory, or an empty one"
+        raise ValueError(f"--out {flags.out or 'is missing'}: give {wanted}")
+    print(run(flags))
 
 
 if __name__ == "__main__":

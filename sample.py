@@ -11,6 +11,8 @@ seq_len / 2 to seq_len of them, because windows of seq_len move on by half of it
 end-of-document; where the vocabulary has none (char), its first token is not predicted. With no token to
 predict, loss and perplexity are null.
 
+--step N prints the text of step N of the run's training, by data-parallel rank and micro-batch.
+
 --chat talks with you, by a model that was trained on conversations (prepare.py chat), in the terminal or from
 a pipe with a question on each line. /reset forgets, Ctrl-C stops an answer, Ctrl-D ends. Several ranks share
 the model with mpiexec -n 2 python sample.py RUN_DIR --chat --tp 2.
@@ -21,6 +23,7 @@ import dataclasses
 import itertools
 import json
 import math
+import signal
 import sys
 from dataclasses import dataclass
 from functools import partial
@@ -36,15 +39,15 @@ if __name__ == "__main__":  # It says what to type where they are not installed.
 import numpy as np
 import tyro
 
-from convert import is_theirs, read_run
+from convert import read_run
 from corpus import text, tokenizer
 from corpus.chat import MARKERS, Template
 from corpus.masked import MASK
-from interface.command_line import command_line, given_flags, wrong_input
-from interface.console import Console
-from interface.files import Range, check_schema, load_json
+from corpus.samples import batch_size, open_data
+from interface.command_line import command_line, given_flags, read_run_config, wrong_input
+from interface.files import load_json
 from interface.serve import Server
-from interface.terminal import drop_what_fails, show
+from interface.terminal import show
 
 Prompts = tyro.conf.UseAppendAction[tuple[str, ...]]
 RunDir = tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="RUN_DIR")]]
@@ -61,7 +64,8 @@ class Flags:
     temperature: float = 0.8  # below 1 favours likely tokens; 0 always takes the likeliest
     top_k: int = 50  # keep the k likeliest tokens; 0 keeps all
     seed: int = 1337  # of the random draws
-    score: str | None = None  # print the loss and the perplexity of this file's text; no sample
+    score: str = ""  # print the loss and the perplexity of this file's text; no sample
+    step: int = 0  # print the text of this step of the run's training
     chat: bool = False  # answer questions from the terminal
     serve: bool = False  # talk in the browser, at http://127.0.0.1:8000
     host: str = "127.0.0.1"  # serve: where to listen; with other addresses, from other machines
@@ -73,41 +77,31 @@ class Flags:
     MISSING = ("no RUN is given: the --out directory of a run of train.py, for example python sample.py "
                "out/tiny --prompt 'def main('")
     RANGES = {"n": (1, 10**6), "max_new_tokens": (0, 10**9), "temperature": (0, 10**6), "top_k": (0, 2**24),
-              "port": (0, 65535)}
+              "port": (0, 65535), "step": (0, 10**9)}
 
-    def check(self):
-        """Raise ValueError for a temperature that cannot divide logits, or for flags that exclude each
-        other."""
-        asked = [self.chat, self.serve, self.score is not None, bool(self.prompt or self.fill)]
-        if sum(asked) > 1:
-            raise ValueError("--chat, --serve, --score and --prompt or --fill exclude each other; give one")
-        if 0 < self.temperature < 1e-6:
-            raise ValueError(f"--temperature {self.temperature} is too small; try 0, the likeliest token")
-        if not self.chat and self.tp * self.ep > 1:
-            raise ValueError("--tp and --ep are for --chat; samples and --serve come from one process")
-        ignored = given_flags(self, ("n", "max_new_tokens", "temperature", "top_k", "seed"))
-        if self.score is not None and ignored:
-            raise ValueError(f"--score draws no text; leave out {', '.join(ignored)}")
-        if self.fill and ignored:
-            raise ValueError(f"--fill takes the likeliest tokens; leave out {', '.join(ignored)}")
-        if (self.chat or self.serve) and self.n != Flags.n:
-            raise ValueError("--n draws several samples of a --prompt, and a question has one answer; leave "
-                             "out --n")
-        if self.system and not (self.chat or self.serve):
-            raise ValueError("--system is for --chat and --serve; put its words into --prompt")
-        if not self.serve and (self.host, self.port) != (Flags.host, Flags.port):
-            raise ValueError("--host and --port are for --serve; add it, or leave them out")
+    def mode(self):
+        """Return what is asked for, a key of READS. ValueError: two things are, or a flag is for another."""
+        asked = [name for name in READS if getattr(self, name)] or ["prompt"]
+        if len(asked) > 1:
+            raise ValueError(f"--{asked[0]} and --{asked[1]} exclude each other; give one")
+        unread = given_flags(self, set().union(*READS.values()) - READS[asked[0]])
+        if unread:
+            raise ValueError(f"--{asked[0]} does not read {', '.join(unread)}; leave it out")
+        return asked[0]
+
+
+DRAW = {"max_new_tokens", "temperature", "top_k", "seed"}
+READS = {  # {flag that says what is asked for: further flags that it reads}
+    "prompt": {"n", *DRAW}, "fill": set(), "score": set(), "step": set(),
+    "chat": {"system", "tp", "ep", *DRAW}, "serve": {"system", "host", "port", *DRAW}}
 
 
 def load_model(cfg, vocab_size, weights, world=None):
     """Return the model with the weights of a checkpoint.Reader, whole, on this process's device.
 
-    With world, the model is this rank's share, cut by cfg.tp and cfg.ep over the ranks of world. All weights
-    are fp32 here, whatever --dtype was. A model that was trained with --fp8 multiplies in fp32, too: what is
-    rounded anew for each token gains no time. A model that was trained with --capacity-factor drops no row
-    here. The limit of an expert follows from the number of tokens that are read at once, so a text would have
-    other logits in one read than token by token.
-    ValueError: the weights belong to another model.
+    With world, it is this rank's share, cut by cfg.tp and cfg.ep. All weights are fp32, none in fp8.
+    No row is dropped for --capacity-factor: an expert's limit follows from the tokens that are read at once,
+    so a text would have other logits in one read than token by token. ValueError: the weights do not fit.
     """
     from runtime.launch import World  # isort: skip (before torch: it sets how idle threads wait)
     import torch  # not at the top: wrong input is found without waiting seconds for torch
@@ -119,13 +113,6 @@ def load_model(cfg, vocab_size, weights, world=None):
         mesh = make_mesh(World())
     else:
         mesh = make_mesh(world, cfg.tp, ep=cfg.ep)
-
-    # A model without memory shows whether all names and shapes fit.
-    with torch.device("meta"):
-        empty = GPT(cfg, mesh, vocab_size)
-    for name, p in empty.named_parameters():
-        weights.fill(name, p[:0], p.full_shape, p.offset)
-
     device = torch.device("cpu")
     if torch.accelerator.is_available():
         device = torch.accelerator.current_accelerator()
@@ -141,83 +128,64 @@ def load_model(cfg, vocab_size, weights, world=None):
 
 
 def load_vocabulary(run, vocab_size):
-    """Return the run's tokenizer.
-
-    ValueError, OSError: there is none, or it has more symbols than the model.
-    """
-    there = Path(run, "tokenizer.json").exists()
-    if not there and is_theirs(Path(run)):
-        raise ValueError(f"{run} has no tokenizer.json; save its tokenizer again with transformers, as "
-                         "docs/hugging-face.md says")
-    if not there:
-        raise ValueError(f"{run} has no tokenizer.json: it was trained on data without text, as --data "
-                         "synthetic is, or imported without one; train with --data data/stdlib")
-    vocabulary = tokenizer.load(run)
-    if vocabulary.n_vocab > vocab_size:
-        raise ValueError(f"{run}/config.json has vocab_size_used {vocab_size}, tokenizer.json "
-                         f"{vocabulary.n_vocab} symbols: they are of two runs; give train.py's --out")
+    """Return the run's tokenizer. ValueError: there is none, or it has more symbols than the model."""
+    vocabulary = tokenizer.load_if_there(run, vocab_size)
+    if vocabulary is None:
+        raise ValueError(f"{run} has no tokenizer.json: it was trained on data without text (train with "
+                         "--data data/stdlib), or is of Hugging Face and lacks it (save its tokenizer again "
+                         "with transformers, as docs/hugging-face.md says)")
     return vocabulary
 
 
+@wrong_input()
 def main(argv=None):
     """Print the prompt with its continuation. SystemExit(2) after one line on stderr: wrong input."""
     argv = sys.argv[1:] if argv is None else argv
-    with wrong_input(quiet=another_rank_speaks()):
-        flags = command_line(Flags, argv, "sample.py", __doc__)
-        flags.check()
-    if flags.chat:
+    flags = command_line(Flags, argv, "sample.py", __doc__)
+    mode = flags.mode()
+    if mode == "chat":
         chat_main(flags, argv)
         return
-    with wrong_input(quiet=another_rank_speaks()):
-        refuse_several_ranks()
-        cfg, vocab_size, weights, run, said = read_run(flags.run_dir)
-        vocabulary = load_vocabulary(run, vocab_size)
-        check_objective(cfg, flags, run)
-        # All input is read before the model, because the model takes longer.
-        if flags.fill:
-            ids, mask = read_gaps(cfg, vocabulary, run, flags.fill)
-            answer = partial(print_fillings, vocabulary=vocabulary, ids=ids, mask=mask)
-        elif flags.serve:
-            server = Server(flags.host, flags.port)
-            answer = partial(serve, server=server, vocabulary=vocabulary, flags=flags, name=str(run))
-        elif flags.score is not None:
-            answer = partial(print_scores, documents=read_documents(flags.score, vocabulary))
-        else:
-            prompts = read_prompts(flags, vocabulary)
-            answer = partial(print_samples, vocabulary=vocabulary, prompts=prompts, flags=flags)
-        model = load_model(cfg, vocab_size, weights)
-        print(said, end="", file=sys.stderr, flush=True)
-        answer(model)
+    if mode == "step":
+        print_step(Path(flags.run_dir), flags.step)
+        return
+    cfg, vocab_size, weights, run, said = read_run(flags.run_dir)
+    vocabulary = load_vocabulary(run, vocab_size)
+    check_objective(cfg, mode, run)
+    # All input is read before the model, because the model takes longer.
+    if mode == "fill":
+        ids, mask = read_gaps(cfg, vocabulary, run, flags.fill)
+        answer = partial(print_fillings, vocabulary=vocabulary, ids=ids, mask=mask)
+    elif mode == "serve":
+        server = Server(flags.host, flags.port)
+        answer = partial(serve, server=server, vocabulary=vocabulary, flags=flags, name=str(run))
+    elif mode == "score":
+        answer = partial(print_scores, documents=read_documents(flags.score, vocabulary))
+    else:
+        prompts = [encode_prompt(prompt, vocabulary) for prompt in flags.prompt or ("\n",)]
+        answer = partial(print_samples, vocabulary=vocabulary, prompts=prompts, flags=flags)
+    model = load_model(cfg, vocab_size, weights)
+    print(said, end="", file=sys.stderr, flush=True)
+    answer(model.eval())
 
 
-def another_rank_speaks():
-    """Whether the first of several ranks reports wrong input, and this is another rank."""
-    from runtime import launcher
-    try:
-        return launcher.env_rank() > 0
-    except ValueError:  # launch() will say what is wrong
-        return False
+def check_objective(cfg, mode, run):
+    """Raise ValueError if a masked language model is to continue a text, or a causal one to fill gaps."""
+    if cfg.objective == "causal" and mode == "fill":
+        raise ValueError(f"{run} was trained with --objective causal, which sees no text behind a gap, so "
+                         "--fill is not for it; try --prompt")
+    if cfg.objective == "mlm" and mode != "fill":
+        raise ValueError(f"{run} was trained with --objective mlm, which fills gaps and continues no text; "
+                         f"give --fill 'a {MASK} in a text' alone")
 
 
-def refuse_several_ranks():
-    """ValueError: a launcher started several processes, each of which would print the same."""
-    from runtime import launcher
-    name, n_ranks = launcher.started_by()
-    if n_ranks != 1:
-        with_it = launcher.STARTED_WITH.get(name, name)
-        raise ValueError(f"only --chat takes several ranks; leave out {with_it}")
-
-
-def read_prompts(flags, vocabulary):
-    """Return the ids of each --prompt; the default is a line break.
-
-    ValueError: a prompt is empty, and the vocabulary has no end-of-document to start from.
-    """
-    prompts = [vocabulary.encode_prompt(prompt) for prompt in flags.prompt or ("\n",)]
-    if vocabulary.eod is None and not all(prompts):
+def encode_prompt(prompt, vocabulary):
+    """Return the ids that a text begins with. ValueError: the vocabulary cannot say it, or begin a text."""
+    ids = vocabulary.encode_prompt(prompt)
+    if not ids and vocabulary.eod is None:
         raise ValueError("--prompt is empty, and this vocabulary has no end-of-document to start from; "
                          "give at least one character")
-    return prompts
+    return ids
 
 
 def print_samples(model, vocabulary, prompts, flags):
@@ -226,7 +194,6 @@ def print_samples(model, vocabulary, prompts, flags):
     A token is printed as soon as it is drawn.
     """
     samples = [(prompt, flags.seed + i) for prompt in prompts for i in range(flags.n)]
-    model.eval()
     for number, (prompt, seed) in enumerate(samples, 1):
         if len(samples) > 1:
             print(f"--- sample {number} of {len(samples)}, --seed {seed}")
@@ -248,32 +215,41 @@ def new_ids(model, vocabulary, prompt, flags):
 
 
 # -----------------------------------------------------------------------------
-# A masked language model
+# --step
+
+def print_step(run, number):
+    """Print the samples of a step: a sample is a function of the seed and of its number.
+
+    This holds for a run whose batch never changed but by --rampup-batch-size.
+    """
+    cfg, vocab_size = read_run_config(run / "config.json")
+    vocabulary = load_vocabulary(run, vocab_size)
+    source, *_ = open_data(cfg, 0)
+    n_ranks = load_json(run / "config.json")["dp"]
+    full = cfg.global_batch or cfg.micro_batch * n_ranks
+    first = 0
+    for _ in range(number - 1):
+        first += batch_size(first, full, cfg.rampup_batch_size)
+    count = batch_size(first, full, cfg.rampup_batch_size)
+    for i in range(count):
+        rank, within = divmod(i, count // n_ranks)
+        print(f"--- sample {first + i}: rank {rank} of dp, micro-batch {within // cfg.micro_batch}")
+        tokens = source.batch(first + i, 1)[0]
+        show(vocabulary.decode(tokens[0].tolist()) + "\n")
+
+
+# -----------------------------------------------------------------------------
+# --fill
 
 CANDIDATES = 5  # tokens that are printed for each gap
-
-
-def check_objective(cfg, flags, run):
-    """Raise ValueError if a masked language model is to continue a text, or a causal one to fill gaps."""
-    if cfg.objective == "causal" and flags.fill:
-        raise ValueError(f"{run} was trained with --objective causal, which sees no text behind a gap, so "
-                         "--fill is not for it; try --prompt")
-    if cfg.objective == "mlm" and (flags.prompt or not flags.fill):
-        raise ValueError(f"{run} was trained with --objective mlm, which fills gaps and continues no text; "
-                         f"give --fill 'a {MASK} in a text' alone")
 
 
 def read_gaps(cfg, vocabulary, run, text):
     """Return the ids of text, and the id of [MASK].
 
-    ValueError: text has no [MASK], more tokens than a sequence, or a character that the vocabulary lacks; or
-    config.json lacks the id.
+    ValueError: text has no [MASK], more tokens than a sequence, or a character that the vocabulary lacks.
     """
-    saved = load_json(run / "config.json")
-    one_past = Range(vocabulary.n_vocab, saved["vocab_size_used"] - 1)  # read_run() has checked this number
-    check_schema(saved, {"mask_token": one_past}, run / "config.json")
-    mask = saved["mask_token"]
-
+    mask = load_json(run / "config.json")["mask_token"]
     *before, last = text.split(MASK)
     if not before:
         raise ValueError(f"--fill {text!r} has no {MASK}; for example --fill 'a {MASK} in a text'")
@@ -282,8 +258,7 @@ def read_gaps(cfg, vocabulary, run, text):
         # A byte pair begins with the space in front of its word, so that space belongs to the gap.
         if vocabulary.kind != "char":
             piece = piece.removesuffix(" ")
-        ids += vocabulary.encode(piece)
-        ids.append(mask)
+        ids += [*vocabulary.encode(piece), mask]
     ids += vocabulary.encode(last)
     if len(ids) > cfg.seq_len:
         raise ValueError(f"--fill has {len(ids)} tokens, a sequence has {cfg.seq_len}; give less text")
@@ -297,7 +272,6 @@ def print_fillings(model, vocabulary, ids, mask):
     """
     import torch
     device = next(model.parameters()).device
-    model.eval()
     with torch.no_grad():
         logits, _ = model(torch.tensor([ids], device=device))  # (t, V)
     gaps = [i for i, token in enumerate(ids) if token == mask]
@@ -370,7 +344,6 @@ def total_loss(model, ids):
     ids = torch.from_numpy(ids).to(device)
     inputs = ids[:-1]
     targets = ids[1:]
-    model.eval()
     total = 0.0
     done = 0  # targets that are predicted
     with torch.no_grad():
@@ -388,11 +361,6 @@ def total_loss(model, ids):
 # -----------------------------------------------------------------------------
 # --chat
 
-def alone(token):
-    """Stand in for `agree` on a single rank, which nothing stops."""
-    return token, False
-
-
 class Chat:
     """A conversation: its tokens so far, and the keys and values of the tokens that the model has seen.
 
@@ -400,7 +368,7 @@ class Chat:
     told to stop. Both are the same on all ranks.
     """
 
-    def __init__(self, model, vocabulary, flags, agree=alone):
+    def __init__(self, model, vocabulary, flags, agree=None):
         import torch
         self.model = model.eval()
         self.vocabulary = vocabulary
@@ -431,10 +399,12 @@ class Chat:
         from pipeline import stream
         flags = self.flags
         special = self.vocabulary.special.values()
+        stop = False
         try:
             for token in stream(self.model, self.tokens, flags.max_new_tokens, self.cache,
                                 temperature=flags.temperature, top_k=flags.top_k, rng=self.rng):
-                token, stop = self.agree(token)
+                if self.agree:
+                    token, stop = self.agree(token)
                 self.tokens[-1] = token
                 if token in special:
                     self.tokens.pop()
@@ -457,10 +427,13 @@ def chat_main(flags, argv):
     world = launch.launch(launch.NO_TIMEOUT, quiet=True)
     with world.everyone.input():
         cfg, vocab_size, weights, run, said = read_run(flags.run_dir)
-        check_objective(cfg, flags, run)
+        check_objective(cfg, "chat", run)
         vocabulary = load_vocabulary(run, vocab_size)
         Template(vocabulary)  # refuses a vocabulary before the model is read
-        cfg = chat_config(cfg, flags)
+        # Instead of the training's layout. The smallest micro-batch is one token per tp rank.
+        cfg = dataclasses.replace(
+            cfg, tp=flags.tp, ep=flags.ep, pp=1, cp=1, pp_chunks=1, pp_layers="", zero=0, shard=0,
+            micro_batch=flags.tp, rampup_batch_size=(), pdb=-1)
         if world.size == 1:
             check_alone(cfg, argv, "sample.py")
         mesh = make_mesh(world, cfg.tp, 1, cfg.ep, groups=False, n_experts=cfg.n_experts)
@@ -473,15 +446,61 @@ def chat_main(flags, argv):
     console.converse(chat)
     del chat  # and with it the mesh
     launch.shutdown(world)
-    drop_what_fails(sys.stdout)
 
 
-def chat_config(cfg, flags):
-    """Return cfg with the layout that --chat asks for, instead of the layout of the training."""
-    # The smallest micro-batch is one token per tp rank.
-    return dataclasses.replace(
-        cfg, tp=flags.tp, ep=flags.ep, pp=1, cp=1, pp_chunks=1, pp_layers="", zero=0, shard=0,
-        micro_batch=flags.tp, rampup_batch_size=(), pdb=-1)
+class Console:
+    """The terminal, or pipe, where rank 0 reads questions and prints answers."""
+
+    def __init__(self, world):
+        self.world = world
+        self.answering = False
+        self.stop = False  # Ctrl-C ends this answer
+        if hasattr(sys.stdin, "reconfigure"):  # no UTF-8 must not end rank 0 while the others wait
+            sys.stdin.reconfigure(errors="replace")
+        signal.signal(signal.SIGINT, self.interrupted if world.rank == 0 else signal.SIG_IGN)
+
+    def interrupted(self, *_):
+        self.stop = True
+        if not self.answering:
+            raise KeyboardInterrupt
+
+    def share(self, value):
+        """Return rank 0's value, a few bytes over the world, on every rank."""
+        return self.world.everyone.broadcast(value)
+
+    def agree(self, token):
+        return self.share((token, self.stop))
+
+    def converse(self, chat):
+        """Answer questions until there are no more."""
+        while (question := self.share(self.read_line())) is not None:
+            self.answering, self.stop = True, False
+            try:
+                if question == "/reset":
+                    chat.reset()
+                elif question:
+                    for piece in itertools.chain(chat.answer(question), ["\n"]):
+                        self.print(piece)
+            except ValueError as e:  # a character that the vocabulary lacks, on all ranks alike
+                self.print(f"nanoshard: {e}\n")
+            self.answering = False
+
+    def read_line(self):
+        """Return the next typed line, on rank 0; None at the end of the input."""
+        while self.world.rank == 0:
+            try:
+                if sys.stdin.isatty():
+                    self.print("> ")
+                return input().strip()
+            except KeyboardInterrupt:
+                self.print("\n/reset forgets, Ctrl-D ends\n")
+            except EOFError:
+                return None
+
+    def print(self, text):
+        """Print on rank 0."""
+        if self.world.rank == 0:
+            show(text)
 
 
 # -----------------------------------------------------------------------------
@@ -493,7 +512,7 @@ def serve(model, server, vocabulary, flags, name):
     settings = {"name": name, "mode": "chat" if talks else "text", "system": flags.system,
                 "temperature": flags.temperature}
     seeds = itertools.count(flags.seed)
-    server.run(partial(reply, model=model.eval(), vocabulary=vocabulary, flags=flags, seeds=seeds), settings)
+    server.run(partial(reply, model=model, vocabulary=vocabulary, flags=flags, seeds=seeds), settings)
 
 
 def reply(asked, *, model, vocabulary, flags, seeds):
@@ -503,22 +522,16 @@ def reply(asked, *, model, vocabulary, flags, seeds):
     """
     if not asked["messages"]:
         raise ValueError("there is no message")
-    flags = dataclasses.replace(
-        flags, temperature=round(asked["temperature"], 6), system=asked["system"],
-        prompt=tuple(asked["messages"][-1:]), seed=next(seeds))
-    if asked["mode"] == "text":
-        return continuation(model, vocabulary, flags)
+    flags = dataclasses.replace(flags, temperature=round(asked["temperature"], 6), system=asked["system"],
+                                seed=next(seeds))
     *before, question = asked["messages"]
+    if asked["mode"] == "text":
+        prompt = encode_prompt(question, vocabulary)
+        return vocabulary.whole_characters(new_ids(model, vocabulary, prompt, flags), prompt[-1:])
     chat = Chat(model, vocabulary, flags)
     for role, message in zip(itertools.cycle(("user", "assistant")), before, strict=False):
         chat.tokens += chat.template.message(role, message)
     return chat.answer(question)
-
-
-def continuation(model, vocabulary, flags):
-    """Return the pieces of the text that follows the --prompt. ValueError: it cannot be encoded."""
-    prompt, = read_prompts(flags, vocabulary)
-    return vocabulary.whole_characters(new_ids(model, vocabulary, prompt, flags), prompt[-1:])
 
 
 if __name__ == "__main__":

@@ -138,7 +138,8 @@ class Guard:
         # forever.
         is_spike = self.world.everyone.any(found is not None)  # one bool from each rank, over the world
         if is_spike:
-            self.reason = found or "spike: seen by another rank"
+            found = found or "spike: seen by another rank"
+            self.reason = f"{found}; its text: sample.py RUN --step {self.state.step + 1}"
         elif is_finite:  # the optimizer itself refuses a step that is not finite, on the device
             self.state.window = [*self.state.window, (loss, norm)][-WINDOW:]
         return is_spike

@@ -1,7 +1,6 @@
 """A model of ours as one GGUF file, the format of llama.cpp, by PyPI's package gguf: it knows the names."""
 import errno
 import os
-from contextlib import suppress
 from functools import partial
 
 from config import head_width
@@ -46,8 +45,8 @@ def open_writer(path, cfg, kind):
     }
     for part, is_there in refused.items():
         if is_there:
-            raise ValueError(f"no GGUF for this model: {part} cannot be written, or llama.cpp computes "
-                             "something else; convert.py export writes it for transformers")
+            raise ValueError(f"no GGUF for this model: llama.cpp computes something else for {part}; "
+                             "convert.py export writes it for transformers")
     return gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[gguf.MODEL_ARCH[ARCHITECTURES[kind]]])
 
 
@@ -148,12 +147,13 @@ def add_tokenizer(writer, vocabulary, vocab_size):
 
     ValueError: llama.cpp has no such tokenizer.
     """
-    pre_tokenizer = name_of_pattern(vocabulary)
-    model = tokenizer.byte_pairs(vocabulary)
-    if pre_tokenizer == "gpt-2" and len(model["merges"]) < len(vocabulary.encoding._mergeable_ranks) - 256:
-        raise ValueError("no GGUF for this tokenizer: some of its tokens come from no merge, and llama.cpp's "
-                         "gpt-2 knows no others")
-    names = {i: token for token, i in model["vocab"].items()}
+    pattern = vocabulary.spec.get("pattern")
+    if pattern not in PRE_TOKENIZERS:
+        raise ValueError(f"no GGUF for this tokenizer, {vocabulary.kind}: llama.cpp cuts a text as those of "
+                         "--tokenizer bpe, gpt2 and cl100k_base do; for one of Hugging Face run its own "
+                         "convert_hf_to_gguf.py on what convert.py export writes")
+    vocab, merges = tokenizer.byte_pairs(vocabulary)
+    names = {i: token for token, i in {**vocab, **vocabulary.special}.items()}
     if len(names) < len(vocabulary.ids):
         raise ValueError("no GGUF for this tokenizer: a token has the characters of a special token")
 
@@ -165,10 +165,10 @@ def add_tokenizer(writer, vocabulary, vocab_size):
     for i in vocabulary.special.values():
         types[i] = CONTROL
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(pre_tokenizer)
+    writer.add_tokenizer_pre(PRE_TOKENIZERS[pattern])
     writer.add_token_list(tokens)
     writer.add_token_types(types)
-    writer.add_token_merges([" ".join(pair) for pair in model["merges"]])
+    writer.add_token_merges([" ".join(pair) for pair in merges])
     writer.add_bos_token_id(vocabulary.eod)
     writer.add_eos_token_id(vocabulary.eod)
     writer.add_pad_token_id(vocabulary.eod)
@@ -179,21 +179,6 @@ def add_tokenizer(writer, vocabulary, vocab_size):
     if set(chat.MARKERS) <= vocabulary.special.keys():
         begin = vocabulary.decode(chat.Template(vocabulary).begin)
         writer.add_chat_template(tokenizer.jinja(begin))
-
-
-def name_of_pattern(vocabulary):
-    """Return llama.cpp's name for how a tokenizer cuts a text. ValueError: it has none."""
-    if vocabulary.kind == "hf":
-        raise ValueError("no GGUF for a tokenizer of Hugging Face: llama.cpp's own convert_hf_to_gguf.py "
-                         "knows those of released models; run it on what convert.py export writes")
-    if vocabulary.kind == "char":
-        raise ValueError("no GGUF for a tokenizer of characters: llama.cpp has none; prepare the data with "
-                         "--tokenizer bpe")
-    pattern = vocabulary.spec["pattern"]
-    if pattern not in PRE_TOKENIZERS:
-        raise ValueError("no GGUF for this tokenizer: llama.cpp cuts no text by its pattern, "
-                         f"{pattern[:40]!r}; it knows those of --tokenizer bpe, gpt2 and cl100k_base")
-    return PRE_TOKENIZERS[pattern]
 
 
 # -----------------------------------------------------------------------------
@@ -209,27 +194,15 @@ def write(writer, tensors):
     for name, tensor in tensors.items():
         size = tensor.numel() * tensor.element_size()
         writer.add_tensor_info(name, tensor.shape, np.dtype(np.float32), size, types[tensor.dtype])
-    try:
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_ti_data_to_file()
-        for name, tensor in tensors.items():
-            write_tensor(writer, name, tensor)
-    except BaseException:
-        with suppress(OSError):  # the first error is told
-            writer.close()
-        raise
-    writer.close()
-
-
-def write_tensor(writer, name, tensor):
-    import torch
-    values = tensor.detach().contiguous()
-    if not values.isfinite().all():
-        raise ValueError(f"{name} has values that are not finite in this --dtype; try --dtype fp32")
-    try:
-        writer.write_tensor_data(values.view(torch.uint8).numpy())
-    except OSError as e:  # numpy's tofile says how much was written, and not why
-        if e.errno is None:
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    for name, tensor in tensors.items():
+        values = tensor.detach().contiguous()
+        if not values.isfinite().all():
+            raise ValueError(f"{name} has values that are not finite in this --dtype; try --dtype fp32")
+        try:
+            writer.write_tensor_data(values.view(torch.uint8).numpy())
+        except OSError as e:  # numpy says how much was written, and not why
             raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}, {e}") from None
-        raise
+    writer.close()

@@ -48,27 +48,27 @@ def tensor_names(module):
     return f"{PREFIX}{module}.lora_A.weight", f"{PREFIX}{module}.lora_B.weight"
 
 
-def to_peft(merged, cfg, vocab_size, dtype, base):
-    """Return ({their name: Lazy}, adapter_config.json) of a checkpoint of adapters.
+def to_peft(merged, cfg, vocab_size, dtype):
+    """Return {peft's name: Lazy} of a checkpoint of adapters.
 
-    merged: a runtime.adapters.Merged. cfg: of its whole model. base: the name of that model for peft.
+    merged: a runtime.adapters.Merged. cfg: of its whole model.
     """
     lazy = {}
-    modules = modules_of(cfg, vocab_size)
-    for name, (module, _) in modules.items():
+    for name, (module, _) in modules_of(cfg, vocab_size).items():
         for ours, theirs in zip(adapter_names(name), tensor_names(module), strict=True):
             shape = merged.own.index["tensors"][ours]["shape"]
             part = Part(ours, shape, (0, 0), shape)
             lazy[theirs] = Lazy(shape, dtype, partial(read, merged.own, part, dtype))
-    return lazy, adapter_config(merged.cfg, [module for module, _ in modules.values()], base)
+    return lazy
 
 
-def adapter_config(cfg, modules, base):
-    """Return adapter_config.json. modules: the names of all modules with an adapter. base: a model's name."""
+def adapter_config(cfg, names, base):
+    """Return adapter_config.json. names: of peft's tensors. base: a model's name."""
     alpha = cfg.lora_alpha
     is_causal = cfg.objective == "causal"
-    # By the last part of their names peft would also find modules of the head of a masked model.
-    names = {module.split(".")[-1] for module in modules} if is_causal else set(modules)
+    modules = {name.removeprefix(PREFIX).split(".lora_")[0] for name in names}
+    if is_causal:  # by such short names peft would also find modules of the head of a masked model
+        modules = {module.split(".")[-1] for module in modules}
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM" if is_causal else None,
@@ -80,7 +80,7 @@ def adapter_config(cfg, modules, base):
         "fan_in_fan_out": False,
         "init_lora_weights": True,
         "inference_mode": True,
-        "target_modules": sorted(names),
+        "target_modules": sorted(modules),
     }
 
 
@@ -101,15 +101,13 @@ def read_adapter(folder):
 
 
 def from_peft(folder, cfg, rank, vocab_size):
-    """Return [(our name, Lazy, full shape, offset)] of peft's adapter_model.safetensors, for checkpoint.save.
+    """Return [(our name, tensor, full shape, offset)] of peft's file of weights, for checkpoint.save.
 
     cfg: of the model without adapters. A matrix without an adapter there gets one of zeros, which no training
     moves. ValueError: a tensor has no place in the model, or another shape.
     """
-    path = folder / WEIGHTS
-    if not path.is_file():
-        raise FileNotFoundError(f"{folder} holds no {path.name}; save the adapters again with peft")
-    slices = open_slices(path)
+    import torch
+    slices = open_slices(folder / WEIGHTS)
     pieces = []
     for name, (module, (n_out, n_in)) in modules_of(cfg, vocab_size).items():
         wanted = zip(adapter_names(name), tensor_names(module), ((rank, n_in), (n_out, rank)), strict=True)
@@ -118,21 +116,10 @@ def from_peft(folder, cfg, rank, vocab_size):
             if part is not None and tuple(part.get_shape()) != shape:
                 raise ValueError(f"{folder}: {theirs} is {tuple(part.get_shape())}, for this base it should "
                                  f"be {shape}")
-            pieces.append((ours, lazy_slice(folder, theirs, part, shape), shape, (0, 0)))
+            tensor = torch.zeros(shape) if part is None else part[:]
+            check_finite(folder, theirs, tensor)
+            pieces.append((ours, tensor, shape, (0, 0)))
     if slices:
         raise ValueError(f"{folder}: our adapters have no place for {min(slices)}; they are beside the "
                          "matrices of attention and MLP alone")
     return pieces
-
-
-def lazy_slice(folder, name, part, shape):
-    """Return a Lazy of a slice of a file, zeros where it is None."""
-    import torch
-    if part is None:
-        return Lazy(shape, torch.float32, partial(torch.zeros, shape))
-
-    def read_slice():
-        tensor = part[:]
-        check_finite(folder, name, tensor)
-        return tensor
-    return Lazy(shape, part[:0].dtype, read_slice)

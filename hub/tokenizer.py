@@ -60,11 +60,30 @@ def byte_pair_steps(tokenizer):
     """Return how tokenizer.json cuts, encodes and decodes for a BpeTokenizer."""
     to_bytes = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     words = split(for_oniguruma(tokenizer.spec["pattern"]))
+    vocab, merges = byte_pairs(tokenizer)
     return {
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": [words, to_bytes]},
         "decoder": to_bytes,
-        "model": byte_pairs(tokenizer),
+        # Special tokens too: the library itself numbers those that it does not find here. ignore_merges: a
+        # whole word that is a token is taken at once, as tiktoken does.
+        "model": {"type": "BPE", "ignore_merges": True, "vocab": {**vocab, **tokenizer.special},
+                  "merges": merges},
     }
+
+
+def byte_pairs(tokenizer):
+    """Return ({token: id}, [[left, right]]): the tokens of a BpeTokenizer, printable, and its merges.
+
+    FileNotFoundError: transformers is not there.
+    """
+    try:
+        from transformers.convert_slow_tokenizer import TikTokenConverter
+    except ImportError:
+        raise FileNotFoundError("byte pairs are written by: pip install transformers") from None
+    converter = TikTokenConverter()
+    converter.load_tiktoken_bpe = lambda _: tokenizer.encoding._mergeable_ranks
+    vocab, merges = converter.extract_vocab_merges_from_model("")
+    return vocab, [list(pair) for pair in merges]
 
 
 def split(pattern):
@@ -75,62 +94,9 @@ def split(pattern):
 def for_oniguruma(pattern):
     """Return a regular expression of tiktoken as the library tokenizers needs it.
 
-    There, `$` is also the end of a line, and the + of {1,3}+ is not possessive: it would repeat. ValueError:
-    this + cannot be dropped.
+    There, `$` is also the end of a line, and the + of {1,3}+ is not possessive: it would repeat.
     """
-    pattern = re.sub(r"(\{\d+(,\d*)?\})\+(?=\||$|\))", r"\1", pattern)
-    if re.search(r"\{\d+(,\d*)?\}\+", pattern):
-        raise ValueError(f"the pattern of this tokenizer, {pattern[:60]!r}, has a possessive interval inside "
-                         "of a word: it has no counterpart in tokenizer.json")
-    return re.sub(r"(?<!\\)\$", r"\\z", pattern)
-
-
-def byte_pairs(tokenizer):
-    """Return the model of tokenizer.json for the ranks of a BpeTokenizer.
-
-    A merge is the pair of tokens from which tiktoken makes a token: the pair that stays when all merges of
-    lower ranks were applied to the token's bytes. ignore_merges: a whole word that is a token is taken at
-    once, as tiktoken does.
-    """
-    ranks = tokenizer.encoding._mergeable_ranks
-    printable = printable_bytes()
-
-    def text(token):
-        return "".join(printable[byte] for byte in token)
-
-    vocab = {text(token): i for token, i in ranks.items()}
-    merges = []
-    for token, rank in sorted(ranks.items(), key=lambda item: item[1]):
-        pair = last_pair(token, rank, ranks)
-        if pair:
-            merges.append([text(pair[0]), text(pair[1])])
-    # Special tokens too: the library itself numbers those that it does not find here.
-    return {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
-            "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": True,
-            "vocab": {**vocab, **tokenizer.special}, "merges": merges}
-
-
-def printable_bytes():
-    """Return a printable character for each byte, as in GPT-2: bytes that print stand for themselves."""
-    own = {*range(33, 127), *range(161, 173), *range(174, 256)}
-    others = iter(range(256, 512))
-    return [chr(byte if byte in own else next(others)) for byte in range(256)]
-
-
-def last_pair(token, rank, ranks):
-    """Return the two parts of a token's bytes that its merge joins.
-
-    It is None for one byte, and for a token that no merge makes: it stands for a whole word only.
-    """
-    parts = [token[i:i + 1] for i in range(len(token))]
-    while len(parts) > 2:
-        joined = [ranks.get(a + b, rank) for a, b in zip(parts, parts[1:], strict=False)]
-        lowest = min(joined)
-        if lowest >= rank:
-            return None
-        i = joined.index(lowest)
-        parts[i:i + 2] = [parts[i] + parts[i + 1]]
-    return parts if len(parts) == 2 else None
+    return re.sub(r"(\{\d+(,\d*)?\})\+", r"\1", re.sub(r"(?<!\\)\$", r"\\z", pattern))
 
 
 # -----------------------------------------------------------------------------

@@ -5,6 +5,7 @@
     read          a rectangle of a tensor of ours; read_whole: a tensor of theirs
     Lazy          a tensor that is read when it is written
 """
+import dataclasses
 import math
 import re
 from functools import partial
@@ -14,11 +15,10 @@ from typing import NamedTuple
 import checkpoint
 from hub.families import FAMILIES, read_config
 from interface.files import check_schema, load_json
-from interface.paths import FROM_HUB
 
 
 class Part(NamedTuple):
-    """A rectangle of one of our tensors."""
+    """A rectangle of one of our tensors, of its first rows or of one expert."""
     name: str  # our tensor's
     full: tuple  # our tensor's shape
     offset: tuple  # where the rectangle begins in our tensor
@@ -57,7 +57,10 @@ def shapes(cfg, vocab_size):
 
 
 def tensors(cfg, kind, vocab_size):
-    """Return {their name: Theirs} of the model of family `kind` that has our model's weights."""
+    """Return {their name: Theirs} of the model of family `kind` that has our model's weights.
+
+    Parts that are none of our tensors are zeros.
+    """
     names = FAMILIES[kind].names
     found = {}
     for name, (full, rows) in shapes(cfg, vocab_size).items():
@@ -73,7 +76,6 @@ def tensors(cfg, kind, vocab_size):
             part = Part(name, full, (0,) * len(full), (rows, *full[1:]))
             found.setdefault(theirs, Theirs(transposed, [])).parts.append(part)
 
-    # Parts that are none of our tensors are zeros.
     if "gate" in names:
         gate = Part("gate", (1, cfg.n_embd), (0, 0), (1, cfg.n_embd))
         for i in range(cfg.n_layer):
@@ -149,24 +151,11 @@ def lazy_tensors(weights, layout, dtype):
     return lazy
 
 
-def lazy_pieces(weights):
-    """Return [(name, Lazy, full shape, offset)] of all tensors of a Reader, for checkpoint.save."""
-    import torch
-    pieces = []
-    for name, entry in weights.index["tensors"].items():
-        dtype = getattr(torch, entry["dtype"])
-        for piece in entry["pieces"]:
-            part = Part(name, entry["shape"], piece["offset"], piece["size"])
-            pieces.append((name, Lazy(part.size, dtype, partial(read, weights, part, dtype)), part.full,
-                           part.offset))
-    return pieces
-
-
 # -----------------------------------------------------------------------------
 # The files of a directory
 
-MOST_INDEX_BYTES = 2**27  # of model.safetensors.index.json: a model of 70,000 tensors has 8 MB
 BUFFERS = re.compile(r".*(\.attn\.(masked_)?bias|\.rotary_emb\.inv_freq)")  # not weights: masks, frequencies
+FLOATS = {"BF16": "bf16", "F16": "fp16", "F32": "fp32", "F64": "fp64"}  # {safetensors' name: that of --dtype}
 
 
 def open_slices(path):
@@ -175,55 +164,41 @@ def open_slices(path):
     try:
         handle = safe_open(path, framework="pt")
         return {key: handle.get_slice(key) for key in handle.keys()}  # noqa: SIM118
+    except FileNotFoundError:
+        raise FileNotFoundError(f"{path} is not there; files of other kinds (.bin, .pt) can run code and are "
+                                "not read: save the model again with transformers") from None
     except (SafetensorError, OSError) as e:
         raise ValueError(f"{path} is damaged ({e}); download it again") from None
 
 
-def list_safetensors(folder):
-    """Return the .safetensors files of a directory of Hugging Face.
-
-    ValueError, OSError: a file is missing, or a name leads out of the directory.
-    """
-    paths = [folder / "model.safetensors"]
+def open_folder(folder):
+    """Return {name: slice} of the tensors in a directory of Hugging Face. ValueError, OSError: none."""
+    names = ["model.safetensors"]
     index = folder / "model.safetensors.index.json"
     # An index beside model.safetensors may belong to an older save.
-    if index.exists() and not paths[0].exists():
+    if index.exists() and not (folder / names[0]).exists():
         listed = load_json(index)
         check_schema(listed, {"weight_map": {"*": str}}, index)
-        paths = [folder / name for name in sorted(set(listed["weight_map"].values()))]
-    for path in paths:
-        if path.parent != folder or path.suffix != ".safetensors":
-            raise ValueError(f"{index} names the file {str(path)!r}, no .safetensors beside it")
-        if not folder.is_dir():
-            raise FileNotFoundError(f"{folder} is no directory; {FROM_HUB}")
-        if not path.is_file():
-            raise FileNotFoundError(f"{path} is no file; files of other kinds (.bin, .pt) can run code and "
-                                    "are not read: save the model again with transformers")
-    return paths
+        names = sorted(set(listed["weight_map"].values()))
+    slices = {}
+    for name in names:
+        slices.update(open_slices(folder / name))
+    for name, part in slices.items():
+        if part.get_dtype() not in FLOATS:
+            raise ValueError(f"{folder}: {name} is {part.get_dtype()}, none of {', '.join(FLOATS)}")
+    return {name: part for name, part in slices.items() if not BUFFERS.fullmatch(f".{name}")}
 
 
 class HuggingFace(checkpoint.Reader):
     """The weights of a directory of Hugging Face, read as if they were a checkpoint of ours.
 
     fill() reads any rectangle of any of our tensors. cfg, vocab_size: the model that config.json describes.
-    left_out: the names of tensors that have no part in the logits.
     """
-    # safetensors' names, the narrowest first: (torch's, that of --dtype)
-    FLOATS = {"BF16": ("bfloat16", "bf16"), "F16": ("float16", "fp16"), "F32": ("float32", "fp32"),
-              "F64": ("float64", "fp64")}
-    NARROWEST_FIRST = list(FLOATS)
 
     def __init__(self, folder, seq_len=0):
         self.path = Path(folder)
-        slices = {}
-        for file in list_safetensors(self.path):
-            slices.update(open_slices(file))
-        self.slices = {name: part for name, part in slices.items() if not BUFFERS.fullmatch(f".{name}")}
-        kind, self.cfg, self.vocab_size, extra_layers = read_config(
-            self.path / "config.json", self.narrowest_dtype(), seq_len)
-        if self.cfg.n_layer * max(1, self.cfg.n_experts) > len(self.slices):
-            raise ValueError(f"{folder}/config.json has {self.cfg.n_layer} layers and {self.cfg.n_experts} "
-                             f"experts, the files have {len(self.slices)} tensors: they are of two models")
+        self.slices = open_folder(self.path)
+        kind, self.cfg, self.vocab_size = read_config(self.path / "config.json", "fp32", seq_len)
         if kind == "gpt2" and "wte.weight" in self.slices:
             # The files on the hub were saved without the head, and so without the prefix of the rest.
             bare = self.slices
@@ -231,104 +206,83 @@ class HuggingFace(checkpoint.Reader):
             for name, part in bare.items():
                 self.slices[name if name == "lm_head.weight" else f"transformer.{name}"] = part
         names = FAMILIES[kind].names
-        self.left_out = self.leave_out(names["blocks"], extra_layers)
         self.layout = tensors(self.cfg, kind, self.vocab_size)
-        self.check_shapes()
-        if self.cfg.tied and "lm_head.weight" in self.slices:
-            self.check_head(f"{names['wte']}.weight")
-        self.index = {"tensors": self.list_pieces()}
+        embedding = f"{names['wte']}.weight"
+        self.check(embedding)
+        self.cfg = dataclasses.replace(self.cfg, dtype=FLOATS[self.slices[embedding].get_dtype()])
+        self.index = {"tensors": {}}
+        self.sources = {}  # {our name: [(their name, first row of the part there, Part)]}
+        self.list_tensors()
 
-    def narrowest_dtype(self):
-        """Return the narrowest dtype of the tensors, as --dtype names it. ValueError: one is not a float."""
-        for name, part in self.slices.items():
-            if part.get_dtype() not in self.FLOATS:
-                raise ValueError(f"{self.path}: {name} is {part.get_dtype()}, none of "
-                                 f"{', '.join(self.FLOATS)}")
-        stored = {part.get_dtype() for part in self.slices.values()}
-        return self.FLOATS[min(stored, key=self.NARROWEST_FIRST.index, default="F32")][1]
-
-    def leave_out(self, blocks, extra_layers):
-        """Drop the tensors of layers behind the last one, and those without elements. Return their names.
-
-        blocks: what the name of a layer's tensor begins with.
-        """
-        found = []
-        for name, part in self.slices.items():
-            layer = re.match(rf"{re.escape(blocks)}\.(\d+)\.", name)
-            is_extra = layer and 0 <= int(layer[1]) - self.cfg.n_layer < extra_layers
-            if is_extra or 0 in part.get_shape():
-                found.append(name)
-        for name in found:
-            del self.slices[name]
-        return sorted(found)
-
-    def check_shapes(self):
+    def check(self, embedding):
         """Raise ValueError, with the tensor's name, unless the files hold the tensors of the model."""
-        known = set(self.layout)
-        if self.cfg.tied:
-            known.add("lm_head.weight")  # some files hold the head although it is tied
-        if more := sorted(self.slices.keys() - known):
-            raise ValueError(f"{self.path}: our model has no place for {more[0]}; it is another architecture")
+        import torch
         for name, theirs in self.layout.items():
             want = theirs.shape()
             have = tuple(self.slices[name].get_shape()) if name in self.slices else "not there"
             if have != want:
                 raise ValueError(f"{self.path}: {name} is {have}, by config.json it should be {want}")
+        more = self.slices.keys() - self.layout.keys()
+        if self.cfg.tied and "lm_head.weight" in more:  # some files hold the head although it is tied
+            if not torch.equal(self.slices[embedding][:], self.slices["lm_head.weight"][:]):
+                raise ValueError(f"{self.path}: tie_word_embeddings is true, but lm_head.weight is another "
+                                 f"matrix than {embedding}; set it to false in config.json for the model "
+                                 "with both, or delete lm_head.weight from the file")
+            more.remove("lm_head.weight")
+        if more:
+            raise ValueError(f"{self.path}: our model has no place for {min(more)}; it is of another kind")
 
-    def check_head(self, embedding):
-        """Raise ValueError unless lm_head.weight, which config.json ties to the embedding, has its values."""
-        import torch
-        if not torch.equal(self.slices[embedding][:], self.slices["lm_head.weight"][:]):
-            raise ValueError(f"{self.path}: tie_word_embeddings is true, but lm_head.weight is another matrix"
-                             f" than {embedding}; for the model with two matrices (as transformers 5 reads "
-                             "it) set tie_word_embeddings to false in config.json, for the tied one (as "
-                             "transformers 4 reads it) delete lm_head.weight from the file")
-
-    def list_pieces(self):
-        """Return {our name: {"shape", "dtype", "pieces"}}, as a checkpoint's index.json lists tensors.
-
-        A piece's "file" is the name of their tensor, "" for zeros. Its "key" is its first row there.
-        """
-        entries = {}
-        widest = {}
-        for name, (full, _) in shapes(self.cfg, self.vocab_size).items():
-            entries[name] = {"shape": list(full), "pieces": []}
+    def list_tensors(self):
+        """Fill index, as that of a checkpoint, and sources."""
         for theirs, (_, parts) in self.layout.items():
-            stored = self.slices[theirs].get_dtype()
+            dtype = self.slices[theirs][:0].dtype
             first = 0
-            for name, full, offset, size in parts:
-                widest[name] = max(widest.get(name, stored), stored, key=self.NARROWEST_FIRST.index)
-                pieces = entries[name]["pieces"]
-                pieces.append({"file": theirs, "key": first, "offset": offset, "size": size})
-                first += size[0]
-                if name in ("wte.weight", "head.weight"):
-                    # The padding of the vocabulary is zero.
-                    padding = full[0] - size[0], full[1]
-                    pieces.append({"file": "", "key": 0, "offset": (size[0], 0), "size": padding})
-        for name, entry in entries.items():
-            entry["dtype"] = self.FLOATS[widest[name]][0]
-        return entries
+            for part in parts:
+                entry = {"shape": list(part.full), "dtype": str(dtype).removeprefix("torch.")}
+                self.index["tensors"][part.name] = entry
+                self.sources.setdefault(part.name, []).append((theirs, first, part))
+                first += part.size[0]
 
-    def _read(self, theirs, first, where):
-        """Return a rectangle of their tensor that begins at row `first`. where: slices of our tensor's piece.
+    def fill(self, name, out, full, offset):
+        """Copy into out the rectangle of its shape at offset of our tensor `name`, of the shape `full`."""
+        if list(full) != self.index["tensors"][name]["shape"]:
+            raise ValueError(f"{self.path}: {name} has another shape than in this model")
+        if out.numel():
+            part = tuple(slice(a, a + n) for a, n in zip(offset, out.shape, strict=True))
+            out.copy_(self.whole(name)[part])
 
-        ValueError: the file is damaged.
+    def whole(self, name):
+        """Return one of our tensors, with zeros as the padding of the vocabulary.
+
+        ValueError: a file is damaged, or a weight is not finite.
         """
         import torch
-        if not theirs:
-            return torch.zeros([s.stop - s.start for s in where])
-        is_expert = len(where) == 3  # (1, rows, columns) here, (rows, columns) there
-        rows, *columns = where[1:] if is_expert else where
-        rows = slice(first + rows.start, first + rows.stop)
-        try:
-            if self.layout[theirs].transposed:
-                block = self.slices[theirs][(*columns, rows)].T
-            else:
-                block = self.slices[theirs][(rows, *columns)]
-        except Exception as e:  # of the library: the file was cut or changed after it was opened
-            raise ValueError(f"{self.path}: {theirs} is damaged ({e}); download it again") from None
-        check_finite(self.path, theirs, block)
-        return block.unsqueeze(0) if is_expert else block
+        entry = self.index["tensors"][name]
+        whole = torch.zeros(entry["shape"], dtype=getattr(torch, entry["dtype"]))
+        for theirs, first, part in self.sources[name]:
+            rows = slice(first, first + part.size[0])
+            if len(part.size) == 3:
+                rows = slice(None)  # one expert: a matrix there
+            try:
+                if self.layout[theirs].transposed:
+                    block = self.slices[theirs][:, rows].T
+                else:
+                    block = self.slices[theirs][rows]
+            except Exception as e:  # of the library: the file was cut or changed after it was opened
+                raise ValueError(f"{self.path}: {theirs} is damaged ({e}); download it again") from None
+            check_finite(self.path, theirs, block)
+            begin = part.offset[0]
+            whole[begin:begin + part.size[0]] = block
+        return whole
+
+    def pieces(self):
+        """Return [(name, Lazy, full shape, offset)] of all tensors, for checkpoint.save."""
+        import torch
+        found = []
+        for name, entry in self.index["tensors"].items():
+            lazy = Lazy(entry["shape"], getattr(torch, entry["dtype"]), partial(self.whole, name))
+            found.append((name, lazy, entry["shape"], [0] * len(entry["shape"])))
+        return found
 
 
 def check_finite(folder, name, block):

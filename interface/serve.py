@@ -21,8 +21,6 @@ from interface.terminal import one_line, say
 
 MOST_BYTES = 1 << 16  # of a message; http.server reads no more of a header, and 100 of them
 MOST_SECONDS = 10  # of a read or a write
-BUSY = "busy: another answer is being written; try again when it has ended"
-TOO_LARGE = f"too large: a message has at most {MOST_BYTES:,} bytes; send less"
 ASKED = {"mode": Literal["chat", "text"], "messages": [str], "system": str, "temperature": Range(0.0, 100.0)}
 OURS = r"(localhost|[\d.]+|\[[\da-f:.]+\]|{})(:\d+)?"  # an address is nobody else's name
 
@@ -44,11 +42,11 @@ class Handler(http.server.BaseHTTPRequestHandler):
         if not self.is_ours():
             return
         if not re.fullmatch("[0-9]{1,9}", length) or int(length) > MOST_BYTES:
-            self.write(413, f"{TOO_LARGE}\n")
+            self.write(413, f"too large: a message has at most {MOST_BYTES:,} bytes; begin anew\n")
             return
         message = self.rfile.read(int(length))
         if not self.server.turn.acquire(blocking=False):
-            self.write(503, f"{BUSY}\n")
+            self.write(503, "busy: another answer is being written; try again when it has ended\n")
             return
         try:
             self.answer(message)
@@ -77,8 +75,6 @@ class Handler(http.server.BaseHTTPRequestHandler):
             return
         self.write(200, "")
         for piece in pieces:
-            if self.server.stopped:
-                break
             self.wfile.write(piece.encode())
 
     def write(self, status, text, kind="text/plain"):
@@ -86,7 +82,6 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.send_response_only(status)
         self.send_header("Content-Type", f"{kind}; charset=utf-8")
         self.send_header("X-Content-Type-Options", "nosniff")  # a browser that guesses waits for more text
-        self.send_header("X-Frame-Options", "DENY")
         self.end_headers()
         self.wfile.write(text.encode())
 
@@ -102,7 +97,6 @@ class Server(http.server.ThreadingHTTPServer):
         self.host = host.lower()
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self.turn = threading.Lock()
-        self.stopped = False
         try:
             super().__init__((host, port), Handler)
         except OSError as e:
@@ -121,9 +115,7 @@ class Server(http.server.ThreadingHTTPServer):
         self.talk = talk
         name = f"[{self.host}]" if ":" in self.host else self.host
         say(f"open http://{name}:{self.server_address[1]}/ in a browser; Ctrl-C ends")
-        try:
+        with contextlib.suppress(KeyboardInterrupt):
             self.serve_forever()
-        except KeyboardInterrupt:
-            self.stopped = True
         self.turn.acquire(timeout=MOST_SECONDS)  # the answer that is being written ends first
         self.server_close()

@@ -505,24 +505,10 @@ def test_a_long_conversation_goes_on_when_the_window_is_full(tuned):
     assert len(tokens) > 2 * SEQ and length <= SEQ and len(answers) == 12
 
 
-class ReaderLeaves(io.StringIO):
-    """stdout into a pipe whose reader has gone after the first character."""
-    error = BrokenPipeError()
-
-    def write(self, text):
-        if text and self.getvalue():
-            raise self.error
-        return super().write(text)
-
-
-class FullDisk(ReaderLeaves):
-    error = OSError(28, "No space left on device")
-
-
-def chat_session(world, argv, lines, stdout=io.StringIO):
+def chat_session(world, argv, lines):
     """sample.main on this rank, with lines typed -> (exit code, stdout, stderr)."""
     from runtime import launch, launcher
-    out, err, launched = stdout(), io.StringIO(), (launch.launch, launch.shutdown, launcher.env_rank)
+    out, err, launched = io.StringIO(), io.StringIO(), (launch.launch, launch.shutdown, launcher.env_rank)
     handler = signal.getsignal(signal.SIGINT)
     try:
         launch.launch, launch.shutdown = (lambda *a, **k: world), (lambda w: None)
@@ -550,23 +536,10 @@ def test_questions_from_a_pipe_on_two_ranks(tuned):
     assert not code and both == out and nothing == ""
 
 
-@pytest.mark.parametrize("stdout,said", [(ReaderLeaves, ""), (FullDisk, "No space left")])
-def test_all_ranks_end_when_answers_cannot_be_written(stdout, said, tuned):
-    argv = [str(tuned), "--chat", "--temperature=0", "--max-new-tokens=9", "--tp=2"]
-    (first, out, err), (second, _, other) = run_ranks(2, chat_session, argv, "3 + 3?\nSure?\n" * 9, stdout)
-    assert first is second is None and out and "\n" not in out
-    assert said in err and "Traceback" not in err and "No space" not in other
-
-
-def test_chat_false_is_no_chat(tuned, capsys):
-    sample.main([str(tuned), "--chat", "False", "--max-new-tokens=3", "--prompt=3"])
-    assert capsys.readouterr().out.startswith("3")
-
-
 @pytest.mark.parametrize("argv,words", [
     (["{pre}", "--chat"], "was not trained on conversations"), (["{tuned}", "--chat", "--tp=2"],
      "--tp 2 needs 2 ranks: mpiexec -n 2 python sample.py {tuned} --chat --tp=2"),
-    (["{tuned}", "--tp=2"], "are for --chat"), (["{tuned}", "--chat", "--ep=2"], "ep 2"),
+    (["{tuned}", "--tp=2"], "--prompt does not read --tp"), (["{tuned}", "--chat", "--ep=2"], "ep 2"),
     (["{tuned}/nothing", "--chat"], "no config.json")])
 def test_wrong_input_of_chat(argv, words, tuned, pretrained):
     argv = [a.format(pre=pretrained, tuned=tuned) for a in argv]

@@ -99,16 +99,13 @@ def test_transformers_fills_the_gaps_of_a_bert(kind, hf, tmp_path, capsys):
     refused(convert.main, ["import", tmp_path / "hf", f"--out={tmp_path}/back"], "megatron-bert")
 
 
-def test_a_bert_that_transformers_has_not_is_refused(tmp_path):
+def test_a_bert_that_transformers_has_not_is_refused():
     bert = Config(objective="mlm", norm="layer", mlp="gelu", pos="learned", n_kv_head=4)
     assert families.family_of(bert) == "megatron-bert"
     for other, word in (dict(norm="rms"), "--norm layer"), (dict(n_kv_head=2), "--n-kv-head 4"), (
-            dict(n_experts=4), "--n-experts 0"), (dict(pos="rope"), "--pos learned"):
+            dict(n_experts=4), "--objective causal"), (dict(pos="rope"), "--pos learned"):
         with pytest.raises(ValueError, match=word):
             families.family_of(dataclasses.replace(bert, **other))
-    (tmp_path / "config.json").write_text('{"mask_token": 7}')
-    with pytest.raises(ValueError, match=r"\[MASK\] as 7, by tokenizer.json it is 3"):
-        convert.with_mask(tokenizer.train_char(["abc"]), tmp_path)
 
 
 # -----------------------------------------------------------------------------
@@ -177,22 +174,6 @@ def test_gpt2_has_its_older_name_of_the_sequence():
 
 
 # -----------------------------------------------------------------------------
-# The card
-
-def test_the_card_begins_with_yaml(run, tmp_path, capsys):
-    yaml = pytest.importorskip("yaml", reason="PyYAML comes with transformers and gguf")
-    strange = tmp_path / "- x: #y"
-    os.symlink(run, strange)
-    convert.main(["export", str(strange), f"--out={tmp_path}/my hf"])
-    _, head, rest = (tmp_path / "my hf/README.md").read_text().split("---\n", 2)
-    assert yaml.safe_load(head) == {"library_name": "transformers", "pipeline_tag": "text-generation",
-                                    "model_name": "- x: #y", "tags": ["nanoshard"]}
-    assert "# - x: #y, step 1" in rest
-    line = capsys.readouterr().out.splitlines()[-1]
-    assert line == f"to publish it: hf upload YOUR_NAME/'- x: #y' '{tmp_path}/my hf'"
-
-
-# -----------------------------------------------------------------------------
 # A folder that is whole, or not there
 
 @pytest.fixture(scope="module")
@@ -240,7 +221,6 @@ def test_an_empty_folder_is_filled_and_a_full_one_refused(run, tmp_path):
     convert.main(["export", str(run), f"--out={tmp_path}/hf"])
     assert (tmp_path / "hf/config.json").exists()
     refused(convert.main, ["export", run, f"--out={tmp_path}/hf"], "give a new directory")
-    refused(convert.main, ["export", run, "--out=/proc/1"], "--out /proc/1")
 
 
 def test_an_import_that_finds_damaged_weights_leaves_nothing(model, tmp_path, monkeypatch):
@@ -265,28 +245,11 @@ def rewritten(file, change_bytes):
     return lambda folder: (folder / file).write_bytes(change_bytes((folder / file).read_bytes()))
 
 
-def piped(file):
-    def replace(folder):
-        (folder / file).unlink(missing_ok=True)
-        os.mkfifo(folder / file)
-    return replace
-
-
-def large(file):
-    """A file of a hole: nothing is written."""
-    def grow(folder):
-        with open(folder / file, "wb") as f:
-            f.truncate(2**28 + 1)
-    return grow
-
-
-def listed(content, and_then=None):
+def listed(content):
     """An index in the place of model.safetensors."""
     def replace(folder):
         (folder / "model.safetensors").rename(folder / "other.safetensors")
         (folder / "model.safetensors.index.json").write_text(content)
-        if and_then:
-            and_then(folder)
     return replace
 
 
@@ -322,73 +285,49 @@ MALFORMED = {  # {reader: [(what happens to a directory, a word of the line)]}
         (fields(model_type=3), "model_type"), (fields(["model_type"]), "model_type"),
         (fields(architectures="LlamaForCausalLM"), "architectures"),
         (fields(hidden_act=["silu"]), "hidden_act"),
-        (fields(num_attention_heads="2"), "num_attention_heads"), (fields(num_attention_heads=0), "num_att"),
+        (fields(num_attention_heads="2"), "num_attention_heads"), (fields(num_attention_heads=0), CONFIG),
         (fields(num_attention_heads=3), "config.json"), (fields(head_dim=6), "q_proj.weight is ("),
-        (fields(hidden_size=32, head_dim=16), "embed_tokens.weight is ("),
-        (fields(hidden_size=None), "hidden_s"),
-        (fields(vocab_size=9), "embed_tokens"), (fields(vocab_size=-1), "vocab_size"),
+        (fields(hidden_size=None), "hidden_s"), (fields(vocab_size=9), "embed_tokens"),
         (fields(num_hidden_layers=3), "layers.2.input_layernorm.weight is not there"),
         (fields(num_hidden_layers=1), "no place for model.layers.1"),
-        (fields(num_hidden_layers=4000), "two models"),
-        (fields(num_hidden_layers=10**9), "num_hidden_layers"),
-        (fields(num_labels=10**9), "num_labels"), (fields(num_key_value_heads=3), "n-kv-head 3"),
-        (fields(rms_norm_eps=None), "rms_norm_eps"), (fields(rms_norm_eps=7.0), "--norm-eps 7"),
+        (fields(num_key_value_heads=3), "n-kv-head 3"), (fields(rms_norm_eps=7.0), "--norm-eps 7"),
         (fields(intermediate_size=1.5), "intermediate_size"), (fields(tie_word_embeddings="no"), "tie_word"),
         (fields(rope_scaling=3), "rope_parameters"),
         (fields(rope_parameters={"rope_type": "llama3"}), "rope_p"),
         (fields(rope_parameters={"partial_rotary_factor": 0.5}), "partial_rotary_factor"),
-        (fields(rope_parameters={"rope_theta": "x"}), "rope_theta"),
+        (fields(rope_parameters={"rope_theta": "x"}), "rope_base"),
         (fields(rope_interleaved=True), "rope_int"),
-        (fields(rope_parameters={"full_attention": {"rope_theta": 7.0}}), "rope_parameters"),
-        (fields(layer_types=["sliding_attention"] * 2), "layer_types"), (fields(to_dict=1), "config.json"),
-        (text(CONFIG, ""), CONFIG), (text(CONFIG, "[1]"), CONFIG), (text(CONFIG, "[" * 10**5), CONFIG),
-        (text(CONFIG, '{"model_type": "llama", "rms_norm_eps": NaN}'), CONFIG),
+        (fields(layer_types=["sliding_attention"] * 2), "layer_types"),
+        (text(CONFIG, ""), CONFIG), (text(CONFIG, "[1]"), CONFIG),
         (rewritten(CONFIG, lambda data: data[:len(data) // 2]), CONFIG),
-        (rewritten(CONFIG, lambda data: b"\xff" + data), CONFIG),
         (lambda folder: (folder / CONFIG).unlink(), CONFIG)],
     "model.safetensors": [
         (lambda folder: (folder / WEIGHTS).rename(folder / "pytorch_model.bin"), ".bin"),
         (rewritten(WEIGHTS, lambda data: data[:len(data) // 2]), f"{WEIGHTS} is damaged"),
-        (rewritten(WEIGHTS, lambda data: data[:4]), f"{WEIGHTS} is damaged"),
         (rewritten(WEIGHTS, lambda data: b""), f"{WEIGHTS} is damaged"),
-        (rewritten(WEIGHTS, lambda data: b"\xff" * 8 + data[8:]), f"{WEIGHTS} is damaged"),
         (rewritten(WEIGHTS, lambda data: data + b"more"), f"{WEIGHTS} is damaged"),
-        (piped(WEIGHTS), "model.safetensors is no file"), (shutil.rmtree, "is no directory"),
-        (only(a=torch.ones(3, dtype=torch.int8)), "a is I8"), (only(), "two models"),
+        (only(a=torch.ones(3, dtype=torch.int8)), "a is I8"), (only(), "embed_tokens.weight is not there"),
         (held(more=torch.ones(3)), "no place for more"),
         (held(**{Q_NORM: torch.ones(3)}), f"{Q_NORM} is (3,)"),
-        (held(**{Q_NORM: torch.full((16, 16), math.inf)}), f"{Q_NORM} holds nan"),
         (held(**{Q_NORM: torch.full((16, 16), math.nan)}), f"{Q_NORM} holds nan"),
         (held(**{Q_NORM: torch.ones(16, 16, dtype=torch.int32)}), f"{Q_NORM} is I32"),
-        (listed('{"weight_map": {"a": "../x.safetensors"}}'), "../x.safetensors'"),
-        (listed('{"weight_map": {"a": "/x.safetensors"}}'), "x.safetensors"),
-        (listed('{"weight_map": {"a": "x.bin"}}'), "x.bin"),
         (listed('{"weight_map": {"a": 3}}'), "weight_map"),
-        (listed('{"weight_map": {"a": "x.safetensors"}}'), "x.safetensors is no file"),
-        (listed("[]"), "index.json"),
-        (listed("{"), "index.json"),
-        (listed('{"weight_map": {}}'), "two models")],
+        (listed('{"weight_map": {"a": "x.safetensors"}}'), "x.safetensors is not there"),
+        (listed("{"), "index.json"), (listed('{"weight_map": {}}'), "embed_tokens.weight is not there")],
     "tokenizer.json": [
-        (text("tokenizer.json", ""), "tokenizer.json"), (text("tokenizer.json", "[]"), "tokenizer.json"),
-        (text("tokenizer.json", '{"model": {}}'), "tokenizer.json"),
+        (text("tokenizer.json", "[]"), "tokenizer.json"),
         (lambda folder: tokenizer.train_char(["".join(map(chr, range(40, 300)))]).save(
             folder / "tokenizer.json"), "260 symbols: they are of two models")],
     "adapters": [
-        (adapter(peft_type="LOHA"), "peft_type is 'LOHA'"), (adapter(peft_type=None), "peft_type"),
-        (adapter(use_dora=True), "use_dora is True"), (adapter(bias="all"), "bias is 'all'"),
-        (adapter(fan_in_fan_out=True), "fan_in_fan_out"), (adapter(lora_bias=True), "lora_bias"),
+        (adapter(peft_type="LOHA"), "peft_type is 'LOHA'"), (adapter(use_dora=True), "use_dora is True"),
+        (adapter(bias="all"), "bias is 'all'"), (adapter(fan_in_fan_out=True), "fan_in_fan_out"),
         (adapter(rank_pattern={"q_proj": 4}), "rank_pattern"),
         (adapter(alpha_pattern={"q_proj": 4}), "alpha_p"),
         (adapter(modules_to_save=["lm_head"]), "modules_to_save"),
-        (adapter(layer_replication=[[0, 1]]), "layer_r"),
-        (adapter(trainable_token_indices=[1]), "trainable"), (adapter(target_parameters=["x"]), "target_par"),
-        (adapter(use_qalora=True), "use_qalora"),
-        (adapter(alora_invocation_tokens=[5]), "alora_invocation_tok"),
         (adapter(init_lora_weights="pissa"), "init_lora_weights is 'pissa'"), (adapter(r=3), "it should be"),
-        (adapter(r=0), "lora"), (adapter(r="2"), "r is '2'"), (adapter(lora_alpha=0), "lora_alpha is 0"),
-        (adapter(lora_alpha=None), "lora_alpha"), (text("adapter_config.json", "{"), "adapter_config.json"),
+        (adapter(lora_alpha=0), "lora_alpha is 0"),
+        (text("adapter_config.json", "{"), "adapter_config.json"),
         (lambda folder: (folder / "adapter_model.safetensors").unlink(), "adapter_model.safetensors"),
-        (rewritten("adapter_model.safetensors", lambda data: data[:9]), "is damaged"),
         (adapter_tensors(more=torch.ones(2)), "no place for more"),
         (adapter_tensors(**{A: torch.full((2, 16), math.nan)}), f"{A} holds nan")],
 }

@@ -25,10 +25,6 @@ from hub import families, weights
 from interface.presets import PRESETS
 
 VOCAB = 50
-CLASSES = {"llama": "LlamaConfig", "mistral": "MistralConfig", "mixtral": "MixtralConfig",
-           "glm4_moe": "Glm4MoeConfig", "gpt2": "GPT2Config", "qwen2": "Qwen2Config", "qwen3": "Qwen3Config",
-           "qwen3_moe": "Qwen3MoeConfig", "olmo2": "Olmo2Config", "smollm3": "SmolLM3Config",
-           "gemma3_text": "Gemma3TextConfig"}
 SHAPE = dict(num_hidden_layers=2, hidden_size=16, num_attention_heads=4, num_key_value_heads=2,
              intermediate_size=24, max_position_embeddings=32, vocab_size=VOCAB, initializer_range=0.3)
 SMALL = {  # {model_type: values of a small model that is imported}
@@ -54,7 +50,7 @@ SMALL = {  # {model_type: values of a small model that is imported}
 def make(hf, folder, name, **values):
     """Write a random model by transformers; its norms and biases are random, too. Return folder."""
     torch.manual_seed(1)
-    model = hf.AutoModelForCausalLM.from_config(getattr(hf, CLASSES[name])(**{**SMALL[name], **values}))
+    model = hf.AutoModelForCausalLM.from_config(hf.CONFIG_MAPPING[name](**{**SMALL[name], **values}))
     for parameter in [*model.parameters(), *(b for n, b in model.named_buffers() if "correction" in n)]:
         if parameter.ndim == 1:
             parameter.data += 0.3 * torch.randn_like(parameter)
@@ -108,12 +104,12 @@ KEPT = {"model_type", "architectures", "transformers_version", "_name_or_path", 
         "prefix", "num_labels", "_num_labels"}
 
 
-@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.parametrize("name", SMALL)
 def test_harmless_fields_change_nothing(name, hf, tmp_path):
     """All of them have other values at once, and transformers computes the same logits as before."""
     folder = make(hf, tmp_path / "a", name)
     before = our_logits(folder, torch.arange(16)[None])
-    made = getattr(hf, CLASSES[name])().to_dict()
+    made = hf.CONFIG_MAPPING[name]().to_dict()
     read_elsewhere = {"max_window_layers", "sliding_window_pattern", "_sliding_window_pattern",
                       "no_rope_layer_interval", "num_nextn_predict_layers"}
     fields = {}
@@ -135,7 +131,7 @@ def test_harmless_fields_change_nothing(name, hf, tmp_path):
 ONLY = {  # {model_type: {field: a value by which the model is another one}}
     "llama": {"hidden_act": "gelu", "head_dim": 0, "attention_bias": True, "mlp_bias": True,
               "rope_scaling": {"rope_type": "linear", "factor": 2.0}, "sliding_window": 8},
-    "qwen2": {"hidden_act": "gelu", "use_sliding_window": 1, "attention_multiplier": 2.0, "head_dim": "4",
+    "qwen2": {"hidden_act": "gelu", "use_sliding_window": 1, "attention_multiplier": 2.0,
               "rope_scaling": {"rope_type": "llama3", "factor": 2.0}},
     "qwen3": {"attention_bias": True, "use_sliding_window": 1, "hidden_act": "relu"},
     "qwen3_moe": {"attention_bias": True, "decoder_sparse_step": 2, "mlp_only_layers": [0],
@@ -165,10 +161,10 @@ ALL = {"is_causal": False, "is_encoder_decoder": True, "quantization_config": {"
        "use_mrope": True}
 
 
-@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.parametrize("name", SMALL)
 def test_a_field_of_another_function_is_refused_by_name(name, hf, tmp_path):
     path = tmp_path / "config.json"
-    getattr(hf, CLASSES[name])(**SMALL[name]).save_pretrained(tmp_path)
+    hf.CONFIG_MAPPING[name](**SMALL[name]).save_pretrained(tmp_path)
     families.read_config(path, "fp32")
     good = path.read_text()
     for field, value in {**ALL, **ONLY[name]}.items():
@@ -184,12 +180,13 @@ def test_what_is_absent_is_no_value_of_ours(hf, tmp_path):
     """Without them, transformers normalizes one gate of a Glm4Moe, and has a layer without experts."""
     folder = make(hf, tmp_path / "a", "glm4_moe", num_experts_per_tok=1)
     change(folder, ["norm_topk_prob"])
-    refused(convert.main, ["import", folder, f"--out={tmp_path}/x"],
-            "norm_topk_prob is True by default, in our model False")
+    with pytest.raises(ValueError, match="norm_topk_prob is True by default, in our model None"):
+        weights.HuggingFace(folder)
     folder = make(hf, tmp_path / "b", "glm4_moe", num_experts_per_tok=1, norm_topk_prob=False)
     same_logits(hf, folder)
     change(folder, ["first_k_dense_replace"])
-    refused(convert.main, ["import", folder, f"--out={tmp_path}/x"], "first_k_dense_replace is 1")
+    with pytest.raises(ValueError, match="first_k_dense_replace is 1"):
+        weights.HuggingFace(folder)
     folder = make(hf, tmp_path / "c", "llama", num_key_value_heads=4, rms_norm_eps=1e-6)
     change(folder, ["num_key_value_heads", "rms_norm_eps", "rope_parameters", "tie_word_embeddings",
                     "hidden_act", "max_position_embeddings", "architectures"])
@@ -197,41 +194,24 @@ def test_what_is_absent_is_no_value_of_ours(hf, tmp_path):
     assert weights.HuggingFace(folder).cfg.seq_len == 2048
 
 
-def test_a_model_without_its_tokenizer_is_not_called_a_run_on_synthetic_data(hf, tmp_path):
-    folder = make(hf, tmp_path / "a", "llama")
-    refused(sample.main, [folder, "--prompt=x"], "no tokenizer.json; save its tokenizer again with transf")
-    convert.main(["import", str(folder), f"--out={tmp_path}/run"])
-    refused(sample.main, [tmp_path / "run", "--prompt=x"], "--data synthetic is, or imported without one")
-
-
 LLAMA3_POSITIONS = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
                     "original_max_position_embeddings": 16}
 TWICE = [  # (model_type, fields, words of the refusal; "": the function is the one of transformers)
-    ("llama", {"rope_theta": 5e5, "rope_parameters": {"rope_theta": 1e4}},
-     "rope_theta is 500000.0 and 10000.0 in rope_parameters or rope_scaling; delete the one that is wrong"),
-    ("llama", {"rope_theta": "10000", "rope_parameters": {"rope_theta": 1e4}}, "rope_theta is '10000' and"),
-    ("llama", {"rope_theta": 5e5, "rope_scaling": {"type": "default", "rope_theta": 1e4}},
-     "rope_theta is 500000.0 and 10000.0 in"),
-    ("gemma3_text", {"rope_theta": 1e4}, "rope_theta is 10000.0 and 1000000.0 in"),
-    ("gemma3_text", {"rope_local_base_freq": 7.0}, "rope_local_base_freq is 7.0 and 10000.0 in"),
     ("gemma3_text", {"hidden_act": "relu"}, "hidden_act is 'relu', in our model None"),
     ("mixtral", {"num_experts": 8}, "experts.4.* is not there"),
     ("qwen3", {"use_sliding_window": False, "layer_types": ["sliding_attention"] * 2}, "layer_types is"),
     ("mistral", {"sliding_window": 8, "layer_types": ["full_attention"] * 2}, "layer_types is"),
     ("smollm3", {"no_rope_layers": [1, 0], "no_rope_layer_interval": 4}, "no_rope_layers is"),
     ("llama", {"tie_word_embeddings": True}, "lm_head.weight is another matrix than"),
-    ("llama", {"rope_theta": 5e5, "rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}, ""),
-    ("llama", {"rope_theta": 5e5, "rope_parameters": {}}, ""),
-    ("llama", {"rope_scaling": {"type": "default"}, "rope_parameters": {"rope_theta": 5e5}}, ""),
+    ("llama", {"rope_theta": 5e5, "rope_parameters": {"rope_theta": 1e4}}, ""),
+    ("llama", {"rope_theta": 5e5, "rope_scaling": {"type": "default", "rope_theta": 1e4}}, ""),
     ("llama", {"rope_scaling": {"type": "default"}, "rope_parameters": LLAMA3_POSITIONS}, ""),
     ("llama", {"rope_scaling": {"type": "llama3", "rope_type": "default"}, "rope_parameters": None}, ""),
     ("qwen3_moe", {"num_experts": 8, "num_local_experts": 4}, ""),
     ("glm4_moe", {"partial_rotary_factor": 0.5}, ""),  # rope_parameters say 1
-    ("gemma3_text", {"rope_scaling": {"rope_theta": 7.0}}, ""),
-    ("llama", {"rope_theta": 5e5, "rope_parameters": {**LLAMA3_POSITIONS, "rope_theta": 5e5},
-               "rope_scaling": {**LLAMA3_POSITIONS, "type": "llama3"}}, ""),
+    ("gemma3_text", {"rope_scaling": {"rope_theta": 7.0}}, ""), ("gemma3_text", {"rope_theta": 1e4}, ""),
+    ("gemma3_text", {"rope_local_base_freq": 7.0}, ""),
     ("llama", {"torch_dtype": "float16", "dtype": "bfloat16"}, ""),  # the files have a dtype of their own
-    ("qwen2", {"use_sliding_window": True, "sliding_window": 4, "layer_types": ["full_attention"] * 2}, ""),
     ("qwen2", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 2,
                "layer_types": ["sliding_attention"] * 2}, ""),
     ("gemma3_text", {"sliding_window_pattern": 3,
@@ -248,23 +228,6 @@ def test_what_is_said_twice_is_refused_or_read_as_transformers_does(name, fields
             weights.HuggingFace(folder)
     else:
         same_logits(hf, folder)
-
-
-@pytest.mark.parametrize("name,values,said", [
-    ("glm4_moe", {"n_shared_experts": 0}, "left out, as the logits do not depend on them: 6 tensors"),
-    ("glm4_moe", {"num_nextn_predict_layers": 1}, "1 tensors, model.layers.2.\\x1b[2J first"),
-    ("llama", {"rope_scaling": {"type": "linear", "factor": 1.0}}, "step_000000"),
-    ("smollm3", {"no_rope_layers": [1, 1], "no_rope_layer_interval": 0}, "step_000000")])
-def test_our_function_under_another_name_is_imported(name, values, said, hf, tmp_path, capsys):
-    """Layers behind the last one are left out, which is said, with what would obey a terminal escaped."""
-    folder = make(hf, tmp_path / "a", name, **values)
-    if "num_nextn_predict_layers" in values:
-        change_tensors(folder, **{"model.layers.2.\x1b[2J": torch.ones(3)})
-    same_logits(hf, folder)
-    capsys.readouterr()
-    convert.main(["import", str(folder), f"--out={tmp_path}/out"])
-    printed = capsys.readouterr().out
-    assert said in printed and "\x1b" not in printed
 
 
 # -----------------------------------------------------------------------------
@@ -293,20 +256,6 @@ RELEASED = {  # name: (class, fields, a word of the refusal or "")
         num_hidden_layers=24, num_key_value_heads=2, rms_norm_eps=1e-6, rope_theta=1000000.0,
         sliding_window=32768, tie_word_embeddings=True, torch_dtype="bfloat16", transformers_version="4.40.1",
         use_cache=True, use_mrope=False, use_sliding_window=False, vocab_size=151936), ""),
-    "Qwen2.5-1.5B-Instruct": ("Qwen2Config", dict(
-        architectures=["Qwen2ForCausalLM"], attention_dropout=0.0, bos_token_id=151643, eos_token_id=151645,
-        hidden_act="silu", hidden_size=1536, initializer_range=0.02, intermediate_size=8960,
-        max_position_embeddings=32768, max_window_layers=21, model_type="qwen2", num_attention_heads=12,
-        num_hidden_layers=28, num_key_value_heads=2, rms_norm_eps=1e-6, rope_theta=1000000.0,
-        sliding_window=32768, tie_word_embeddings=True, torch_dtype="bfloat16", transformers_version="4.43.1",
-        use_cache=True, use_sliding_window=False, vocab_size=151936), ""),
-    "DeepSeek-R1-Distill-Qwen-7B": ("Qwen2Config", dict(
-        architectures=["Qwen2ForCausalLM"], attention_dropout=0.0, bos_token_id=151643, eos_token_id=151643,
-        hidden_act="silu", hidden_size=3584, initializer_range=0.02, intermediate_size=18944,
-        max_position_embeddings=131072, max_window_layers=28, model_type="qwen2", num_attention_heads=28,
-        num_hidden_layers=28, num_key_value_heads=4, rms_norm_eps=1e-6, rope_theta=10000, sliding_window=4096,
-        tie_word_embeddings=False, torch_dtype="bfloat16", transformers_version="4.44.0", use_cache=True,
-        use_mrope=False, use_sliding_window=False, vocab_size=152064), ""),
     "Qwen3-0.6B": ("Qwen3Config", dict(
         hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16, head_dim=128,
         num_key_value_heads=8, max_position_embeddings=40960, rms_norm_eps=1e-6, rope_theta=1000000,
@@ -322,11 +271,9 @@ RELEASED = {  # name: (class, fields, a word of the refusal or "")
         max_window_layers=28, use_sliding_window=False, sliding_window=None, mlp_bias=False, pretraining_tp=2,
         max_position_embeddings=65536, rms_norm_eps=1e-6, rope_theta=5000000.0, vocab_size=128256), ""),
     "Mistral-7B-v0.1": ("MistralConfig", dict(
-        architectures=["MistralForCausalLM"], bos_token_id=1, eos_token_id=2, hidden_act="silu",
-        hidden_size=4096, initializer_range=0.02, intermediate_size=14336, max_position_embeddings=32768,
-        model_type="mistral", num_attention_heads=32, num_hidden_layers=32, num_key_value_heads=8,
-        rms_norm_eps=1e-5, rope_theta=10000.0, sliding_window=4096, tie_word_embeddings=False,
-        torch_dtype="bfloat16", transformers_version="4.34.0.dev0", use_cache=True, vocab_size=32000), ""),
+        hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
+        num_key_value_heads=8, max_position_embeddings=32768, rms_norm_eps=1e-5, rope_theta=10000.0,
+        sliding_window=4096, vocab_size=32000), ""),
     "Mistral-7B-v0.3": ("MistralConfig", dict(
         hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
         num_key_value_heads=8, max_position_embeddings=32768, rms_norm_eps=1e-5, rope_theta=1000000.0,
@@ -408,7 +355,7 @@ def test_a_preset_is_the_model_of_the_published_config(name, hf, tmp_path):
     made = getattr(hf, kind)
     architecture = hf.AutoModelForCausalLM._model_mapping[made].__name__
     made.from_dict({"architectures": [architecture], **fields}).save_pretrained(tmp_path)
-    _, published, vocab_size, _ = families.read_config(tmp_path / "config.json", "bf16")
+    _, published, vocab_size = families.read_config(tmp_path / "config.json", "bf16")
     preset = config.Config(**PRESETS[PRESET_OF[name]])
     of_the_model = {*config.SHAPE, *config.flags_of_kind("meaning")} - {"vocab_size", "seq_len"}
     differ = {flag for flag in of_the_model if getattr(preset, flag) != getattr(published, flag)}
@@ -480,10 +427,6 @@ def test_layers_whose_windows_have_no_period_are_refused(hf, tmp_path):
         made.save_pretrained(tmp_path)
         with pytest.raises(ValueError, match="layer_types is .*, in our model"):
             families.read_config(path, "fp32")
-    change(tmp_path, ["layer_types"])
-    with pytest.raises(ValueError, match="layer_types is .* by default"):
-        families.read_config(path, "fp32")
-    assert families.read_config(path, "fp32", seq_len=4)[1].window == 0
 
 
 # -----------------------------------------------------------------------------
@@ -492,7 +435,7 @@ def test_layers_whose_windows_have_no_period_are_refused(hf, tmp_path):
 def fields_of(name):
     """Return the fields that the class of a family has."""
     import transformers
-    return [field.name for field in dataclasses.fields(getattr(transformers, CLASSES[name]))]
+    return [field.name for field in dataclasses.fields(transformers.CONFIG_MAPPING[name])]
 
 
 def draw(rng):
@@ -562,11 +505,8 @@ def test_a_head_beside_a_tied_embedding_is_compared(hf, tmp_path):
     change_tensors(folder, lm_head__weight=embedding.clone())
     same_logits(hf, folder)
     change_tensors(folder, lm_head__weight=embedding + torch.eye(VOCAB, 16))
-    for argv in ["import", folder, f"--out={tmp_path}/x"], ["import", folder, f"--out={tmp_path}/y"]:
-        refused(convert.main, argv, "lm_head.weight is another matrix than model.embed_tokens.weight",
-                "set tie_word_embeddings to false")
-    assert not (tmp_path / "x").exists()
-    refused(sample.main, [folder, "--prompt=a"], "lm_head.weight is another")
+    with pytest.raises(ValueError, match="lm_head.weight is another matrix than model.embed_tokens.weight"):
+        weights.HuggingFace(folder)
     change(folder, tie_word_embeddings=False)
     same_logits(hf, folder)
     # The files of gpt2 on the hub have no prefix, and some have a head.
@@ -575,8 +515,8 @@ def test_a_head_beside_a_tied_embedding_is_compared(hf, tmp_path):
     bare = {key.removeprefix("transformer."): tensor for key, tensor in held.items()}
     bare["lm_head.weight"] = bare["wte.weight"] + 1
     save_file(bare, folder / "model.safetensors", {"format": "pt"})
-    refused(convert.main, ["import", folder, f"--out={tmp_path}/x"],
-            "lm_head.weight is another", "transformer.wte.weight")
+    with pytest.raises(ValueError, match="lm_head.weight is another matrix than transformer.wte.weight"):
+        weights.HuggingFace(folder)
 
 
 @pytest.mark.parametrize("value", ["nan", "inf"])
@@ -587,11 +527,8 @@ def test_weights_that_are_not_finite_are_refused_by_name(value, hf, tmp_path):
     weight = load_file(folder / "model.safetensors")[name]
     weight[3, 20] = float(value)
     change_tensors(folder, **{name: weight})
-    (tmp_path / "empty").mkdir()
-    for out in "new", "empty":
-        refused(convert.main, ["import", folder, f"--out={tmp_path}/{out}"],
-                f"{name} holds nan or infinite weights")
-    assert not (tmp_path / "new").exists() and not any((tmp_path / "empty").iterdir())
+    refused(convert.main, ["import", folder, f"--out={tmp_path}/new"], f"{name} holds nan or infinite")
+    assert not (tmp_path / "new").exists()
     with pytest.raises(ValueError, match=f"{name} holds nan"):
         our_logits(folder, torch.arange(3)[None])
 
@@ -616,23 +553,11 @@ def test_a_checkpoint_with_weights_that_are_not_finite(tmp_path):
     go(1, tmp_path / "new", "--steps=1", f"--init-from={step}")
     spoil(step, name, float("nan"))
     words = f"{name} holds nan or infinite weights", "use an older step_N"
-    result = go(2, tmp_path / "more", "--steps=1", "--tp=2", f"--init-from={step}", code=2)
-    assert_refused(result, *words)
-    result = go(1, tmp_path / "run", "--steps=3", f"--resume={step}", code=2)
-    assert_refused(result, *words)
+    assert_refused(go(2, tmp_path / "more", "--steps=1", "--tp=2", f"--init-from={step}", code=2), *words)
+    assert_refused(go(1, tmp_path / "run", "--steps=3", f"--resume={step}", code=2), *words)
     cfg, vocab_size, reader, _, _ = convert.read_run(step)
     with pytest.raises(ValueError, match=words[0]):
         sample.load_model(cfg, vocab_size, reader)
-
-
-def test_is_finite():
-    for dtype in torch.float16, torch.bfloat16, torch.float32, torch.float64:
-        for value in float("nan"), float("inf"), -float("inf"):
-            tensor = torch.zeros(3, 5, dtype=dtype)
-            assert checkpoint.is_finite(tensor)
-            tensor[1, 2] = value
-            assert not checkpoint.is_finite(tensor)
-    assert checkpoint.is_finite(torch.zeros(0, 4))
 
 
 # -----------------------------------------------------------------------------

@@ -3,13 +3,14 @@ import contextlib
 import io
 import json
 import math
+import re
 import shutil
 
 import numpy as np
 import pytest
 import torch
 from pool import run_ranks
-from runs import TINY, chars, final, go
+from runs import TINY, chars, final, go, hash_of, refused, session
 
 import checkpoint
 import pipeline
@@ -264,27 +265,38 @@ def test_score_starts_a_document_after_end_of_document(tmp_path):
 
 
 @pytest.mark.parametrize("name,content,words", [
-    ("none.txt", None, ("none.txt", "is no file")), ("empty.txt", "", ("holds no text",)),
-    ("foreign.txt", "ab \u00e9", ("U+00E9",)), ("latin.txt", b"\xff", ("not utf-8",)),
-    ("broken.jsonl", '{"text": "ab"}\n{"body": "ab"}\n', ("no text under 'text'",)),
-    ("cut.jsonl", '{"text": "ab', ("cut.jsonl at byte 0",)),
-    ("a.txt", "ab", ("--score and --prompt", "give one"))])
-def test_score_refuses_a_wrong_file_in_one_line(name, content, words, run, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(sample, "load_model", lambda *args: pytest.fail("the model was read before the file"))
+    ("none.txt", None, "is no file"), ("empty.txt", "", "holds no text"),
+    ("foreign.txt", "ab \u00e9", "U+00E9"),
+    ("broken.jsonl", '{"text": "ab"}\n{"body": "ab"}\n', "no text under 'text'")])
+def test_score_refuses_a_wrong_file_in_one_line(name, content, words, run, tmp_path):
     if content is not None:
-        (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
-    with pytest.raises(SystemExit) as exit_:
-        sample.main([str(run), "--score", str(tmp_path / name), *["--prompt=a"] * (name == "a.txt")])
-    said = capsys.readouterr()
-    assert exit_.value.code == 2 and said.out == "" and said.err.count("\n") == 1
-    assert said.err.startswith("nanoshard: ") and all(word in said.err for word in words), said.err
+        (tmp_path / name).write_text(content)
+    refused(sample.main, [run, "--score", tmp_path / name], words)
 
 
-def test_score_refuses_the_flags_of_a_draw(run, tmp_path, capsys):
-    (tmp_path / "s.txt").write_text("abc")
-    with pytest.raises(SystemExit) as end:
-        sample.main([str(run), "--score", str(tmp_path / "s.txt"), "--n", "5", "--top-k", "2"])
-    assert end.value.code == 2 and "--score draws no text; leave out --n, --top-k" in capsys.readouterr().err
+def test_score_refuses_the_flags_of_a_draw(run, tmp_path):
+    refused(sample.main, [run, "--score", tmp_path, "--n=5", "--top-k=2"], "does not read --n, --top-k")
+    refused(sample.main, [run, "--score", tmp_path, "--prompt=a"], "exclude each other")
+
+
+@pytest.mark.parametrize("ramp", [[], ["--rampup-batch-size", "2", "2", "4"]], ids=str)
+def test_step_prints_what_each_rank_read(ramp, run, tmp_path, capsys):
+    """By the hash of each rank's micro-batches in the run, also where its batch grows."""
+    flags = [f for f in TINY if "vocab" not in f and "batch" not in f]
+    flags += [f"--data={run.parent / 'toy'}", f"--out={tmp_path}/run", "--steps=4", "--save-every=4",
+              "--micro-batch=1", "--global-batch=4", *ramp]
+    ranks = run_ranks(2, session, flags)
+    sample.main([str(tmp_path / "run"), "--step=4"])
+    printed = capsys.readouterr().out
+    cfg, _ = sample.read_run_config(tmp_path / "run/config.json")
+    source, words = sample.open_data(cfg, 0)[0], tokenizer.load(run)
+    read = [[], []]
+    for number, rank, within in re.findall(r"--- sample (\d+): rank (\d) of dp, micro-batch (\d)\n", printed):
+        x, y = source.batch(int(number), 1)
+        read[int(rank)] += [x, y]
+        assert f"micro-batch {within}\n{words.decode(x[0].tolist())}\n" in printed
+        assert int(within) == len(read[int(rank)]) // 2 - 1
+    assert [hash_of(batches) for batches in read] == [rank["steps"][3]["data"] for rank in ranks]
 
 
 def test_the_samples_of_a_run_are_drawn_with_its_seed(run, tmp_path, capsys, monkeypatch):
@@ -301,23 +313,6 @@ def test_the_samples_of_a_run_are_drawn_with_its_seed(run, tmp_path, capsys, mon
     assert capsys.readouterr().out == ""
 
 
-def test_a_run_without_text_has_no_vocabulary(tmp_path, capsys):
+def test_a_run_without_text_has_no_vocabulary(tmp_path):
     go(1, tmp_path / "run", "--data=synthetic", "--steps=1", "--save-every=1", base=TINY)
-    with pytest.raises(SystemExit) as end:
-        sample.main([str(tmp_path / "run"), "--prompt", "a"])
-    said = capsys.readouterr().err
-    assert end.value.code == 2 and said.count("\n") == 1
-    assert "no tokenizer.json" in said and "train with --data data/stdlib" in said
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_several_ranks_are_for_a_chat(run, rank, capsys, monkeypatch):
-    """One of them says so."""
-    for name, value in {"PMI_RANK": rank, "PMI_SIZE": 2, "MPI_LOCALRANKID": rank}.items():
-        monkeypatch.setenv(name, str(value))
-    for argv in ([str(run), "--prompt", "a"], [str(run), "--top-k", "-1"]):
-        with pytest.raises(SystemExit) as end:
-            sample.main(argv)
-        out, said = capsys.readouterr()
-        assert end.value.code == 2 and out == "" and said.count("\n") == 1 - rank
-        assert rank or argv[1] == "--top-k" or "only --chat takes several ranks; leave out mpiexec" in said
+    refused(sample.main, [tmp_path / "run", "--prompt", "a"], "no tokenizer.json", "--data data/stdlib")

@@ -20,7 +20,6 @@ from config import Config
 from corpus import build, chat, shards, text, tokenizer
 from corpus.order import permute
 from hub import families, gguf
-from hub.tokenizer import printable_bytes
 from interface import command_line, files
 
 # -----------------------------------------------------------------------------
@@ -141,13 +140,6 @@ def test_the_largest_id_of_a_token_is_that_of_tiktoken():
         assert not tokenizer.token_ids(wrong)
 
 
-def test_each_byte_has_a_character_of_its_own_that_prints():
-    characters = printable_bytes()
-    assert len(characters) == len(set(characters)) == 256
-    assert all(c.isprintable() and not c.isspace() for c in characters)
-    assert characters[ord("A")] == "A" and characters[10] == "\u010a" and characters[32] == "\u0120"
-
-
 META = {"version": 1, "tokenizer": "char", "tokenizer_sha256": "a", "dtype": "uint16", "vocab_size": 9,
         "tokens": {"train": 8, "val": 8}, "eod": None,
         "shards": {split: [{"file": f"{split}_00000.bin", "tokens": 8, "sha256": split}]
@@ -222,33 +214,14 @@ def test_what_a_config_json_leaves_out_is_transformers_default(hf, tmp_path):
     for name, want in {"llama": (32000, 4096, 32, 32, 32, 11008, 2048, 1e4),
                        "mistral": (32000, 4096, 32, 32, 8, 14336, 131072, 1e4),
                        "mixtral": (32000, 4096, 32, 32, 8, 14336, 131072, 1e6)}.items():
-        _, cfg, vocab_size, _ = read_theirs(tmp_path, model_type=name)
+        _, cfg, vocab_size = read_theirs(tmp_path, model_type=name)
         assert want == (vocab_size, cfg.n_embd, cfg.n_layer, cfg.n_head, cfg.n_kv_head, cfg.ffn_hidden,
                         cfg.seq_len, cfg.rope_base)
-    _, cfg, vocab_size, _ = read_theirs(tmp_path, model_type="gpt2")
+    _, cfg, vocab_size = read_theirs(tmp_path, model_type="gpt2")
     assert (vocab_size, cfg.n_embd, cfg.n_layer, cfg.n_head, cfg.seq_len) == (50257, 768, 12, 12, 1024)
     assert (cfg.ffn_hidden, cfg.rope_base) == (3072, Config.rope_base)
     assert read_theirs(tmp_path, model_type="gpt2", n_inner=100)[1].ffn_hidden == 100
     assert read_theirs(tmp_path, model_type="gpt2", hidden_size=96, n_head=3)[1].ffn_hidden == 384
-
-
-def test_learned_positions_are_not_shortened(hf, tmp_path):
-    assert read_theirs(tmp_path, 1024, model_type="gpt2")[1].seq_len == 1024
-    with pytest.raises(ValueError, match="^--seq-len 512 shortens .* 1024 tokens; leave out --seq-len$"):
-        read_theirs(tmp_path, 512, model_type="gpt2")
-
-
-@pytest.mark.parametrize("rope,sound", [
-    ({"rope_type": "linear", "factor": 1}, True), ({"rope_type": "linear", "factor": 2.0}, False),
-    ({"rope_type": "yarn", "factor": 1}, False), ({"rope_type": "linear"}, False),
-    ({"rope_type": "linear", "factor": 1, "beta": 2}, False), ({"type": "default"}, True),
-    ({"rope_theta": 1e5}, True)])
-def test_scaled_rotary_positions_are_refused(rope, sound, hf, tmp_path):
-    if sound:
-        assert read_theirs(tmp_path, model_type="llama", rope_scaling=rope)[1].rope_scaling == ()
-    else:
-        with pytest.raises(ValueError, match="rope_parameters"):
-            read_theirs(tmp_path, model_type="llama", rope_scaling=rope)
 
 
 # -----------------------------------------------------------------------------
