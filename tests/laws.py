@@ -53,14 +53,13 @@ TEXTS = {"bench": (".py", ".sh", ".js", ".html", ".pbs", ".slurm"),
 
 # What is larger today: a number here only falls, and what is within its limit leaves the list.
 OVER = {
-    "reading path": (3645, 12), "ops, fast": (3299, 24), "runtime, interface": (6695, 40),
-    "corpus, cost, programs": (9908, 35), "house": (23547, 111), "bench": (4922, 23),
-    "tests": (31855, 111), "pages": (4015, 22)}
+    "reading path": (3645, 12), "ops, fast": (3299, 24), "runtime, interface": (6601, 39),
+    "corpus, cost, programs": (9611, 35), "house": (23156, 110), "bench": (4922, 23),
+    "tests": (31491, 111), "pages": (3993, 22)}
 LONG_FILES = {
-    "checkpoint.py": 602, "tests/test_chat.py": 659, "tests/test_checkpoint.py": 602,
-    "tests/test_convert.py": 629, "tests/test_data.py": 740, "tests/test_import.py": 655,
-    "tests/test_launch.py": 747, "tests/test_model.py": 629, "tests/test_plan.py": 729,
-    "tests/test_products.py": 664, "tests/test_resume.py": 702}
+    "checkpoint.py": 602, "tests/test_chat.py": 632, "tests/test_checkpoint.py": 602,
+    "tests/test_data.py": 740, "tests/test_launch.py": 747, "tests/test_model.py": 629,
+    "tests/test_plan.py": 729, "tests/test_products.py": 664, "tests/test_resume.py": 702}
 
 
 # -----------------------------------------------------------------------------
