@@ -208,9 +208,6 @@ class Config:
     # the products of attention and of the dense MLP take numbers of 8 bits, of which a GPU multiplies up to
     # twice as many; weights, activations between them, the head and experts keep --dtype
     fp8: bool = flag(False, "free")
-    # AdamW's fp32 masters are kept as the bf16 weights and the 16 bits that these lack, which saves 2 bytes
-    # per weight
-    split_masters: bool = flag(False, "free")
     # of AdamW's two moments; bf16 rounds them after each update, which saves 4 bytes per weight
     moments_dtype: Literal["fp32", "bf16"] = flag("fp32", "free")
     # on a GPU, replay forward and backward as one CUDA graph where shapes are static
@@ -431,8 +428,6 @@ def of_training(cfg):
          f"--shard {cfg.shard} says among how many ranks --zero shares, and --zero is 0; add --zero 1"),
         (cfg.fp8 and cfg.dtype == "fp16",
          "--fp8 was tried with bf16 alone, --dtype is fp16; try --dtype bf16"),
-        (cfg.split_masters and cfg.dtype != "bf16",
-         f"--split-masters needs bf16 weights, --dtype {cfg.dtype} has none; try --dtype bf16"),
         (cfg.moments_dtype == "bf16" and max(cfg.beta1, cfg.beta2) > LARGEST_BF16_DECAY,
          f"--moments-dtype bf16 needs --beta1 and --beta2 of at most {LARGEST_BF16_DECAY}, or errors of "
          "rounding add up; try --moments-dtype fp32"),

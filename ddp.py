@@ -27,8 +27,9 @@ are reduce-scattered over bucket.shard, whose ranks keep different slices. Then 
 all-reduced over bucket.replicas, whose ranks keep the same slice. Only with --shard do both have
 several ranks.
 
-A class of fast/buckets.py may replace a few methods of a Bucket, for less waiting. With
---split-masters, master is a SplitMaster of ops/split_master.py.
+In a bf16 model, master is the 16 bits that own lacks of AdamW's fp32 (ops/split_master.py).
+
+A class of fast/buckets.py may replace a few methods of a Bucket, for less waiting.
 """
 import contextlib
 import itertools
@@ -266,6 +267,10 @@ class Bucket:
             torch._foreach_copy_(small_windows, small_grads)
 
 
+def has_split_master(bucket):
+    return bucket.optimizer == "adamw" and bucket.own.dtype == torch.bfloat16
+
+
 # All buckets of a model
 
 def draw_weights(model, named_parameters):
@@ -286,8 +291,7 @@ class DataParallel:
     """
 
     def __init__(self, model, mesh, zero=0, timers=contextlib.nullcontext, *, dtype=None,
-                 bucket_elements=BUCKET_ELEMENTS, optimizer="adamw", split_masters=False,
-                 faster=None):
+                 bucket_elements=BUCKET_ELEMENTS, optimizer="adamw", faster=None):
         """Lay out the buckets.
 
         dtype: of the weights, from now on. faster(class, axis, parameters): the class that a
@@ -306,7 +310,7 @@ class DataParallel:
         for group in assign_buckets(trained, zero, bucket_elements, optimizer, lone_axes):
             draw_weights(model, group)
             bucket = self.add_bucket(group, dtype, updated_by(*group[0], optimizer))
-            if split_masters and bucket.optimizer == "adamw":
+            if has_split_master(bucket):
                 bucket.master = SplitMaster.of(bucket.own, bucket.master)
         self.frozen_buckets = self.freeze(model, frozen_parameters(model), dtype)
         buckets = self.frozen_buckets + self.buckets

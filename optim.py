@@ -16,8 +16,6 @@ from ops.split_master import SplitMaster, whole
 
 INITIAL_LOSS_SCALE = 65536.0
 LOSS_SCALE_STEPS = 2000  # without an overflow, after which the loss scale is doubled
-BLOCK = 2048  # elements whose squares a program of the Triton kernel sums at once
-TIMES = 4  # how many times it does so
 VOTES = 6  # reasons to stop the run, which travel with the statistics: runtime.agree.REASONS
 
 
@@ -123,21 +121,6 @@ class AdamW:
             bucket.after_update()
 
 
-def sums_of_squares(slices):
-    """Return each slice's sum of squares, (k,) fp64, at twice the bandwidth of torch's norms."""
-    from ops import kernels
-    parts = [ceil_div(piece.numel(), TIMES * BLOCK) for piece in slices]
-    # Each slice has a row for the sums of its parts, in fp32. Rows begin at multiples of 128
-    # elements, so Triton compiles one kernel for all of them.
-    width = ceil_div(max(parts), 128) * 128
-    sums = torch.zeros(len(slices), width, device=slices[0].device)
-    for piece, row, n_parts in zip(slices, sums, parts, strict=True):
-        if n_parts:
-            kernels.sum_squares[(n_parts,)](piece, row, piece.numel(), TIMES=TIMES, BLOCK=BLOCK,
-                                            num_warps=8)
-    return sums.sum(1, dtype=torch.float64)
-
-
 class StepStats(NamedTuple):
     """The numbers of the whole model that judge a step: () fp64 each, on the device."""
     loss: torch.Tensor        # mean cross-entropy, in nats per trained token of the global batch
@@ -181,19 +164,12 @@ class Optimizer:
         counts 1/k on each.
         """
         loss = loss.double() / self.data_parallel.mesh.tp.size  # Every tp rank has the same loss.
-        slices = [bucket.grad_total for bucket in self.data_parallel.buckets]
-        n = len(slices)
+        grad_squares = self.sum_of_squares(self.grads)
+        num_zeros = param_squares = torch.zeros_like(loss)
         if full:
-            slices += [m.own if isinstance(m, SplitMaster) else m for m in self.masters]
-        if self.adam.use_triton:
-            squares = sums_of_squares(slices)
-        else:  # in fp64: a CPU's fp32 norm is a plain sum, 5e-5 off for a million elements
-            norms = [torch.linalg.vector_norm(piece, dtype=torch.float64) for piece in slices]
-            squares = torch.stack(norms).square()
-        grad_squares = (squares[:n] * self.count_factors).sum()
-        zero = torch.zeros_like(loss)
-        num_zeros = self.num_zeros() if full else zero
-        param_squares = (squares[n:] * self.count_factors).sum() if full else zero
+            num_zeros = self.num_zeros()
+            weights = [m.own if isinstance(m, SplitMaster) else m for m in self.masters]
+            param_squares = self.sum_of_squares(weights)
 
         # Nobody votes in one process, in tests and in bench/.
         votes = [] if self.stop is None else self.stop.votes(loss.device)
@@ -203,6 +179,14 @@ class Optimizer:
             self.stop.sums = sums[4:]
         grad_norm = self.unscale(sums[1].sqrt())
         return StepStats(sums[0], grad_norm, num_zeros=sums[2], param_norm=sums[3].sqrt())
+
+    def sum_of_squares(self, slices):
+        """Return this rank's part of the sum of squares, () fp64. slices: one per bucket."""
+        if self.adam.use_triton:  # torch sums 65,536 elements at a time, in fp32
+            norms = torch._foreach_norm(slices, dtype=torch.float32)
+        else:  # in fp64: a CPU's fp32 norm is a plain sum, 5e-5 off for a million elements
+            norms = [torch.linalg.vector_norm(piece, dtype=torch.float64) for piece in slices]
+        return (torch.stack(norms).double().square() * self.count_factors).sum()
 
     def num_zeros(self):
         """Return this rank's part of the number of gradients that are zero, () fp64."""

@@ -174,8 +174,7 @@ def build(cfg, mesh, vocab_size, device, timers=contextlib.nullcontext, choice=N
         is_16_bit = cfg.dtype in ("bf16", "fp16")
         torch.set_float32_matmul_precision("high" if is_16_bit else "highest")
     data_parallel = LEVELS[cfg.zero](model, mesh, cfg.zero, timers, dtype=dtype,
-                                     optimizer=cfg.optimizer, split_masters=cfg.split_masters,
-                                     faster=choice.bucket_class)
+                                     optimizer=cfg.optimizer, faster=choice.bucket_class)
     return model, data_parallel, Optimizer(cfg, data_parallel)
 
 

@@ -66,12 +66,10 @@ REPLICATED = (
     ("llama", dict(zero=3)), ("dropless", dict(zero=3)), ("dropless", dict(ep=2, zero=3)),
     ("llama", dict(zero=1, shard=2)), ("dropless", dict(ep=2, zero=2, shard=2)),
     ("llama", dict(zero=3, shard=2)), ("llama", dict(tp=2, zero=3, shard=1)),
-    ("llama", dict(split_masters=True)), ("dropless", dict(ep=2, zero=3, split_masters=True)),
-    ("dropless", dict(zero=1, split_masters=True, moments_dtype="bf16")))
+    ("dropless", dict(zero=1, moments_dtype="bf16")))
 
 CAPTURED = (
     ("llama", {}), ("llama", dict(zero=1)), ("gpt2", dict(tp=2, zero=1)), ("capacity", dict(ep=4)),
-    ("llama", dict(split_masters=True)), ("dropless", dict(ep=2, zero=1, split_masters=True)),
     ("llama", dict(moments_dtype="bf16")),
     ("llama", dict(recompute="full")), ("gpt2", dict(dropout=0.2)),
     ("gpt2", dict(bias=False)), ("gpt2", dict(bias=False, tp=2, zero=1)),  # on Hopper GELU in the products

@@ -258,7 +258,7 @@ def state_bytes(cfg, mesh, vocab_size, choice):
 
     of_muon = muon_elements(cfg, mesh, vocab_size)
     masters = owned * master_bytes
-    if cfg.split_masters:  # Those of AdamW are half as long.
+    if cfg.dtype == "bf16":  # Those of AdamW are half as long.
         masters -= (owned - of_muon) * master_bytes / 2
     moment_bytes = 2 if cfg.moments_dtype == "bf16" else sum_bytes
     moments = 2 * (owned - of_muon) * moment_bytes + of_muon * sum_bytes  # Muon has one moment, not two.

@@ -87,7 +87,7 @@ def muon_seconds(cfg, mesh, gpu, vocab_size):
     sent = muon_traffic(cfg, mesh, vocab_size)
     for shard, elements, owned in shares(cfg, mesh, vocab_size):
         seconds += elements * UPDATE_BYTES / (STREAM * gpu.hbm)
-        if cfg.split_masters:  # Muon's masters stay as they are, so its update does not save these bytes.
+        if cfg.dtype == "bf16":  # Muon's masters stay as they are, so its update does not save these bytes.
             seconds += elements * 2 / (STREAM * gpu.hbm)
         if cfg.moments_dtype == "bf16":  # Muon's momenta stay as they are, too.
             seconds += elements * 8 / (STREAM * gpu.hbm)

@@ -450,7 +450,7 @@ def step_time(cfg, mesh, gpu, vocab_size, slowest, reductions):
     weight_bytes, sum_bytes = element_bytes(cfg)
     gradient_bytes -= 2 * weight_bytes * uncopied_gradients(cfg, mesh, vocab_size, choice)
     adam_bytes = owned_parameters(cfg, mesh, local) * ADAM - alone * 4
-    if cfg.split_masters:
+    if cfg.dtype == "bf16":
         adam_bytes -= 2 * owned_parameters(cfg, mesh, local)
     if cfg.moments_dtype == "bf16":  # Two moments are read and written, each with 2 bytes.
         adam_bytes -= 4 * (sum_bytes - 2) * owned_parameters(cfg, mesh, local)

@@ -18,7 +18,7 @@ from interface.terminal import say
 from layers import NORMS, Norm
 from model import DTYPES, MLP
 from ops import backend, gelu_mlp, norms
-from ops.activations import SwiGLU
+from ops.activations import swiglu_by_kernel
 from ops.cross_entropy import LinearCrossEntropy
 
 
@@ -47,9 +47,9 @@ class Choice(NamedTuple):
             if isinstance(module, Norm) and has_kernels and norms.fits(cfg.n_embd, dtype):
                 module.kernel = norms.KERNELS.get(NORMS[cfg.norm].kernel)
             elif isinstance(module, MLP) and has_kernels and cfg.mlp == "swiglu":
-                module.act = SwiGLU.apply
+                module.act = swiglu_by_kernel
             elif isinstance(module, MLP) and gelu_in_products:
-                module.products = gelu_mlp.GeluMLP.apply
+                module.products = gelu_mlp.products
         if device.type != "cpu" and model.mesh.tp.size == 1 and not cfg.logit_softcap:
             model.fused_loss = LinearCrossEntropy.apply
 

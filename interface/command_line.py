@@ -118,9 +118,9 @@ def expand_home(argv):
 # -----------------------------------------------------------------------------
 # The config.json of a run
 
-# What a run writes there beside its flags. Earlier versions also wrote `products`.
+# What a run writes there beside its flags. The last two are of earlier versions.
 OF_THE_RUN = ("vocab_size_used", "mask_token", "git", "argv", "world", "nodes", "launcher", "dp", "torch",
-              "machine", "attention", "products")
+              "machine", "attention", "products", "split_masters")
 
 
 def given(argv, flag):

@@ -56,6 +56,10 @@ class SwiGLU(torch.autograd.Function):
         return silu_mul_backward(grad_h.contiguous(), pair)
 
 
+def swiglu_by_kernel(pair):  # torch 2.11 compiles this call, but not SwiGLU.apply as a module's act
+    return SwiGLU.apply(pair)
+
+
 def silu_mul(gate, up=None, n_valid=None):
     """swiglu without autograd, of contiguous tensors. A GPU writes only the first n_valid () int32 rows."""
     if not backend.use_triton(gate):

@@ -313,18 +313,6 @@ def quantise(x_ptr, scale_ptr, rows_ptr, columns_ptr, height, width, first, tota
 
 
 @triton.jit
-def sum_squares(x_ptr, sums_ptr, n, TIMES: tl.constexpr, BLOCK: tl.constexpr):
-    """sums = the sum of squares of each part of x (n,), in fp32. A part has TIMES BLOCKs."""
-    at = tl.program_id(0).to(tl.int64) * TIMES * BLOCK + tl.arange(0, BLOCK)
-    total = tl.zeros([BLOCK], tl.float32)
-    for _ in tl.static_range(TIMES):
-        x = tl.load(x_ptr + at, mask=at < n, other=0.0).to(tl.float32)
-        total += x * x
-        at += BLOCK
-    tl.store(sums_ptr + tl.program_id(0), tl.sum(total))
-
-
-@triton.jit
 def accumulate(x_ptr, out_ptr, n, ADD: tl.constexpr, BLOCK: tl.constexpr):
     """out (n,) fp32 = x, or += x if ADD."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)

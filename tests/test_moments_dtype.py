@@ -122,7 +122,7 @@ def test_a_layout_is_one_process(name, tmp_path):
     assert n_rounded > 1000
 
 
-@pytest.mark.parametrize("n, flags", [(1, []), (2, ["--zero=1", "--dtype=bf16", "--split-masters"]),
+@pytest.mark.parametrize("n, flags", [(1, []), (2, ["--zero=1", "--dtype=bf16"]),
                                       (2, ["--zero=3"])])
 def test_a_resume_is_equal_to_the_bit(n, flags, tmp_path):
     assert_resume_is_equal(n, tmp_path, *BF16, *flags)
@@ -152,7 +152,6 @@ def test_a_checkpoint_opens_with_the_other_dtype(tmp_path):
 # -----------------------------------------------------------------------------
 # Memory
 
-@pytest.mark.parametrize("flags", [[], ["--dtype=fp32"], ["--dtype=fp64"], ["--optimizer=muon"],
-                                   ["--split-masters"]])
+@pytest.mark.parametrize("flags", [[], ["--dtype=fp32"], ["--dtype=fp64"], ["--optimizer=muon"]])
 def test_memory_is_as_planned(flags):
     optimizer_as_planned("--dtype=bf16", *BF16, *flags)

@@ -1,4 +1,4 @@
-"""--split-masters: masters as bf16 weights and 16 low bits; runs, layouts and checkpoints with them.
+"""Masters of a bf16 model as bf16 weights and 16 low bits; runs, layouts and checkpoints with them.
 
 One master of 65,536 loses a unit of its last binary digit. So a run is compared with one of whole masters
 within a few such units, and a resume is compared to the bit. test_kernels.py has the kernel.
@@ -8,7 +8,7 @@ import pytest
 import torch
 from faults import nothing, with_faults
 from pool import run_ranks
-from runs import assert_resume_is_equal, final, go, optimizer_as_planned, refused, rows
+from runs import TINY, assert_resume_is_equal, final, go, optimizer_as_planned, rows, session
 from test_layouts import MOE, equality
 
 import train
@@ -22,7 +22,7 @@ from runtime.launch import World
 from runtime.resume import broadcast_and_verify, own_pieces
 
 BF16 = ["--dtype=bf16", "--warmup=0", "--lr=1e-3"]
-SPLIT = [*BF16, "--split-masters"]
+WHOLE = [("ddp.has_split_master", nothing)]  # a fault, with which a run keeps fp32 masters
 
 
 # -----------------------------------------------------------------------------
@@ -116,8 +116,9 @@ def test_a_run_is_that_of_whole_masters(name, tmp_path, request):
     flags = [*flags, "--steps=3", "--save-every=3"]
     if name.partition(",")[0] in ("lora", "upcycled", "new symbols"):
         flags.append(f"--init-from={request.getfixturevalue('base_run')}")
-    go(n, tmp_path / "whole", *BF16, *flags)
-    go(n, tmp_path / "split", *SPLIT, *flags)
+    went = run_ranks(n, with_faults, WHOLE, session, [*TINY, f"--out={tmp_path / 'whole'}", *BF16, *flags])
+    assert {result["code"] for result in went} == {0}
+    go(n, tmp_path / "split", *BF16, *flags)
     expected, meta = final(tmp_path / "whole", 3)
     found, split_meta = final(tmp_path / "split", 3)
     assert expected.keys() == found.keys() and split_meta["adam_t"] == meta["adam_t"] == 3
@@ -139,53 +140,41 @@ def test_a_run_is_that_of_whole_masters(name, tmp_path, request):
 @pytest.mark.parametrize("n, flags", [(1, []), (2, ["--zero=1"]), (2, ["--zero=3"]),
                                       (2, ["--optimizer=muon", "--zero=2"])])
 def test_a_resume_is_equal_to_the_bit(n, flags, tmp_path):
-    assert_resume_is_equal(n, tmp_path, *SPLIT, *flags)
+    assert_resume_is_equal(n, tmp_path, *BF16, *flags)
 
 
-def test_a_checkpoint_has_fp32_masters_and_opens_without_the_flag(tmp_path):
-    """... which the resume says. In other layouts, with the flag and without, no master moves."""
-    go(1, tmp_path / "a", *SPLIT, "--steps=2", "--save-every=2")
+def test_a_checkpoint_has_fp32_masters_that_other_layouts_keep(tmp_path):
+    go(1, tmp_path / "a", *BF16, "--steps=2", "--save-every=2")
     tensors, _ = final(tmp_path / "a", 2)
     assert tensors["wte.weight"].dtype == torch.float32
     assert not torch.equal(tensors["wte.weight"], tensors["wte.weight"].to(torch.bfloat16).float())
     resumed = [f"--resume={tmp_path / 'a' / 'step_000002'}", "--steps=3", "--save-every=1", "--lr=0"]
-    said = go(2, tmp_path / "b", *BF16, *resumed, "--zero=1")["out"]
-    assert "split-masters True -> False" in said
-    go(2, tmp_path / "c", *SPLIT, *resumed, "--zero=3")
-    for other in "b", "c":
-        found, _ = final(tmp_path / other, 3)
-        for name in tensors:
-            if "/" not in name:
-                assert torch.equal(found[name], tensors[name]), (other, name)
+    go(2, tmp_path / "b", *BF16, *resumed, "--zero=3")
+    found, _ = final(tmp_path / "b", 3)
+    for name in tensors:
+        if "/" not in name:
+            assert torch.equal(found[name], tensors[name]), name
 
 
-def test_dumped_gradients_come_with_the_masters(tmp_path):
-    from safetensors.torch import load_file
-    dumped = {}
-    for flags in BF16, SPLIT:
-        path = tmp_path / f"{len(flags)}.safetensors"
-        go(1, tmp_path / f"run{len(flags)}", *flags, "--steps=1", f"--dump-grads={path}")
-        dumped[len(flags)] = load_file(path)
-    expected, found = dumped.values()
-    assert expected.keys() == found.keys()
-    for name, tensor in expected.items():
-        assert found[name].dtype == tensor.dtype
-        if name.startswith("grad/"):
-            assert torch.equal(found[name], tensor)
-        else:
-            assert units_apart(found[name], tensor).max() <= 1
+def test_a_checkpoint_of_whole_masters_is_read(tmp_path):
+    """... with at most a unit of the last digit lost."""
+    went = run_ranks(1, with_faults, WHOLE, session, [*TINY, f"--out={tmp_path / 'a'}", *BF16, "--steps=2",
+                                                      "--save-every=2"])
+    assert went[0]["code"] == 0
+    tensors, _ = final(tmp_path / "a", 2)
+    go(1, tmp_path / "b", *BF16, f"--resume={tmp_path / 'a' / 'step_000002'}", "--steps=3", "--save-every=1",
+       "--lr=0")
+    found, _ = final(tmp_path / "b", 3)
+    for name in tensors:
+        if "/" not in name:
+            assert units_apart(found[name], tensors[name]).max() <= 1, name
 
 
 def test_a_step_that_is_refused_changes_nothing(tmp_path):
     """A gradient of step 2 is nan: as with whole masters, its update is left out."""
-    went = go(1, tmp_path, *SPLIT, "--steps=3", "--save-every=3", plan={2: "nan"})
+    went = go(1, tmp_path, *BF16, "--steps=3", "--save-every=3", plan={2: "nan"})
     states = [step["state"] for step in went["steps"]]
     assert states[1] == states[2] != states[0]
-
-
-@pytest.mark.parametrize("dtype", ["fp32", "fp16", "fp64"])
-def test_other_dtypes_are_refused(dtype):
-    refused(train.main, ["tiny", "--data=synthetic", f"--dtype={dtype}", "--split-masters"], "--dtype bf16")
 
 
 # -----------------------------------------------------------------------------
@@ -193,14 +182,14 @@ def test_other_dtypes_are_refused(dtype):
 
 @pytest.mark.parametrize("flags", [[], ["--zero=1"], ["--optimizer=muon"]])
 def test_memory_is_as_planned(flags):
-    opt = optimizer_as_planned(*SPLIT, *flags)
+    opt = optimizer_as_planned(*BF16, *flags)
     n_split = sum(isinstance(master, SplitMaster) for master in opt.masters)
     assert 0 < n_split <= len(opt.masters) and (n_split < len(opt.masters)) == (opt.muon is not None)
 
 
 def masters_of(world, flags):
     """Return whether all masters of this rank are split, their bytes with the moments', and those planned."""
-    cfg = parse(["tiny", "--data=synthetic", "--vocab-size=200", *SPLIT, *flags])
+    cfg = parse(["tiny", "--data=synthetic", "--vocab-size=200", *BF16, *flags])
     mesh = make_mesh(world)
     _, data_parallel, opt = train.build(cfg, mesh, cfg.vocab_size, world.device)
     used = sum(master.low.numel() * 2 for master in opt.masters if isinstance(master, SplitMaster))
@@ -221,7 +210,7 @@ def test_all_masters_are_split_under_every_zero(zero):
 
 def masters_after_different_draws(world):
     """Return this rank's masters after rank 1 has drawn slightly different initial weights."""
-    cfg = Config(**dict(MOE, dtype="bf16", split_masters=True))
+    cfg = Config(**dict(MOE, dtype="bf16"))
     model, data_parallel, opt = train.build(cfg, make_mesh(world), cfg.vocab_size, world.device)
     if world.rank:
         for master in opt.masters:
@@ -241,7 +230,7 @@ def test_replicas_start_with_equal_low_bits(faults, is_equal):
 
 def test_a_weight_of_zero_is_no_nan():
     """Where a broadcast wrote zero beside negative low bits."""
-    cfg = Config(**dict(MOE, dtype="bf16", split_masters=True))
+    cfg = Config(**dict(MOE, dtype="bf16"))
     _, _, opt = train.build(cfg, make_mesh(World()), cfg.vocab_size, torch.device("cpu"))
     for master in opt.masters:
         master.own.zero_()

@@ -52,7 +52,7 @@ LAYOUTS = {  # name: (ranks, flags)
     "ep2": (2, ["--ep", "2", *MOE]),
     "one": (1, []),
     "dp2-bf16": (2, ["--dtype", "bf16"]),
-    "zero1-split": (2, ["--dtype", "bf16", "--zero", "1", "--split-masters", "--moments-dtype", "bf16"]),
+    "zero1-split": (2, ["--dtype", "bf16", "--zero", "1", "--moments-dtype", "bf16"]),
     "tp2-zero1": (4, ["--tp", "2", "--zero", "1"]),
     "pp2-ep2-zero1": (4, ["--pp", "2", "--ep", "2", "--zero", "1", *MOE]),
     "zero2": (2, ["--zero", "2"]),
