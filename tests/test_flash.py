@@ -183,7 +183,7 @@ def test_a_compiled_model_is_the_model_without(recompute):
         found.append([loss.detach(), *(p.grad for p in model.parameters())])
     torch._dynamo.reset()
     for mine, torchs in zip(*found, strict=True):
-        torch.testing.assert_close(mine, torchs, rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(mine, torchs, rtol=1e-10, atol=1e-11)
 
 
 @pytest.mark.parametrize("recompute, calls", [("none", 1), ("selective", 1), ("full", 2)])
