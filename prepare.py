@@ -4,39 +4,46 @@
     python prepare.py FILE... --name NAME
     python prepare.py chat FILE.jsonl... --name NAME --tokenizer data/stdlib --seq-len 128
 
-FILE is text, .jsonl or .ndjson, .jsonl.gz, .jsonl.zst (needs zstandard), .parquet (needs pyarrow), or a data
-set on the Hugging Face hub (needs datasets): fineweb_edu_10bt, fineweb_edu, dclm_baseline_1.0,
+FILE is text, .jsonl or .ndjson, either packed as .gz, .jsonl.zst (needs zstandard), .parquet (needs pyarrow),
+or a data set on the Hugging Face hub (needs datasets): fineweb_edu_10bt, fineweb_edu, dclm_baseline_1.0,
 dclm_baseline_1.0_10prct, hf:OWNER/NAME::PATTERN. The code that finds, fetches and reads those is tested on
 small files; the download itself was never run here. fineweb_edu_10bt is about 28 GB compressed,
 dclm_baseline_1.0 several TB.
 
-1) list the sources and cut them into units of 16 MB of text
-2) get the tokenizer: trained on the sources, taken from a folder, or published
-3) encode the units in parallel, one part each
-4) merge the parts into shards: the same bytes for any --workers
-5) rename everything into data/NAME, meta.json last
+1) get the tokenizer: trained on the sources, taken from a folder, or published
+2) read the documents, and encode them in parallel: the same bytes for any --workers
+3) shuffle those of records, and write the shards into data/NAME.tmp
+4) rename that to data/NAME: after an error or a kill, an older data set there is as it was
 
-The same call again finds that the data are made, and says so; where another data set stands, it changes
-nothing without --replace. After a kill, it goes on from the finished
-parts (data/NAME/.parts, about as large as the result) and makes the same bytes. Only files that prepare.py
-made are ever replaced or removed: a folder data/NAME with anything else in their place is refused and left as
-it is.
+After a kill, the same call begins again. Where the data are made and no source has changed since, it says so.
+Where another data set stands, it changes nothing without --replace.
 
 The documents are the files of the standard library, or the records. Other text is cut at blank lines into
-documents of about 4,000 characters. End-of-document follows each, and the hash of its text alone decides
-between train and val, so duplicates have the same split. `char` has no documents: its text is one stream, and
-the last tenth is val. A record that cannot be read is named on stderr and counted, here and in meta.json.
+documents of about 4,000 characters, or where --split-at stands in it. End-of-document follows each, and the
+hash of its text alone decides between train and val, so duplicates have the same split; or all of --val is
+val. `char` has no documents: its text is one stream, and the last tenth is val. A record that cannot be read
+ends prepare.py with its file and row.
 
 A line of a file of conversations is {"messages": [{"role": "user", "content": "..."}, ...]}, with the roles
 system, user and assistant. Only what the assistant says is trained, except with "weight": 0: docs/chat.md.
 """
+import contextlib
+import functools
 import hashlib
+import itertools
+import json
+import multiprocessing
 import os
 import platform
+import re
 import shlex
+import shutil
 import sys
 import sysconfig
+import threading
 import time
+from collections import Counter, deque
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -50,29 +57,26 @@ if __name__ == "__main__":  # It says what to type where they are not installed.
 import numpy as np
 import tyro
 
-from config import ceil_div
-from corpus import build, chat, shards, text, tokenizer
-from corpus.folder import KeptWork, install, locked, owned_files
+from corpus import chat, shards, text, tokenizer
+from corpus.samples import draw_keys, permute
 from corpus.shards import SPLITS
-from interface.command_line import change_words, command_line, wrong_input
-from interface.files import must_write
-from interface.terminal import say
+from interface.command_line import command_line, wrong_input
+from interface.files import is_taken, must_write, remove_folder, set_aside, sync
+from interface.terminal import say, warn
 
-UNIT_BYTES = 16 << 20  # of text per unit of work; the number of workers does not change it
 VOCAB_SIZE = 4096  # for bpe: an id stands for 3.5 characters of Python, and does not dwarf a small model
 TRAINING_BYTES = 64 << 20  # amount of text to train a vocabulary on
-LONG = 4  # MB of text: what takes seconds is announced
-TRAINING_UNITS = 256  # the text is taken from at most this many units
+BATCH = 1 << 20  # characters that a worker encodes at a time; their number changes no byte
 # `encodings` and `pydoc_data` are tables of code points and help texts: they make up 18 % of the text, and
 # are hardly programs.
 NOT_STDLIB = {"site-packages", "dist-packages", "__pycache__", "encodings", "pydoc_data"}
 TESTS = {"test", "tests", "idle_test"}
+OURS = re.compile(r"(train|val)(_mask)?_[0-9]{5,}\.bin|meta\.json|tokenizer\.json|\.verified\.json")
 LIMITS = {
     "workers": (1, 1024),
     "shard_tokens": (1, 1 << 40),
     "vocab_size": (tokenizer.MIN_VOCAB, tokenizer.MAX_ID),
 }
-MAX_SHARDS = 100_000  # files of a split
 Sources = tyro.conf.Positional[Annotated[tuple[str, ...], tyro.conf.arg(metavar="SOURCE...")]]
 Switch = tyro.conf.FlagCreatePairsOff[bool]  # a flag without its --no- twin
 
@@ -84,17 +88,19 @@ class Flags:
     sources: Sources = ()
     name: str = ""  # the folder under --out; the default is stdlib for stdlib
     out: str = "data"  # where that folder goes
+    val: str = ""  # a file of its own for val; else it is a share of the sources
+    val_fraction: float = 0.1  # that share
     # char, bpe (trained on the sources), gpt2, o200k_base..., a prepared folder, or hf:FOLDER of Hugging Face
     tokenizer: str = "bpe"
     vocab_size: int | None = None  # bpe: number of ids, end-of-document included; None is 4096
     text_key: str = "text"  # the column or json key of the text
+    split_at: str = ""  # words that end a document in the text, such as "<|endoftext|>"
     shuffle: Switch = False  # put the documents of all sources in one random order; the default for records
     no_shuffle: Switch = False  # keep the order of the sources; the default for text
     seed: int = 1337  # of the shuffle
     shard_tokens: int = 1 << 28  # tokens per file; 512 MB as uint16
-    val_fraction: float = 0.1  # share of the text for val
     seq_len: int = 128  # chat: tokens of a window; a longer conversation is cut
-    workers: int = min(8, os.cpu_count() or 1)  # processes, at most one per 16 MB of text
+    workers: int = min(8, os.cpu_count() or 1)  # processes
     with_tests: bool = False  # stdlib: its test suites too, 3 times the text
     replace: Switch = False  # make it also where another data set stands, which is lost
     verify: bool = False  # only read the prepared files and compare their sha256
@@ -102,55 +108,48 @@ class Flags:
 
     @property
     def stdlib(self):
-        """Whether the source is the standard library."""
         return self.sources == ("stdlib",)
 
     @property
     def chat(self):
-        """Whether the sources are conversations."""
         return self.sources[:1] == ("chat",)
 
     @property
     def folder(self):
-        """Where the data set goes, a Path."""
         return Path(self.out) / (self.name or "stdlib")
-
-    @property
-    def order(self):
-        """Whether to shuffle, or None: the kind of the sources decides."""
-        if self.shuffle:
-            return True
-        if self.no_shuffle:
-            return False
-        return None
 
 
 def parse(argv):
     """Return the Flags of argv (list of str). ValueError: one line that says what is wrong."""
     flags = command_line(Flags, argv, "prepare.py", __doc__)
-    wrong = what_is_wrong(flags, argv)
+    wrong = what_is_wrong(flags, shlex.join(["python", "prepare.py", *argv]))
     if wrong:
         raise ValueError(f"{wrong}; prepare.py --help lists all flags")
     return flags
 
 
-def what_is_wrong(flags, argv):
-    """Return what is wrong with the flags of the command line argv, or None."""
-    reads_only = flags.verify and flags.name
-    if not flags.sources and not reads_only:
+def what_is_wrong(flags, command):
+    """Return what is wrong with the flags of a command, or None."""
+    if not flags.sources and not (flags.verify and flags.name):
         return "no SOURCE is given: stdlib, files, or names on the hub"
     if "stdlib" in flags.sources and not flags.stdlib:
         return "stdlib and other sources do not mix"
-    if flags.chat and missing_for_chat(flags, argv):
-        return missing_for_chat(flags, argv)
-    if flags.chat and (flags.shuffle or flags.no_shuffle or flags.text_key != Flags.text_key):
-        return ("--shuffle, --no-shuffle and --text-key are for text; conversations always come in an order "
-                "of --seed, and their key is messages")
+    for source in flags.sources[1 if flags.chat else 0:]:
+        if not flags.stdlib and not flags.verify:
+            text.check_source(source)  # what is misspelt is told first
+    if flags.chat and (len(flags.sources) < 2 or not flags.name or flags.tokenizer in ("char", "bpe")):
+        return ("chat needs FILE.jsonl, with a conversation on each line, --name NAME, the folder under "
+                f"{flags.out}/, and --tokenizer, that of the model: python prepare.py chat FILE.jsonl "
+                "--name NAME --tokenizer data/stdlib")
+    for_text = (flags.shuffle, flags.no_shuffle, flags.text_key != Flags.text_key, flags.split_at)
+    if flags.chat and any(for_text):
+        return ("--shuffle, --no-shuffle, --split-at and --text-key are for text; conversations always come "
+                "in an order of --seed, and their key is messages")
     if not flags.stdlib and not flags.name:
-        for source in flags.sources:  # another misspelt word is told now, not after the name was given
-            text.check_source(source)
-        return f"--name NAME is missing, the folder under {flags.out}/: {command_with_name(flags, argv)}"
-    if flags.name and not is_plain(flags.name):
+        stem = re.sub(r"\W.*", "", Path(flags.sources[0]).name) or "my-text"
+        return f"--name NAME is missing, the folder under {flags.out}/: {command} --name {stem}"
+    is_plain = re.fullmatch(r"(?![.-])[^/\\]*", flags.name) and flags.name.isprintable()
+    if not is_plain:  # it would leave its folder, or be a flag for a program
         return f"--name {flags.name!r} is no plain name, as my-text is; --out says where that folder goes"
     if flags.with_tests and not flags.stdlib:
         return "--with-tests belongs to stdlib"
@@ -160,54 +159,19 @@ def what_is_wrong(flags, argv):
         return f"--val-fraction {flags.val_fraction:g} is not between 0 and 1"
     if flags.shuffle and flags.no_shuffle:
         return "--shuffle and --no-shuffle exclude each other"
-    if flags.shuffle and flags.tokenizer == "char":
-        return "--shuffle needs documents, char has one text"
+    if flags.tokenizer == "char" and (flags.shuffle or flags.split_at):
+        return "--shuffle and --split-at need documents, char has one text"
     return None
 
 
-def missing_for_chat(flags, argv):
-    """Return all that `chat` lacks, with the whole command, or ""."""
-    missing = []
-    changes = {}
-    words = list(argv)
-    if len(flags.sources) < 2:
-        missing.append("FILE.jsonl, with a conversation on each line")
-        words.insert(words.index("chat") + 1, "FILE.jsonl")
-    if not flags.name:
-        missing.append(f"--name NAME, the folder under {flags.out}/")
-        changes["name"] = "NAME"
-    if flags.tokenizer in ("char", "bpe"):
-        missing.append("--tokenizer, that of the model (data/stdlib, or a published one)")
-        changes["tokenizer"] = "data/stdlib"
-    if not missing:
-        return ""
-    for source in flags.sources[1:]:  # a misspelt file is told first
-        text.check_source(source)
-    typed = ["python", "prepare.py", *change_words(words, changes)]
-    return f"chat needs {'; '.join(missing)}: {shlex.join(typed)}"
-
-
-def command_with_name(flags, argv):
-    """Return the command line argv with a --name that the sources propose."""
-    stem = Path(flags.sources[0]).name.split(".")[0].split("::")[0]
-    name = stem if stem and is_plain(stem) and not set(stem) & set("*?[]") else "my-text"
-    return shlex.join(["python", "prepare.py", *argv, "--name", name])
-
-
-def is_plain(name):
-    """Whether a name stays in its folder and is not a flag for a program: not "..", "/x", ".x" or "-x"."""
-    return Path(name).name == name and name[0] not in ".-" and name.isprintable() and "\\" not in name
-
-
-def list_sources(flags):
-    """Return the spans of all sources (text.Span), in an order that only the sources determine."""
-    sources = flags.sources[1:] if flags.chat else flags.sources
+def list_files(flags):
+    """Return the files of train, or of both splits, and those of val: two lists of text.File."""
     if flags.stdlib:
-        sources = list_stdlib(flags.with_tests)
-    spans = []
-    for source in sources:
-        spans += text.list_spans(source, UNIT_BYTES, flags.text_key, whole=flags.stdlib)
-    return spans
+        found = [text.File("whole", path) for path in list_stdlib(flags.with_tests)]
+    else:
+        sources = flags.sources[1:] if flags.chat else flags.sources
+        found = [file for source in sources for file in text.list_files(source, flags.text_key)]
+    return found, text.list_files(flags.val, flags.text_key) if flags.val else []
 
 
 def list_stdlib(with_tests):
@@ -221,349 +185,352 @@ def list_stdlib(with_tests):
     return paths
 
 
-def fingerprint(flags, spans):
-    """Return a hash of all that determines the result. The hash tells whether a data set is up to date."""
-    settings = [shards.VERSION, text.DOC_CHARS, borrowed_tokenizer(flags), spans,
-                flags.seed, flags.shard_tokens, flags.order, flags.stdlib, flags.text_key, flags.tokenizer,
-                flags.val_fraction, flags.vocab_size]
-    if flags.chat:
-        settings.append(flags.seq_len)
-    return hashlib.sha256(repr(settings).encode()).hexdigest()
-
-
 # -----------------------------------------------------------------------------
 # The tokenizer
 
-def borrowed_tokenizer(flags):
-    """Return the tokenizer of the folder that --tokenizer names as bytes, or b"" if it names none.
-
-    The folder is another data set, or one of Hugging Face.
-    """
-    folder = Path(flags.tokenizer.removeprefix("hf:"))
-    if not (folder / "tokenizer.json").is_file():
-        return b""
-    content = (folder / "tokenizer.json").read_bytes()
-    config = folder / "tokenizer_config.json"
-    if config.is_file():
-        content += config.read_bytes()
-    return content
-
-
-def training_texts(units, key):
-    """Yield texts to train a vocabulary on.
-
-    These are all texts of a small input, and the beginnings of some units of a large one.
-    """
-    step = ceil_div(len(units), TRAINING_UNITS)
-    some = units[::step]
-    for unit in some:
-        left = TRAINING_BYTES // len(some)
-        for document in all_documents([unit], key):
+def training_texts(files, flags):
+    """Yield texts to train a vocabulary on: all of a small input, each file's beginning of a large one."""
+    size = sum(os.path.getsize(file.path) for file in files)
+    most = TRAINING_BYTES if size <= TRAINING_BYTES else TRAINING_BYTES // len(files)
+    for file in files:
+        left = most
+        for document in text.documents(file, flags.text_key, flags.split_at):
             yield document
-            left -= len(document.encode(errors="replace"))
+            left -= len(document.encode())
             if left < 0:
                 break
 
 
-def all_documents(units, key):
-    """Yield the documents of all units in order. What cannot be read is reported later, by the encoding."""
-    def ignore(kind, line):
-        pass
-
-    for unit in units:
-        for span in unit:
-            yield from text.documents(span, key, ignore)
-
-
-def make_tokenizer(flags, units):
+def make_tokenizer(flags, files):
     """Return the tokenizer that --tokenizer names. ValueError: there is none, or it has no end-of-document.
 
     The tokenizer is trained on the sources (char, bpe), taken from another data set or from Hugging Face (a
     folder), or published (any other name).
     """
     if flags.tokenizer == "char":
-        return tokenizer.train_char(all_documents(units, flags.text_key))
+        return tokenizer.train_char(document for file in files
+                                    for document in text.documents(file, flags.text_key))
     if flags.tokenizer == "bpe":
-        return tokenizer.train_bpe(training_texts(units, flags.text_key), flags.vocab_size or VOCAB_SIZE)
-    if borrowed_tokenizer(flags) or flags.tokenizer.startswith("hf:"):
-        folder = flags.tokenizer.removeprefix("hf:")
-        if not (Path(folder) / "tokenizer.json").is_file():
+        say(f"trains a vocabulary on at most {TRAINING_BYTES >> 20} MB of the text, then encodes all of it")
+        return tokenizer.train_bpe(training_texts(files, flags), flags.vocab_size or VOCAB_SIZE)
+    folder = Path(flags.tokenizer.removeprefix("hf:"))
+    if not (folder / "tokenizer.json").is_file():
+        if flags.tokenizer.startswith("hf:"):
             raise ValueError(f"--tokenizer {flags.tokenizer}: {folder} holds no tokenizer.json; give "
                              "hf:FOLDER of a downloaded model, or a published tokenizer such as gpt2")
-        borrowed = tokenizer.load(Path(folder) / "tokenizer.json")
-        if borrowed.eod is None and borrowed.kind != "char":
-            raise ValueError(f"{folder}/tokenizer_config.json names no eos_token of its vocabulary,"
-                             " which ends each document; add one there")
-        return borrowed
-    return tokenizer.from_tiktoken(flags.tokenizer)
+        return tokenizer.from_tiktoken(flags.tokenizer)
+    borrowed = tokenizer.load(folder)
+    if borrowed.eod is None and borrowed.kind != "char":
+        raise ValueError(f"{folder}/tokenizer_config.json names no eos_token of its vocabulary,"
+                         " which ends each document; add one there")
+    return borrowed
 
 
-def keep_tokenizer(flags, units, path):
-    """Return the tokenizer that a stopped run left at `path`; otherwise make one and save it there."""
-    try:
-        return tokenizer.load(path)
-    except (ValueError, OSError):
-        size = sum(span.size for unit in units for span in unit) / 1e6
-        if size > LONG and flags.tokenizer == "bpe":
-            some = min(size, TRAINING_BYTES / 1e6)
-            say(f"trains a vocabulary on {some:,.0f} MB of {size:,.0f} MB of text, then encodes all of it")
-        new = make_tokenizer(flags, units)
-        new.save(path.with_name("tokenizer.tmp"))
-        os.replace(path.with_name("tokenizer.tmp"), path)
-        return new
+# -----------------------------------------------------------------------------
+# Documents to tokens
+
+@functools.lru_cache(1)
+def load_tokenizer(path, sha256):
+    """Return the tokenizer at `path`, once per process: a vocabulary of 100,000 takes 0.1 s."""
+    return tokenizer.load(path)
+
+
+def encode(path, sha256, val_fraction, split, texts):
+    """Return {split: the tokens of each of its documents, with their ends}, and counts of what was read.
+
+    path, sha256: of the tokenizer. split: of all texts, or "" where the hash of each alone decides: equal
+    texts stay together. A text without ends is cut in two later.
+    """
+    vocab = load_tokenizer(path, sha256)
+    dtype = token_dtype(vocab)
+    end = np.array([] if vocab.eod is None else [vocab.eod], dtype)
+    documents = {name: [] for name in SPLITS}
+    counts = Counter()
+    for document in texts:
+        raw = document.encode()
+        uniform = int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest(), "little") / 2**64
+        drawn = "val" if uniform < val_fraction and len(end) else "train"
+        tokens = vocab.encode_numpy(document).astype(dtype)
+        documents[split or drawn].append(np.concatenate((tokens, end)))
+        counts["bytes"] += len(raw)
+        counts["characters"] += len(document)
+        counts["spelled"] += sum(document.count(word) for word in spelled_ends(vocab))
+    return documents, counts
+
+
+def spelled_ends(vocab):
+    """Return how end-of-document may stand in a text whose author meant it."""
+    return {tokenizer.EOD} if vocab.eod is None else {tokenizer.EOD, vocab.decode([vocab.eod])}
 
 
 def token_dtype(vocab):
-    """Return the dtype of the token files of a vocabulary, as numpy writes it."""
-    return "<u2" if vocab.n_vocab <= 1 << 16 else "<u4"
+    """Return the dtype of a data set's tokens."""
+    return np.dtype("<u2" if vocab.n_vocab <= 1 << 16 else "<u4")
+
+
+def batches(files, flags, split):
+    """Yield (split, texts) of about BATCH characters."""
+    texts = []
+    size = 0
+    for file in files:
+        for document in text.documents(file, flags.text_key, flags.split_at):
+            texts.append(document)
+            size += len(document)
+            if size >= BATCH:
+                yield split, texts
+                texts = []
+                size = 0
+    if texts:
+        yield split, texts
+
+
+def end_with_parent():
+    """Let a worker end when its parent ends, kill -9 included."""
+    parent = multiprocessing.parent_process()
+
+    def wait_and_exit():
+        parent.join()
+        os._exit(1)
+    threading.Thread(target=wait_and_exit, daemon=True).start()
+
+
+def encode_all(batches, workers, *how):
+    """Yield what encode() returns for each batch, in order. how: its first arguments."""
+    if workers == 1:
+        yield from (encode(*how, *batch) for batch in batches)
+        return
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), end_with_parent) as pool:
+        waiting = deque()
+        for batch in batches:
+            waiting.append(pool.submit(encode, *how, *batch))
+            if len(waiting) > 2 * workers:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+
+
+def write_tokens(encoded, work):
+    """Write the encoded documents to work/SPLIT. Return {split: their lengths}, the sums of the counts."""
+    lengths = {split: [] for split in SPLITS}
+    total = Counter()
+    start = shown = time.time()
+    with contextlib.ExitStack() as stack:
+        files = {split: stack.enter_context(open(work / split, "wb")) for split in SPLITS}
+        for documents, counts in encoded:
+            total += counts
+            for split in SPLITS:
+                lengths[split] += map(len, documents[split])
+                for tokens in documents[split]:
+                    files[split].write(tokens)
+            if time.time() - shown > 2:
+                shown = time.time()
+                megabytes = total["bytes"] / 1e6
+                say(f"encoded {megabytes:,.0f} MB, {megabytes / (shown - start):.1f} MB/s")
+    return lengths, total
+
+
+def read_tokens(path, dtype):
+    """Return the tokens that write_tokens() wrote, (n,), memory-mapped."""
+    return np.memmap(path, dtype, "r") if path.stat().st_size else np.empty(0, dtype)
+
+
+def shuffle(path, lengths, dtype, seed):
+    """Put the documents of a file of tokens in an order that the seed determines."""
+    tokens = read_tokens(path, dtype)
+    ends = np.cumsum(lengths, dtype=np.int64)
+    keys = draw_keys("documents", seed)[:4]
+    with open(path.with_suffix(".shuffled"), "wb") as f:
+        for i in permute(np.arange(len(ends)), len(ends), keys).tolist():
+            f.write(tokens[ends[i] - lengths[i] : ends[i]])
+    os.replace(f.name, path)
 
 
 # -----------------------------------------------------------------------------
 # Making the data
 
-def prepare_text(flags, spans, about):
-    """Make a data set of text in folder/.parts, then rename it into place; return a line that says so.
+def prepare_text(flags, files, val_files, work):
+    """Make a data set of text in the folder `work`; return what meta.json says of it, and a line to print.
 
-    Steps 2) to 5) are those at the top of this file. about: {"fingerprint", "command"} for meta.json.
-    ValueError, OSError: the sources cannot be read, or are too short. In that case an older data set in the
-    folder is unchanged.
+    ValueError, OSError: the sources cannot be read, or are too short.
     """
-    start = time.time()
-    work = flags.folder / ".parts"
-    units = text.group_spans(spans, UNIT_BYTES)
-    owned_files(flags.folder)  # a foreign folder is refused now, not after hours of work
-    with locked(work):
-        # 2) The tokenizer, and all that the parts depend on.
-        vocab_path = work / f"{about['fingerprint']}.json"
-        vocab = keep_tokenizer(flags, units, vocab_path)
-        seed = flags.seed if is_shuffled(flags, spans, vocab) else None
-        settings = build.Settings(str(vocab_path), vocab.sha256, token_dtype(vocab), flags.text_key,
-                                  flags.val_fraction, seed)
+    vocab = make_tokenizer(flags, files + val_files)
+    vocab.save(work / "tokenizer.json")
+    dtype = token_dtype(vocab)
+    split = "train" if val_files else ""
+    todo = itertools.chain(batches(files, flags, split), batches(val_files, flags, "val"))
+    how = (work / "tokenizer.json", vocab.sha256, flags.val_fraction)
+    lengths, total = write_tokens(encode_all(todo, flags.workers, *how), work)
 
-        # 3) The parts, and what could not be read.
-        results, paths = build.encode_all(units, flags.workers, work, settings, say)
-        total = {name: sum(result["counts"][name] for result in results) for name in build.COUNTS}
-        problems = {kind: total[kind] for kind in build.PROBLEMS}
-        left_out = ", ".join(f"{count:,} {kind}" for kind, count in problems.items() if count)
-        build.print_problems(results, total, left_out)
-
-        # 4) The shards.
-        tokens, streams = open_streams(results, paths, settings, vocab, total)
-        check_amount(flags, tokens, total, left_out)
-        files = {}
+    are_records = any(file.kind not in ("whole", "text") for file in files)
+    shuffled = flags.shuffle or (are_records and vocab.eod is not None and not flags.no_shuffle)
+    if shuffled:
         for split in SPLITS:
-            files[split] = write_shards(work, split, settings.dtype, streams[split], tokens[split],
-                                        flags.shard_tokens)
+            shuffle(work / split, lengths[split], dtype, flags.seed)
+    tokens = {split: read_tokens(work / split, dtype) for split in SPLITS}
+    if vocab.eod is None and not val_files:  # characters: train and val are the two ends of one stream
+        cut = int(total["characters"] * (1 - flags.val_fraction))
+        tokens = {"train": tokens["train"][:cut], "val": tokens["train"][cut:]}
+    sizes = {split: len(tokens[split]) for split in SPLITS}
+    check_amount(flags, sizes, lengths)
 
-        # 5) The folder.
-        text_sha256 = hashlib.sha256("".join(result["sha256"] for result in results).encode()).hexdigest()
-        n_files = len({span.path for span in spans})
-        sources = {"paths": flags.sources, "python": platform.python_version(), "files": n_files,
-                   "sha256": text_sha256, "bytes": total["bytes"], **problems}
-        documents = None if vocab.eod is None else {split: total[split] for split in SPLITS}
-        meta = common_meta(vocab, tokens, documents, sources)
-        meta |= {"shuffle_seed": seed, "shards": files, **about}
-        install(work, flags.folder, vocab, meta)
-    return (f"{flags.folder}: {total['chars']:,} characters, {vocab.n_vocab:,} symbols,"
-            f" {tokens['train']:,} + {tokens['val']:,} tokens (train + val),"
-            f" {n_files} files ({left_out or 'nothing'} left out), {time.time() - start:.1f} s")
-
-
-def is_shuffled(flags, spans, vocab):
-    """Whether the documents are put in a random order: as the flags say. By default, records are."""
-    if flags.order is not None:
-        return flags.order
-    return vocab.eod is not None and any(span.kind in text.RECORDS for span in spans)
-
-
-def open_streams(results, paths, settings, vocab, total):
-    """Return {split: number of tokens} and {split: TokenStream} of the encoded parts."""
-    if vocab.eod is None:  # char: train and val are the two ends of one stream
-        cut = int(total["chars"] * (1 - settings.val_fraction))
-        stream = TokenStream(build.merge(results, paths, "train", settings))
-        return {"train": cut, "val": total["chars"] - cut}, {"train": stream, "val": stream}
-    tokens = {}
-    streams = {}
+    written = {split: shards.write_shards(work, split, tokens[split], flags.shard_tokens) for split in SPLITS}
     for split in SPLITS:
-        tokens[split] = sum(run[split][1] for result in results for run in result["runs"])
-        streams[split] = TokenStream(build.merge(results, paths, split, settings))
-    return tokens, streams
+        (work / split).unlink()
+    if total["spelled"] and vocab.eod is not None:
+        warn(f"the text spells {' or '.join(spelled_ends(vocab))} {total['spelled']:,} times, which are "
+             f"characters to the model and end no document; --split-at '{tokenizer.EOD}' ends one there")
+    meta = common_meta(flags, vocab, sizes, {"files": len(files + val_files), "bytes": total["bytes"]})
+    meta["documents"] = None if vocab.eod is None else {split: len(lengths[split]) for split in SPLITS}
+    meta["shuffle_seed"] = flags.seed if shuffled else None
+    meta["shards"] = written
+    return meta, (f"{total['characters']:,} characters, {vocab.n_vocab:,} symbols, {sizes['train']:,} + "
+                  f"{sizes['val']:,} tokens (train + val), {len(files + val_files)} files")
 
 
-def check_amount(flags, tokens, total, left_out):
-    """Raise ValueError if a split would be empty, or would have too many files."""
-    if not all(tokens.values()):
-        without = f" ({left_out})" if left_out else ""
-        documents = total["train"] + total["val"]
-        if not documents:
-            key = ", or the --text-key of theirs" if left_out else ""
-            raise ValueError(f"{shlex.join(flags.sources)}: no text is in it{without}; give files that have "
-                             f"some{key}")
-        raise ValueError(f"{flags.folder} would have {tokens['train']:,} + {tokens['val']:,} tokens (train + "
-                         f"val) of {documents:,} documents{without}, none may be 0; give more text,"
+def check_amount(flags, sizes, lengths):
+    """Raise ValueError if a split would be empty."""
+    documents = sum(map(len, lengths.values()))
+    if not documents:
+        raise ValueError(f"{shlex.join(flags.sources)}: no text is in it; give files that have some")
+    if not all(sizes.values()):
+        raise ValueError(f"{flags.folder} would have {sizes['train']:,} + {sizes['val']:,} tokens (train + "
+                         f"val) of {documents:,} documents, none may be 0; give more text,"
                          " another --val-fraction, or --tokenizer char")
-    most = max(tokens.values())
-    if most > MAX_SHARDS * flags.shard_tokens:
-        raise KeptWork(f"{most:,} tokens of a split by {flags.shard_tokens} are more than {MAX_SHARDS} "
-                       f"files; give --shard-tokens {most // MAX_SHARDS + 1} or more")
 
 
-def prepare_chat(flags, spans, about):
+def prepare_chat(flags, files, val_files, work):
     """Make a data set of conversations, like prepare_text(), but all in memory and in one process."""
-    start = time.time()
-    work = flags.folder / ".parts"
-    owned_files(flags.folder)
-    with locked(work):
-        conversations = chat.read_conversations(spans)
-        vocab = make_tokenizer(flags, ()).with_special(chat.MARKERS)
-        packed = chat.pack(conversations, chat.Template(vocab), flags.seq_len, flags.val_fraction, flags.seed)
-        dtype = token_dtype(vocab)
-        files = {}
-        masks = {}
-        for split in SPLITS:
-            ids = packed.ids[split].astype(dtype).reshape(-1)
-            mask = packed.trained[split].reshape(-1)
-            files[split] = write_shards(work, split, dtype, TokenStream([ids]), ids.size, flags.shard_tokens)
-            masks[split] = write_shards(work, f"{split}_mask", "u1", TokenStream([mask]), mask.size,
-                                        flags.shard_tokens)
-
-        tokens = {split: packed.ids[split].size for split in SPLITS}
-        sources = {"paths": flags.sources, "cut": packed.cut, "dropped": packed.dropped}
-        meta = common_meta(vocab, tokens, packed.count, sources)
-        meta |= {"seq_len": flags.seq_len, "shards": files, "masks": masks, **about}
-        install(work, flags.folder, vocab, meta)
-    return f"{flags.folder}: {packed.describe(vocab, flags.seq_len)}, {time.time() - start:.1f} s"
+    vocab = make_tokenizer(flags, ()).with_special(chat.MARKERS)
+    vocab.save(work / "tokenizer.json")
+    packed = chat.pack(chat.read_conversations(files), chat.Template(vocab), flags.seq_len,
+                       flags.val_fraction, flags.seed, chat.read_conversations(val_files))
+    dtype = token_dtype(vocab)
+    written = {}
+    masks = {}
+    for split in SPLITS:
+        ids = packed.ids[split].astype(dtype).reshape(-1)
+        written[split] = shards.write_shards(work, split, ids, flags.shard_tokens)
+        trained = packed.trained[split].reshape(-1)
+        masks[split] = shards.write_shards(work, f"{split}_mask", trained, flags.shard_tokens)
+    sizes = {split: packed.ids[split].size for split in SPLITS}
+    meta = common_meta(flags, vocab, sizes, {"cut": packed.cut, "dropped": packed.dropped})
+    meta |= {"documents": packed.count, "seq_len": flags.seq_len, "shards": written, "masks": masks}
+    return meta, packed.describe(vocab, flags.seq_len)
 
 
-def common_meta(vocab, tokens, documents, sources):
+def common_meta(flags, vocab, sizes, about):
     """Return the first fields of meta.json, which text and conversations have in common."""
     return {
         "version": shards.VERSION,
         "tokenizer": vocab.kind,
         "tokenizer_sha256": vocab.sha256,
         "vocab_size": vocab.n_vocab,
-        "dtype": np.dtype(token_dtype(vocab)).name,
-        "tokens": tokens,
+        "dtype": token_dtype(vocab).name,
+        "tokens": sizes,
         "eod": vocab.eod,
-        "documents": documents,
-        "sources": sources,
+        "sources": {"paths": flags.sources, "python": platform.python_version(), **about},
     }
 
 
-class TokenStream:
-    """Tokens from an iterator of arrays; the caller says how many to take at a time."""
-
-    def __init__(self, arrays):
-        self.arrays = iter(arrays)
-        self.rest = ()  # what is left of the current array
-
-    def take(self, n):
-        """Yield the next n tokens as arrays."""
-        while n:
-            if not len(self.rest):
-                self.rest = next(self.arrays)
-            piece = self.rest[:n]
-            self.rest = self.rest[n:]
-            n -= len(piece)
-            yield piece
-
-
-def write_shards(folder, split, dtype, stream, tokens, shard_tokens):
-    """Write the next `tokens` tokens of a TokenStream as shards; return what meta.json says of each."""
-    made = []
-    for first in range(0, tokens, shard_tokens):
-        path = folder / f"{split}_{len(made):05d}.bin"
-        made.append(write_shard(path, dtype, stream, min(shard_tokens, tokens - first)))
-    return made
-
-
-def write_shard(path, dtype, stream, n):
-    """Write the next n tokens of a TokenStream as one shard; return what meta.json says of it."""
-    header = shards.pack_header(np.dtype(dtype).itemsize, n)
-    digest = hashlib.sha256(header)
-    max_id = 0
-    with open(path, "wb") as f:
-        f.write(header)
-        for piece in stream.take(n):
-            f.write(piece)
-            digest.update(piece)
-            max_id = max(max_id, int(piece.max(initial=0)))
-        f.flush()
-        os.fsync(f.fileno())
-    return {"file": path.name, "tokens": n, "sha256": digest.hexdigest(), "max_id": max_id}
-
-
-def words_of_command(argv):
-    """Return argv without --replace, which says nothing about the data that are made."""
-    return [word for word in argv if word != "--replace"]
-
-
 def same_data(command):
-    """Return the words of a command without --workers, which changes no byte: equal ones make the same."""
-    words = iter(shlex.split(command))
-    kept = []
-    for word in words:
-        if word == "--workers":
-            next(words, None)
-        elif not word.startswith("--workers="):
-            kept.append(word)
-    return kept
+    """Return a command without what changes no byte: two that are equal then make the same data."""
+    return re.sub(r" --(workers[ =]\d+|replace\b)", "", command)
 
 
-def refuse_another(flags, command):
-    """Return the command of the data set that this one replaces, or "" where there is none.
+def what_stands_there(flags, command, files):
+    """Return whether the data are made, and the command of the data set that these replace, or "".
 
-    The same command may always replace its own work: its sources have changed, or the files are damaged.
-    ValueError: another data set stands there, and --replace is not given.
+    They are made if the same command made them after its sources last changed. It may always replace its own
+    work. ValueError: another data set stands there, and --replace is not given, or something else does.
     """
-    owned_files(flags.folder)  # what prepare.py did not make is refused by its name
-    try:
-        meta = shards.load_meta(flags.folder)
-    except (ValueError, OSError):  # there is none, or none that train.py reads
-        return ""
-    made_by = shards.as_prepare_writes_it(meta.get("command", ""))
-    if same_data(made_by) == same_data(command):
-        return shards.as_prepare_writes_it(meta.get("replaced", ""))
-    if not flags.replace:
-        counts = " + ".join(f"{meta['tokens'][split]:,}" for split in SPLITS)
-        sources = meta.get("sources")
-        paths = sources.get("paths") if isinstance(sources, dict) else None
-        of = ", ".join(map(str, paths[:3])) if isinstance(paths, list) else "unknown sources"
-        raise ValueError(f"{flags.folder} holds another data set, {counts} tokens of {of}, made with: "
-                         f"{made_by or 'an unknown command'}; give another --name, or --replace to lose it")
-    return made_by
-
-
-def is_up_to_date(folder, wanted):
-    """Whether the folder holds a sound data set with this fingerprint."""
-    try:
+    folder = flags.folder
+    is_empty = folder.is_dir() and not any(folder.iterdir())
+    if is_empty or not os.path.lexists(folder):
+        return False, ""
+    if not (folder / "meta.json").is_file():
+        raise ValueError(f"{folder} is no data set of prepare.py; give another --name, or move it away")
+    meta = {}
+    holds = "damaged data"
+    with contextlib.suppress(ValueError):
         meta = shards.load_meta(folder)
-        return meta.get("fingerprint") == wanted and shards.verify(folder) > 0
-    except (ValueError, OSError):  # absent or damaged: the data set is made
-        return False
+        holds = " + ".join(f"{meta['tokens'][split]:,}" for split in SPLITS) + " tokens"
+    made_by = meta.get("command", "an unknown command")
+    if same_data(made_by) == command:
+        return is_up_to_date(flags, meta, files), meta.get("replaced", "")
+    if not flags.replace:
+        raise ValueError(f"{folder} holds another data set, {holds}, made with: {made_by}; give another "
+                         "--name, or --replace to lose it")
+    return False, made_by
+
+
+def is_up_to_date(flags, meta, files):
+    """Whether a data set is sound, and was made after its files and its tokenizer last changed."""
+    paths = [file.path for file in files]
+    borrowed = Path(flags.tokenizer.removeprefix("hf:")) / "tokenizer.json"
+    if borrowed.is_file():
+        paths.append(borrowed)
+    newest = max(map(os.path.getmtime, paths))
+    with contextlib.suppress(ValueError, OSError):  # what is damaged is made again
+        shards.verify(flags.folder)
+        is_older = newest < os.path.getmtime(flags.folder / "meta.json")
+        return is_older and meta["sources"]["python"] == platform.python_version()
+    return False
+
+
+@contextlib.contextmanager
+def new_folder(folder):
+    """Give the empty folder NAME.tmp. In the end it is renamed to `folder`, whose old files are removed then.
+
+    After an error nothing has changed. What a killed prepare.py left is removed by the next one.
+    ValueError: another prepare.py works there, or NAME.tmp is something else.
+    """
+    folder = folder.resolve()
+    work = folder.with_name(f"{folder.name}.tmp")
+    if os.path.lexists(work) and not (work / ".lock").is_file():
+        raise ValueError(f"{work} is in the way, and prepare.py did not make it; move it away")
+    work.mkdir(parents=True, exist_ok=True)
+    with open(work / ".lock", "w") as lock:
+        if not is_taken(lock, work):
+            raise ValueError(f"another prepare.py is at work on {folder}; wait for it")
+        for path in work.iterdir():
+            if path.name != ".lock":
+                path.unlink()
+        try:
+            yield work
+            (work / ".lock").unlink()
+            for path in [*work.iterdir(), work]:
+                sync(path)
+            old = set_aside(folder, f"{folder.name}.old") if folder.exists() else None
+            os.rename(work, folder)
+        except BaseException:
+            shutil.rmtree(work, ignore_errors=True)
+            raise
+    if old:
+        remove_folder(old, OURS)
 
 
 def main(argv=None):
     """Make the data and return 0. SystemExit(2) after one line on stderr: wrong input."""
     argv = sys.argv[1:] if argv is None else argv
+    start = time.time()
     with wrong_input():
         flags = parse(argv)
         if flags.verify:
             n_files = shards.verify(flags.folder, cache=False)
             say(f"{flags.folder}: {n_files} files have their sha256")
             return 0
-        spans = list_sources(flags)
-        about = {"fingerprint": fingerprint(flags, spans),
-                 "command": shlex.join(["python", "prepare.py", *words_of_command(argv)])}
-        if is_up_to_date(flags.folder, about["fingerprint"]):
+        files, val_files = list_files(flags)
+        command = same_data(shlex.join(["python", "prepare.py", *argv]))
+        is_made, replaced = what_stands_there(flags, command, files + val_files)
+        if is_made:
             say(f"{flags.folder} is up to date")
             return 0
-        replaced = refuse_another(flags, about["command"])
-        if replaced:
-            about["replaced"] = replaced
-        with must_write(flags.folder, reads=True, left=flags.folder / ".parts"):
-            make = prepare_chat if flags.chat else prepare_text
-            say(make(flags, spans, about))
+        make = prepare_chat if flags.chat else prepare_text
+        with must_write(flags.folder, reads=True), new_folder(flags.folder) as work:
+            meta, said = make(flags, files, val_files, work)
+            meta |= {"command": command, "replaced": replaced}
+            (work / "meta.json").write_text(json.dumps(meta, indent=1))
+        say(f"{flags.folder}: {said}, {time.time() - start:.1f} s")
     return 0
 
 

@@ -300,15 +300,10 @@ def read_documents(path, vocabulary):
     """
     if not Path(path).is_file():
         raise FileNotFoundError(f"--score {path} is no file; give a text, or a .jsonl of lines with a 'text'")
-
-    def refuse(kind, line):
-        raise ValueError(f"--score: {line}; mend that document, or leave it out")
-
-    whole = not path.lower().endswith(tuple(text.KINDS))
-    spans = text.list_spans(path, sys.maxsize, "text", whole)  # a span is a whole file
-    texts = []
-    for span in spans:
-        texts.extend(text.READERS[span.kind](span, "text", refuse))
+    [file] = text.list_files(path, "text")
+    if file.kind == "text":  # it is one document
+        file = text.File("whole", path)
+    texts = list(text.documents(file, "text"))
     if not texts:
         raise ValueError(f"--score {path} holds no text; give a file that does")
 

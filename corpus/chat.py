@@ -8,32 +8,26 @@ With a special token for each of ROLES it becomes
 (the first only where the vocabulary has one). Text never gives a special token: a user who types
 "<|assistant|>" gets the ids of these characters. The assistant's words and the <|end|> after them are
 trained, except in a message with "weight": 0, and nothing else.
-
-    Template             the special tokens of a vocabulary, and a conversation written with them
-    read_conversations   a file -> its conversations, checked
-    pack                 conversations -> windows of seq_len + 1 tokens, whole conversations side by side
 """
 import hashlib
 import json
+from collections import Counter
 from typing import Literal, NamedTuple
 
 import numpy as np
 
-from corpus import text
 from corpus.shards import SPLITS
+from corpus.text import json_lines, text_of
 from interface.files import check_schema
-from interface.terminal import one_line
+from interface.terminal import warn
 
 ROLES = ("system", "user", "assistant")
 END = "<|end|>"
 MARKERS = (*(f"<|{role}|>" for role in ROLES), END)
 RECORD = {"messages": [{"role": Literal[ROLES], "content": str, "weight?": Literal[0, 1]}]}
-MESSAGE_KEYS = ("role", "content", "weight")
+FORM = '{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}'
 OPEN_WINDOWS = 64  # the most windows in which fill_windows() looks for room
 
-
-# -----------------------------------------------------------------------------
-# A conversation in ids
 
 class Template:
     """The special tokens of a vocabulary, and how a conversation is written with them.
@@ -61,10 +55,7 @@ class Template:
         return [*self.message("user", content), self.role_ids["assistant"]]
 
     def conversation(self, messages):
-        """Return the ids of messages, [{"role", "content"}], and for each id 1 if it is trained, else 0.
-
-        A message of the assistant with "weight": 0 is read and not trained.
-        """
+        """Return the ids of messages, [{"role", "content"}], and for each id 1 if it is trained, else 0."""
         ids = list(self.begin)
         trained = [0] * len(ids)
         for message in messages:
@@ -83,62 +74,42 @@ def is_trained(message):
 # -----------------------------------------------------------------------------
 # A file -> conversations
 
-def read_conversations(spans):
-    """Return the conversations of .jsonl files, also compressed: [messages], each [{"role", "content"}].
+def read_conversations(files):
+    """Return the conversations of files of records: [messages], each [{"role", "content"}].
 
-    spans: text.Span. ValueError, one line that names the place: no JSON, an unknown role, no assistant, or a
-    damaged file.
+    ValueError, one line that names the place: no JSON, an unknown role, no assistant, or a damaged file.
     """
-    def refuse(kind, line):
-        raise ValueError(line)
-
     found = []
-    for span in spans:
-        if span.kind not in ("jsonl", "packed"):
-            raise ValueError(f"{span.path} is not .jsonl, .jsonl.gz or .jsonl.zst; write one conversation on "
+    dropped = Counter()
+    for file in files:
+        if file.kind != "records":
+            raise ValueError(f"{file.path} is not .jsonl, .jsonl.gz or .jsonl.zst; write one conversation on "
                              "each line")
-        for at, line in text.read_lines(span, refuse):
-            if not line.isspace():
-                found.append(read_conversation(line, f"{span.path} at byte {at:,}"))
+        for where, record in json_lines(file.path):
+            found.append(messages_of(record, where))
+            dropped.update(key for key, value in record.items() if key != "messages" and value is not None)
+    if dropped:
+        keys = ", ".join(f"{key} ({count:,})" for key, count in dropped.most_common())
+        warn(f"of {len(found):,} records only the messages become tokens, not {keys}")
     return found
 
 
-def read_conversation(line, where):
-    """Return the messages of one line (bytes).
-
-    ValueError, whose message begins with `where`: the line is no conversation to train on.
-    """
+def messages_of(record, where):
+    """Return the messages of a record. ValueError: it is no conversation to train on."""
     try:
-        record = json.loads(line)
         check_schema(record, RECORD, "it")
-        check_keys(record["messages"])
-        text.check_characters(json.dumps(record, ensure_ascii=False))
-    except (ValueError, RecursionError) as e:
-        why = e.msg if isinstance(e, json.JSONDecodeError) else one_line(e).removeprefix("it: ")
-        raise ValueError(f"{where}: {why[:200]}{form_of(line)}") from None
+    except ValueError as e:
+        raise ValueError(f"{where}: {e}; write {FORM}") from None
     messages = record["messages"]
-    if not any(message["role"] == "assistant" for message in messages):
-        raise ValueError(f"{where}: no assistant speaks, there is nothing to train on; leave it out")
-    if not any(is_trained(message) for message in messages):
-        raise ValueError(f"{where}: each answer has the weight 0, there is nothing to train on; leave it out")
-    return messages
-
-
-def check_keys(messages):
-    """Raise ValueError if a message says something besides its role, content and weight, as tool_calls do."""
     for message in messages:
-        for key, value in message.items():
-            if key not in MESSAGE_KEYS and value is not None:
-                raise ValueError(f"a message has {key[:60]!r}, which has no place among the tokens")
-
-
-def form_of(line):
-    """Return the end of a message: what a line (bytes) should be, also in the place of ShareGPT's form."""
-    form = '{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}'
-    if b'"conversations"' in line and b'"from"' in line:
-        return (f"; this is the form of ShareGPT: its conversations, from, value are messages, role, content "
-                f"here, its human is user, its gpt assistant: {form}")
-    return f"; write {form}"
+        text_of(message["content"], where, "content", "")
+        for key in message.keys() - {"role", "content", "weight"}:
+            if message[key] is not None:
+                raise ValueError(f"{where}: a message has {key!r}, which has no place among the tokens")
+    if not any(is_trained(message) for message in messages):
+        raise ValueError(f"{where}: no assistant speaks with a weight of 1, there is nothing to train on; "
+                         "leave it out")
+    return messages
 
 
 # -----------------------------------------------------------------------------
@@ -164,39 +135,40 @@ class Packed(NamedTuple):
                 f"{self.dropped:,} left out (longer than a window)")
 
 
-def pack(conversations, template, seq_len, val_fraction, seed):
+def pack(conversations, template, seq_len, val_fraction, seed, val=()):
     """Return the Packed windows of conversations, in an order that the seed determines.
 
     Whole conversations fill a window, and padding that is not trained fills the rest. --doc-mask keeps them
-    from attending to each other. ValueError: a split would be empty.
+    from attending to each other. val: the conversations of --val, in whose place no others are val.
+    ValueError: a split would be empty.
     """
     width = seq_len + 1
     pairs = {split: [] for split in SPLITS}  # (ids, trained) of each conversation
     cut = 0
     dropped = 0
-    for i in np.random.default_rng(seed).permutation(len(conversations)).tolist():
-        ids, trained = template.conversation(conversations[i])
+    everything = [*conversations, *val]
+    for i in np.random.default_rng(seed).permutation(len(everything)).tolist():
+        ids, trained = template.conversation(everything[i])
         if not any(trained[:width]):
             dropped += 1
             continue
         if len(ids) > width:
             cut += 1
-        pairs[split_of(conversations[i], val_fraction)].append((ids[:width], trained[:width]))
+        split = split_of(everything[i], 0 if val else val_fraction)
+        if i >= len(conversations):
+            split = "val"
+        pairs[split].append((ids[:width], trained[:width]))
 
     count = {split: len(pairs[split]) for split in SPLITS}
-    if dropped == len(conversations) > 0:
-        raise ValueError(f"none of {dropped} conversations has an answer within --seq-len {seq_len}; "
-                         "give a larger --seq-len")
     if not all(count.values()):
-        raise ValueError(f"of {len(conversations)} conversations train would have {count['train']} and val "
+        raise ValueError(f"of {len(everything)} conversations train would have {count['train']} and val "
                          f"{count['val']} ({dropped} have no answer within --seq-len {seq_len}), none may be "
-                         "0; give more of them, or another --val-fraction")
-
-    window_ids = {}
-    window_trained = {}
+                         "0; give more of them, a larger --seq-len, or another --val-fraction")
+    ids = {}
+    trained = {}
     for split in SPLITS:
-        window_ids[split], window_trained[split] = fill_windows(pairs[split], width, template.end)
-    return Packed(window_ids, window_trained, count, cut, dropped)
+        ids[split], trained[split] = fill_windows(pairs[split], width, template.end)
+    return Packed(ids, trained, count, cut, dropped)
 
 
 def split_of(messages, val_fraction):
@@ -216,7 +188,7 @@ def fill_windows(conversations, width, padding):
     opened = []
     closed = []
     for ids, trained in conversations:
-        window = first_with_room(opened, width - len(ids))
+        window = next((window for window in opened if len(window[0]) + len(ids) <= width), None)
         if window is None:
             window = ([], [])
             opened.append(window)
@@ -233,11 +205,3 @@ def fill_windows(conversations, width, padding):
         all_ids[i, : len(ids)] = ids
         all_trained[i, : len(trained)] = trained
     return all_ids, all_trained
-
-
-def first_with_room(windows, longest):
-    """Return the first window (ids, trained) that has at most `longest` ids, or None."""
-    for window in windows:
-        if len(window[0]) <= longest:
-            return window
-    return None

@@ -7,24 +7,16 @@ reads it, or one of Hugging Face. tokenizer.json is complete: sampling needs nei
 """
 
 import base64
-import contextlib
-import fcntl
-import functools
 import hashlib
 import json
-import os
-import tempfile
 from itertools import chain
-from multiprocessing import TimeoutError
-from multiprocessing.pool import ThreadPool
 from pathlib import Path
 
 import numpy as np
 
 from corpus.samples import first_folder
-from corpus.shards import load_meta
 from interface import paths
-from interface.files import Range, check_schema, load_json
+from interface.files import check_schema, load_json
 from interface.terminal import one_line
 
 EOD = "<|endoftext|>"  # written after each document; in text these characters are encoded as any others
@@ -35,8 +27,6 @@ PATTERN = (
 )
 MIN_VOCAB = 257  # of bpe: the 256 bytes and end-of-document
 MAX_ID = (1 << 32) - 2  # tiktoken's ids have 32 bits, and it keeps the largest for itself
-MOST_BYTES = 2**28  # of a tokenizer.json: one with 256,000 tokens has 34 MB
-FETCH_SECONDS = 30.0  # tiktoken itself waits for ever where a firewall drops packets
 # The classes of transformers that give the pre-tokenizer of tokenizer.json the add_prefix_space of
 # tokenizer_config.json, and the model_types that stand for them where no class is named.
 SET_PREFIX_SPACE = ("GPT2Tokenizer", "Qwen2Tokenizer", "GPTNeoXTokenizer", "CohereTokenizer",
@@ -109,64 +99,13 @@ class Tokenizer:
         Path(path).write_bytes(self.text.encode())
 
 
-class Panic(ValueError):
-    """A library in Rust gave up, as on a regular expression that would search for hours."""
-
-
-@contextlib.contextmanager
-def panics_as_errors():
-    """Let a panic of a library in Rust be a Panic; in Python it is no Exception.
-
-    The library writes pages to stderr as well, past Python. They are dropped. What else is written there in
-    the meantime, by another thread, follows afterwards.
-    """
-    try:
-        stderr = os.dup(2)
-    except OSError:  # it is closed
-        stderr = os.open(os.devnull, os.O_WRONLY)
-    pages = scratch_file(os.getpid())
-    os.dup2(pages, 2)
-    try:
-        yield
-    except BaseException as e:
-        if type(e).__name__ != "PanicException":
-            raise
-        os.ftruncate(pages, 0)
-        raise Panic(str(e)) from None
-    finally:
-        os.dup2(stderr, 2)
-        os.close(stderr)
-        size = os.fstat(pages).st_size
-        if size:
-            with contextlib.suppress(OSError):  # nobody reads stderr
-                os.write(2, os.pread(pages, size, 0))
-            os.ftruncate(pages, 0)
-
-
-@functools.cache
-def scratch_file(process):
-    """Return the descriptor of a file without a name, one for each process; it is written at its end."""
-    fd, name = tempfile.mkstemp()
-    os.unlink(name)
-    fcntl.fcntl(fd, fcntl.F_SETFL, os.O_APPEND)
-    return fd
-
-
-def token_ids(ranks):
-    """{token: id}, whole numbers from 0 to 2^32 - 2, none twice"""
-    if not isinstance(ranks, dict):
-        return False
-    ids = list(ranks.values())
-    return all(type(i) is int and 0 <= i <= MAX_ID for i in ids) and len(set(ids)) == len(ids)
-
-
 class CharTokenizer(Tokenizer):
     """One id per character in code point order, as in nanoGPT's shakespeare_char; no end-of-document.
 
     Special tokens, if any, come after the characters.
     """
 
-    SCHEMA = {"chars": str, "special?": token_ids}
+    SCHEMA = {"chars": str, "special?": dict}
 
     def __init__(self, spec):
         super().__init__(spec)
@@ -200,15 +139,12 @@ class CharTokenizer(Tokenizer):
 class BpeTokenizer(Tokenizer):
     """Byte pairs, encoded by tiktoken. spec["ranks"] maps the base64 of a token's bytes to its id."""
 
-    SCHEMA = {"pattern": str, "ranks": token_ids, "special": {EOD: int, "*": Range(0, MAX_ID)}}
+    SCHEMA = {"pattern": str, "ranks": dict, "special": {EOD: int}}
 
     def __init__(self, spec):
         import tiktoken
         super().__init__(spec)
         ranks = {base64.b64decode(token, validate=True): i for token, i in spec["ranks"].items()}
-        has_all_bytes = all(bytes([b]) in ranks for b in range(256))
-        if len(ranks) < len(spec["ranks"]) or not has_all_bytes:
-            raise ValueError("ranks has a token twice, or not all 256 bytes")  # tiktoken would panic
         self.encoding = tiktoken.Encoding(spec["kind"], pat_str=spec["pattern"], mergeable_ranks=ranks,
                                           special_tokens=self.special)
         self.ids = {*ranks.values(), *self.special.values()}  # cl100k_base does not use every number
@@ -222,13 +158,8 @@ class BpeTokenizer(Tokenizer):
         return cls({"kind": kind, "pattern": pattern, "ranks": ranks, "special": special})
 
     def encode_numpy(self, text):
-        """Return the ids of a text, (n,) uint32. ValueError: tiktoken fails."""
-        try:
-            with panics_as_errors():
-                return self.encoding.encode_to_numpy(text, disallowed_special=())
-        except Panic as e:
-            raise ValueError(f"the pattern of this tokenizer, {self.spec['pattern'][:60]!r}, matches no text"
-                             f" ({one_line(e)[:60]}); make it again: python prepare.py") from None
+        """Return the ids of a text, (n,) uint32."""
+        return self.encoding.encode_to_numpy(text, disallowed_special=())
 
     def decode(self, ids):
         """Return the text of ids; invalid utf-8 and ids without a token (such as padding) give U+FFFD."""
@@ -248,8 +179,7 @@ class HfTokenizer(Tokenizer):
     eos_id, the model's, where config has none; special, further special tokens and their ids.
     """
 
-    SCHEMA = {"json": {"model": dict}, "config": dict, "eos_id?": (int, list, type(None)),
-              "special?": token_ids}
+    SCHEMA = {"json": {"model": dict}, "config": dict, "eos_id?": (int, list, type(None)), "special?": dict}
 
     def __init__(self, spec):
         try:
@@ -258,8 +188,7 @@ class HfTokenizer(Tokenizer):
             raise FileNotFoundError("a tokenizer of Hugging Face needs: pip install tokenizers") from None
         super().__init__(spec)
         try:
-            with panics_as_errors():
-                self.library = tokenizers.Tokenizer.from_str(json.dumps(spec["json"]))
+            self.library = tokenizers.Tokenizer.from_str(json.dumps(spec["json"]))
         except Exception as e:  # the library has none of its own
             raise ValueError(f"the library tokenizers cannot read it: {one_line(e)[:120]}") from None
         self.add_special(spec.get("special", {}))
@@ -270,6 +199,9 @@ class HfTokenizer(Tokenizer):
 
     def add_special(self, special):
         """Add further special tokens, {token: id}. ValueError: the library would number them otherwise."""
+        words = [token for token in special if self.library.token_to_id(token) is not None]
+        if words:
+            raise ValueError(f"{words[0]} is a token of this vocabulary, but not a special one")
         self.library.add_special_tokens(sorted(special, key=special.get))
         if any(self.library.token_to_id(token) != i for token, i in special.items()):
             raise ValueError(f"its ids have gaps, {', '.join(special)} cannot come after them")
@@ -296,12 +228,7 @@ class HfTokenizer(Tokenizer):
         """
         text.encode()  # half of a surrogate pair is a TypeError in the library
         try:
-            with panics_as_errors():
-                found = self.library.encode(text, add_special_tokens=special)
-            return np.array(found.ids, np.uint32)
-        except Panic as e:
-            raise ValueError(f"the pattern by which this tokenizer cuts a text fails on {text[:40]!r} "
-                             f"({one_line(e)[:80]}); take that text out, or another tokenizer") from None
+            return np.array(self.library.encode(text, add_special_tokens=special).ids, np.uint32)
         except Exception as e:  # the library has no exceptions of its own
             raise ValueError(f"this tokenizer cannot encode {text[:40]!r}: {one_line(e)[:80]}") from None
 
@@ -309,9 +236,8 @@ class HfTokenizer(Tokenizer):
         return self.encode_numpy(text, special=True).tolist()
 
     def decode(self, ids):
-        """Return the text of ids; ids without a token give nothing. ValueError: the library fails."""
-        with panics_as_errors():
-            return self.library.decode([int(i) for i in ids], skip_special_tokens=False)
+        """Return the text of ids; ids without a token give nothing."""
+        return self.library.decode([int(i) for i in ids], skip_special_tokens=False)
 
 
 # -----------------------------------------------------------------------------
@@ -348,14 +274,10 @@ def from_tiktoken(name):
         meant = f"; perhaps --tokenizer {paths.listed(close)} is meant" if close else ""
         raise ValueError(f"no tokenizer is called {name!r}{meant}; choose char, bpe, a prepared folder, "
                          f"hf:FOLDER, {', '.join(known)}")
-    try:  # in a thread: tiktoken sets no timeout, and a look-up of a host name has none that we could set
-        with ThreadPool(1) as pool:
-            found = pool.apply_async(tiktoken.get_encoding, [name]).get(FETCH_SECONDS)
+    try:
+        found = tiktoken.get_encoding(name)
     except Exception as e:  # of requests, ssl, the hash or the file
-        if isinstance(e, TimeoutError):
-            why = f"no answer within {FETCH_SECONDS:g} s"
-        else:
-            why = f"{type(e).__name__}: {one_line(e)[:120]}"
+        why = one_line(f"{type(e).__name__}: {e}")[:120]
         raise ValueError(f"the vocabulary of {name} is not in tiktoken's cache nor fetched ({why});"
                          " set TIKTOKEN_CACHE_DIR to a folder that has it, or use --tokenizer bpe") from e
     return BpeTokenizer.make(name, found._pat_str, found._mergeable_ranks, found._special_tokens)
@@ -393,8 +315,9 @@ def load_if_there(folder, vocab_size):
         return None
     vocabulary = load(folder)
     if vocabulary.n_vocab > vocab_size:
-        raise ValueError(f"{folder}/config.json has a vocabulary of {vocab_size}, tokenizer.json "
-                         f"{vocabulary.n_vocab} symbols: they are of two models")
+        raise ValueError(f"{folder}: tokenizer.json has {vocabulary.n_vocab} ids and the model {vocab_size} "
+                         f"rows, so that {vocabulary.decode([vocabulary.n_vocab - 1])!r} has none; take such "
+                         "tokens out, or give the model more rows (resize_token_embeddings of transformers)")
     return vocabulary
 
 
@@ -458,8 +381,8 @@ def same_text_tokens(theirs, ours):
 def prompt_tokenizer(cfg):
     """Return the tokenizer of the run's data (cfg.data) where cfg.prompt is to be continued, else None.
 
-    ValueError: synthetic data, a tokenizer of more symbols than the data's, or a character that it lacks; a
-    tokenizer other than that of the run whose weights --init-from takes.
+    ValueError: synthetic data, a character that the tokenizer lacks, or a tokenizer other than that of the
+    run whose weights --init-from takes.
     """
     if cfg.init_from and cfg.data != "synthetic":
         # More special tokens would move [MASK], which follows the last of them.
@@ -468,11 +391,6 @@ def prompt_tokenizer(cfg):
         return None
     if cfg.data == "synthetic":
         raise ValueError("--prompt needs text, synthetic data has no tokenizer; try --data DIR")
-    folder = first_folder(cfg.data)
-    tokenizer = load(folder)
-    expected = load_meta(folder)["vocab_size"]
-    if tokenizer.n_vocab > expected:
-        raise ValueError(f"{folder}: tokenizer.json has {tokenizer.n_vocab} symbols, meta.json {expected};"
-                         " make the data again: python prepare.py")
+    tokenizer = load(first_folder(cfg.data))
     tokenizer.encode(cfg.prompt)  # so that a wrong character ends the run now, not at its first evaluation
     return tokenizer

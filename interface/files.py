@@ -118,11 +118,10 @@ def best_effort(what, errors=OSError):
 
 
 @contextlib.contextmanager
-def must_write(path, flag="--out", reads=False, left=None):
+def must_write(path, flag="--out", reads=False):
     """Let an OSError of the body say that the path cannot be written, and what to do.
 
     reads: the body reads other files, too, so that only a full or read-only disk is meant.
-    left: a folder with what is done so far, where the same command goes on.
     """
     try:
         yield
@@ -131,10 +130,7 @@ def must_write(path, flag="--out", reads=False, left=None):
         if is_ours or reads and e.errno not in NO_ROOM:
             raise
         room = "free space there, or " if e.errno in NO_ROOM else ""
-        stays = ""
-        if left is not None and left.exists():
-            stays = f"; the same command goes on from {left}"
-        raise OSError(f"{path} cannot be written: {e}; {room}give another {flag}{stays}") from None
+        raise OSError(f"{path} cannot be written: {e}; {room}give another {flag}") from None
 
 
 # -----------------------------------------------------------------------------

@@ -1,8 +1,6 @@
 """At the borders of the programs: full disks, bombs, another data set, folders of other users."""
 import contextlib
-import gzip
 import json
-import os
 import resource
 import sys
 from pathlib import Path
@@ -20,9 +18,7 @@ from test_data import make_text, run
 import convert
 import plan
 import plot
-from corpus import chat, shards, tokenizer
-from corpus import text as readers
-from runtime import other_data
+from corpus import chat, tokenizer
 from runtime.launch import World
 
 
@@ -31,28 +27,6 @@ def sources(tmp_path):
     for k in range(2):
         (tmp_path / f"{k}.txt").write_text(make_text(9000, k))
     return [str(tmp_path / f"{k}.txt") for k in range(2)]
-
-
-def test_another_data_set_stays_unless_replace(tmp_path, sources, capsys):
-    argv = [sources[0], "--name", "a", "--out", tmp_path, "--tokenizer", "char"]
-    other = [sources[1], "--name", "a", "--out", tmp_path, "--tokenizer", tmp_path / "a"]
-    assert run(capsys, *argv)[0] == 0
-    made_by = shards.load_meta(tmp_path / "a")["command"]
-    before = {p.name: p.read_bytes() for p in (tmp_path / "a").iterdir()}
-    code, out, err = run(capsys, *other)
-    assert code == 2 and out == "" and err.count("\n") == 1, err
-    for word in (f"{tmp_path}/a holds another data set, ", " tokens of ", sources[0], made_by, "--replace"):
-        assert word in err, err
-    assert before == {p.name: p.read_bytes() for p in (tmp_path / "a").iterdir()}
-    assert "up to date" in run(capsys, *argv, "--workers=1")[1]
-    os.utime(sources[0])  # the same command makes its own work again
-    assert run(capsys, *argv, "--workers", 2)[0] == 0
-    assert run(capsys, *other, "--replace")[0] == 0
-    meta = shards.load_meta(tmp_path / "a")
-    assert meta["replaced"].startswith(made_by) and "--replace" not in meta["command"]
-    assert "up to date" in run(capsys, *other)[1]
-    assert f"stood what this makes: {made_by}" in other_data.what_was_replaced(str(tmp_path / "a"))
-    assert other_data.what_was_replaced(str(tmp_path / "b")) == ""
 
 
 @contextlib.contextmanager
@@ -162,75 +136,6 @@ def test_a_full_disk_at_a_picture(tmp_path, capsys, monkeypatch):
     assert f"nanoshard: {tmp_path}/a.png cannot be written: " in err
     assert "File too large; free space there, or give another --png" in err
     assert (tmp_path / "a.png").read_bytes() == before and not list(tmp_path.glob(".*.part"))
-
-
-def documents(path):
-    """Return the documents of a file of records, and what is reported about it."""
-    reports = []
-    found = []
-    for span in readers.list_spans(str(path), 1 << 24, "text"):
-        found += readers.documents(span, "text", lambda kind, line: reports.append((kind, line)))
-    return found, reports
-
-
-@pytest.mark.parametrize("end", [".jsonl", ".jsonl.gz", ".jsonl.zst"])
-def test_a_line_without_end_is_left_out(end, tmp_path, monkeypatch):
-    """A file of a few kilobytes that unpacks to one line of any length."""
-    monkeypatch.setattr(readers, "MOST_LINE", 1 << 20)
-    raw = b'{"text": "one"}\n{"text": "' + b"a" * (1 << 22)
-    raw += b'"}\n{"text": "two"}\n{"text": "' + b"b" * (1 << 21)
-    path = tmp_path / f"x{end}"
-    if end == ".jsonl.zst":
-        raw = pytest.importorskip("zstandard").compress(raw)
-    path.write_bytes(gzip.compress(raw) if end == ".jsonl.gz" else raw)
-    found, reports = documents(path)
-    assert found == ["one", "two"] and [kind for kind, _ in reports] == ["broken", "broken"]
-    assert "at byte 16: a line of more than 1 MB; cut that text" in reports[0][1]
-
-
-def test_a_zst_file_never_unpacks_at_once(tmp_path):
-    zstandard = pytest.importorskip("zstandard")
-    (tmp_path / "x.zst").write_bytes(zstandard.ZstdCompressor(level=1).compress(bytes(300 << 20)))
-    assert max(map(len, readers.decompress(tmp_path / "x.zst"))) <= 1 << 26
-
-
-@pytest.mark.parametrize("end", [".jsonl.gz", ".parquet"])
-def test_a_small_file_gives_no_endless_text(end, tmp_path, monkeypatch):
-    monkeypatch.setattr(readers, "MOST_UNPACKED", 1 << 20)
-    monkeypatch.setattr(readers, "UNPACKED_TIMES", 2)
-    texts = ["a" * 20_000] * 500
-    path = tmp_path / f"x{end}"
-    if end == ".parquet":
-        pa = pytest.importorskip("pyarrow")
-        parquet = pytest.importorskip("pyarrow.parquet")
-        parquet.write_table(pa.table({"text": texts}), path, compression="zstd")
-        with readers.open_parquet(path) as f:
-            assert readers.rows_at_once(f, [0], "text") == 256
-    else:
-        path.write_bytes(gzip.compress("".join(json.dumps({"text": t}) + "\n" for t in texts).encode()))
-    found, reports = documents(path)
-    assert 40 < len(found) < 60 and len(reports) == 1
-    kind, line = reports[0]
-    assert kind == "damaged" and "unpacks to more than 2 times its size, the rest is left out" in line
-
-
-def test_a_huge_text_of_a_parquet_is_left_out(tmp_path, monkeypatch):
-    pa = pytest.importorskip("pyarrow")
-    parquet = pytest.importorskip("pyarrow.parquet")
-    monkeypatch.setattr(readers, "MOST_LINE", 1 << 20)
-    texts = ["one", "a" * (1 << 21), "two"]
-    parquet.write_table(pa.table({"text": texts}), tmp_path / "x.parquet", compression="zstd")
-    found, reports = documents(tmp_path / "x.parquet")
-    assert found == ["one", "two"] and [kind for kind, _ in reports] == ["broken"]
-    assert "row 2: a text of more than 1 MB; cut it into records" in reports[0][1]
-
-
-def test_of_huge_texts_few_are_read_at_once(tmp_path):
-    pa = pytest.importorskip("pyarrow")
-    parquet = pytest.importorskip("pyarrow.parquet")
-    parquet.write_table(pa.table({"text": ["a" * (8 << 20)]}), tmp_path / "x.parquet", compression="zstd")
-    with readers.open_parquet(tmp_path / "x.parquet") as f:
-        assert readers.rows_at_once(f, [0], "text") <= 32
 
 
 @pytest.mark.parametrize("argv", [

@@ -100,7 +100,7 @@ def test_an_answer_of_weight_0_is_read_and_not_trained(data):
     vocab = tokenizer.load(data / "qa")
     talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "bad", "weight": 0},
             {"role": "assistant", "content": "good", "weight": 1, "name": None}]
-    record = chat.read_conversation(json.dumps({"messages": talk}).encode(), "here")
+    record = chat.messages_of({"messages": talk}, "here")
     ids, trained = chat.Template(vocab).conversation(record)
     plain = [{"role": message["role"], "content": message["content"]} for message in talk]
     assert ids == chat.Template(vocab).conversation(plain)[0]
@@ -181,11 +181,11 @@ def test_fill_windows_opens_no_more_than_it_must():
 
 @pytest.mark.parametrize("line,words", [
     ('{"messages": [{"role": "bot", "content": "x"}]}', "'bot', not one of system, user, assistant"),
-    ('{"messages": [{"role": "user", "content": "x"}]}', "no assistant speaks"),
-    ('{"messages": [{"role": "user"', "Expecting"), ('{"text": "x"}', "lacks messages"),
+    ('{"messages": [{"role": "user", "content": "x"}]}', "no assistant speaks"), ("[]", "no JSON object"),
+    ('{"messages": [{"role": "user"', "Expecting"), ('{"text": "x"}', "lacks messages; write {"),
     ('{"messages": [{"role": "assistant", "content": 3}]}', "content is 3, not text"),
-    ('{"messages": [{"role": "assistant", "content": "\\ud83d"}]}', "\\ud83d is half of a surrogate pair"),
-    ('{"messages": [{"role": "assistant", "content": "x", "weight": 0}]}', "each answer has the weight 0"),
+    ('{"messages": [{"role": "assistant", "content": "\\ud83d"}]}', "has half of a surrogate pair"),
+    ('{"messages": [{"role": "assistant", "content": "x", "weight": 0}]}', "no assistant speaks with"),
     ('{"messages": [{"role": "assistant", "content": "x", "weight": 0.5}]}', "weight is 0.5, not one of 0"),
     ('{"messages": [{"role": "assistant", "content": "x", "tool_calls": []}]}', "has 'tool_calls', which")])
 def test_a_line_that_is_no_conversation_is_named(line, words, data):
@@ -193,8 +193,15 @@ def test_a_line_that_is_no_conversation_is_named(line, words, data):
     (data / "bad.jsonl").write_text(f"{good}\n{line}\n")
     code, _, err = prepare_chat(data, data / "bad.jsonl", name="bad")
     assert code == 2 and err.count("\n") == 1 and words in err
-    assert f"bad.jsonl at byte {len(good) + 1}: " in err
-    assert not (data / "bad/meta.json").exists()
+    assert "bad.jsonl, row 2" in err and not (data / "bad").exists()
+
+
+def test_keys_beside_the_messages_are_said(data):
+    records = [{"id": i, "messages": conversation(i), "system": "Be" if i % 2 else None} for i in range(40)]
+    (data / "keys.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    code, _, err = prepare_chat(data, data / "keys.jsonl", name="keys")
+    assert code == 0 and err.count("\n") == 1
+    assert "of 40 records only the messages become tokens, not id (40), system (20)" in err
 
 
 @pytest.mark.parametrize("argv,words", [
@@ -203,7 +210,7 @@ def test_a_line_that_is_no_conversation_is_named(line, words, data):
     (["chat", "{}/conversations.jsonl"], "--tokenizer data/stdlib"),
     (["chat", "{}/text.txt", "--tokenizer", "{}/base"], "is not .jsonl"),
     (["chat", "{}/conversations.jsonl", "--tokenizer", "{}/base", "--seq-len", "3"],
-     "none of 150 conversations")])
+     "150 have no answer within --seq-len 3")])
 def test_wrong_input_of_prepare_chat(argv, words, data):
     code, _, err = run_prepare(*(a.format(data) for a in argv), "--name", "bad", "--out", data)
     assert code == 2 and err.count("\n") == 1 and words in err

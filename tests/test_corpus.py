@@ -1,28 +1,23 @@
-"""prepare.py: formats, damaged input, shuffle, kills. test_data.py has its other tests."""
-
-import bz2
+"""prepare.py: formats, other names, malformed input, shuffle, kills. test_data.py has its other tests."""
+import contextlib
 import gzip
 import json
-import lzma
 import os
-import random
-import shutil
+import shlex
 import signal
 import subprocess
 import sys
 import time
 import types
-import zipfile
 from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from test_data import make_text, refused, run
 
 import prepare
-from corpus import build, folder, shards
+from corpus import shards
 from corpus import text as readers
 from corpus import tokenizer as tok
 
@@ -30,15 +25,17 @@ ROOT = Path(__file__).resolve().parent.parent
 TEXTS = [make_text(20 + 7 * k % 300, k) for k in range(700)]  # 1 to 4 kB each
 
 
-def jsonl(texts):
-    return "".join(json.dumps({"id": k, "text": t}) + "\n" for k, t in enumerate(texts)).encode()
+def jsonl(texts, key="text"):
+    return "".join(json.dumps({"id": k, key: t}) + "\n" for k, t in enumerate(texts)).encode()
 
 
 def make(capsys, folder, *argv, code=0):
     """prepare.py under a small vocabulary -> (documents of train and of val in order, meta, stderr)."""
-    got, out, err = run(capsys, *argv, "--name", "x", "--out", folder, "--replace", "--vocab-size", 300)
+    got, out, err = run(capsys, *argv, "--name", "x", "--out", folder, "--replace", "--vocab-size", 300,
+                        "--workers", 1)
     assert got == code, err
     if code:
+        assert err.count("\n") == 1 and not {"x", "x.tmp"} & {p.name for p in Path(folder).glob("*")}, err
         return err
     meta, t = shards.load_meta(folder / "x"), tok.load(folder / "x")
     docs = []
@@ -49,72 +46,35 @@ def make(capsys, folder, *argv, code=0):
     return docs, meta, err
 
 
-def write_parquet(path, texts, group=100, **more):
-    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    table = arrow.table({"id": range(len(texts)), "text": texts, **more})
-    parquet.write_table(table, path, row_group_size=group)
-
-
-@pytest.mark.parametrize("kind", ["string", "large_string", "string_view", "dictionary"])
-def test_every_column_of_strings_is_read(kind, tmp_path, capsys):
-    """Whatever else the file has, as two columns of one name."""
-    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    column = arrow.array(TEXTS[:40])
-    if kind == "dictionary":
-        column = column.dictionary_encode()
-    elif kind != "string":
-        column = column.cast(getattr(arrow, kind)())
-    numbers = arrow.array(range(40))
-    table = arrow.Table.from_arrays([numbers, column, numbers], names=["id", "text", "id"])
-    try:
-        parquet.write_table(table, tmp_path / "a.parquet")
-    except arrow.ArrowNotImplementedError:
-        if kind != "string_view":
-            raise
-        pytest.skip(f"pyarrow {arrow.__version__} writes no string_view")
-    (train, val), _, err = make(capsys, tmp_path, tmp_path / "a.parquet")
-    assert Counter(train + val) == Counter(TEXTS[:40]) and err == ""
-
-
-@pytest.mark.parametrize("first,value,said", [
-    ("text", "a", "has 2 columns 'text', it has text (string), text (string); give --text-key, or"),
-    ("id", ["a"], "no column 'text' of strings, it has id (string), text (list<"),
-    ("id", {"a": "a"}, "no column 'text' of strings, it has id (string), text (struct<")])
-def test_a_column_that_is_no_text_is_refused(first, value, said, tmp_path, capsys):
-    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    columns = [arrow.array(["a"] * 40), arrow.array([value] * 40)]
-    parquet.write_table(arrow.Table.from_arrays(columns, names=[first, "text"]), tmp_path / "a.parquet")
-    err = make(capsys, tmp_path, tmp_path / "a.parquet", code=2)
-    assert err.count("\n") == 1 and said in err, err
-
-
 def write(path, texts):
     """`texts` as a file of the kind that its name says; compressed files have two members."""
     half = len(texts) // 2
     if path.suffix == ".gz":
         path.write_bytes(gzip.compress(jsonl(texts[:half])) + gzip.compress(jsonl(texts[half:])) + b"\0" * 9)
     elif path.suffix == ".zst":
-        pack = pytest.importorskip("zstandard").ZstdCompressor().compress
+        pack = pytest.importorskip("zstandard", reason="zstandard is not installed").ZstdCompressor().compress
         path.write_bytes(pack(jsonl(texts[:half])) + pack(jsonl(texts[half:])))
     elif path.suffix == ".parquet":
-        write_parquet(path, texts)
+        arrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
+        parquet = pytest.importorskip("pyarrow.parquet")
+        table = arrow.table({"id": range(len(texts)), "text": texts})
+        parquet.write_table(table, path, row_group_size=100)
     else:
         path.write_bytes(jsonl(texts))
     return path
 
 
 @pytest.mark.parametrize("end", ["jsonl", "jsonl.gz", "jsonl.zst", "parquet", "ndjson", "ndjson.gz"])
-def test_every_format_gives_the_same_documents(end, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(prepare, "UNIT_BYTES", 100_000)
+def test_every_format_gives_the_same_documents(end, tmp_path, capsys):
     paths = [write(tmp_path / f"a.{end}", TEXTS[:500]), write(tmp_path / f"b.{end}", TEXTS[500:])]
-    (train, val), meta, err = make(capsys, tmp_path, *paths, "--no-shuffle", "--workers", 1)
+    (train, val), meta, err = make(capsys, tmp_path, *paths, "--no-shuffle")
     assert err == "" and len(train) > 500 and len(val) > 40 and meta["sources"]["files"] == 2
     place = {text: k for k, text in enumerate(TEXTS)}
     assert sorted(train + val, key=place.get) == TEXTS, "each once, whole"
     for docs in (train, val):
         assert [place[d] for d in docs] == sorted(place[d] for d in docs), "in the order of the files"
     # Shuffled, each side holds the same documents in a different order, across all files
-    (train2, val2), meta2, _ = make(capsys, tmp_path, *paths, "--workers", 1)
+    (train2, val2), meta2, _ = make(capsys, tmp_path, *paths)
     assert Counter(train2) == Counter(train) and Counter(val2) == Counter(val) and train2 != train
     assert meta["shuffle_seed"] is None and meta2["shuffle_seed"] == 1337
     assert meta["tokenizer_sha256"] == meta2["tokenizer_sha256"]
@@ -124,182 +84,228 @@ def test_every_format_gives_the_same_documents(end, tmp_path, capsys, monkeypatc
 
 
 def test_shuffle_is_a_function_of_the_seed_alone(tmp_path, capsys, monkeypatch):
-    """It does not depend on the workers, on the runs that they hold, or on the stretches that are merged."""
+    """It does not depend on the workers, nor on what each of them encodes at a time."""
     path = write(tmp_path / "a.jsonl", TEXTS)
-    monkeypatch.setattr(prepare, "UNIT_BYTES", 300_000)
     seen = {}
-    for name, more, run_tokens, bucket in (
-            ("one", ["--workers", 1], 1 << 24, 1 << 25), ("two", ["--workers", 2], 1 << 24, 1 << 25),
-            ("small", ["--workers", 1], 5_000, 20_000),
-            ("seed", ["--workers", 1, "--seed", 7], 1 << 24, 1 << 25)):
-        monkeypatch.setattr(build, "RUN_TOKENS", run_tokens)
-        monkeypatch.setattr(build, "MERGE_TOKENS", bucket)
-        _, meta, _ = make(capsys, tmp_path / name, path, "--shard-tokens", 100_000, *more)
-        seen[name] = meta["shards"]
-        assert {s["tokens"] for s in meta["shards"]["train"][:-1]} == {100_000}
+    for name, batch, *more in (("one", 1 << 20), ("two", 20_000, "--workers", 2), ("small", 5_000),
+                               ("seed", 1 << 20, "--seed", 7)):
+        monkeypatch.setattr(prepare, "BATCH", batch)
+        code, _, err = run(capsys, path, "--name", "x", "--out", tmp_path / name, "--vocab-size", 300,
+                           "--shard-tokens", 100_000, "--workers", 1, *more)
+        assert code == 0, err
+        seen[name] = shards.load_meta(tmp_path / name / "x")["shards"]
+        assert {s["tokens"] for s in seen[name]["train"][:-1]} == {100_000}
     assert len(seen["one"]["train"]) > 2 and seen["one"] == seen["two"] == seen["small"] != seen["seed"]
 
 
-def test_broken_records_are_named_and_counted(tmp_path, capsys):
-    """Each broken line gives one clear line and is counted; all other records are kept."""
-    lines = jsonl(TEXTS[:200]).splitlines(keepends=True)
-    bad = [b'{"text": "cut off\n', b"[1, 2]\n", b'{"words": "x"}\n', b'{"text": null}\n', b"\xff\xfe\n",
-           b'{"text": "\\ud800"}\n', b"[" * 100_000 + b"\n"]
-    (tmp_path / "a.jsonl").write_bytes(b"".join(lines[:100] + bad + lines[100:] + [b'{"text": ""}\n', b"\n"]))
-    (train, val), meta, err = make(capsys, tmp_path, tmp_path / "a.jsonl")
-    assert Counter(train + val) == Counter(TEXTS[:200])
-    assert meta["sources"]["broken"] == len(bad) == err.count("\n") and meta["sources"]["empty"] == 1
-    at = len(b"".join(lines[:100]))
-    for k, line in enumerate(err.splitlines()):
-        assert line.startswith(f"nanoshard: {tmp_path}/a.jsonl at byte {at:,}: ") and len(line) < 300, line
-        at += len(bad[k])
-    assert "no text under 'text'" in err and "recursion" in err
-    assert r"\ud800 is half of a surrogate pair, which is no" in err
-    _, out, _ = run(capsys, tmp_path / "a.jsonl", "--name", "y", "--out", tmp_path, "--vocab-size", 300)
-    assert "(7 broken, 1 empty left out)" in out
-    # After MAX_REPORTS lines, one more line gives the total. A wrong key is an error, not an empty data set
-    (tmp_path / "b.jsonl").write_bytes(b"".join(lines + [b"{}\n"] * 35))
-    _, meta, err = make(capsys, tmp_path, tmp_path / "b.jsonl")
-    assert err.count("\n") == build.MAX_REPORTS + 1 and err.endswith("all in all 35 broken\n")
-    assert meta["sources"]["broken"] == 35
-    err = make(capsys, tmp_path, tmp_path / "a.jsonl", "--text-key", "content", code=2)
-    assert err.count("\n") == 1 and "no text under 'content'" in err and "--text-key" in err
-    assert shards.load_meta(tmp_path / "x") == meta, "what was there stays"
+# -----------------------------------------------------------------------------
+# What a file is, whatever its name
+
+@pytest.mark.parametrize("name", ["x.jl", "x.jsonlines", "part-00000", "x.jsonl.txt", "x.json", "f",
+                                  "x.txt.gz"])
+def test_records_under_another_name_are_read_as_records(name, tmp_path, capsys):
+    raw = jsonl(TEXTS[:40])
+    (tmp_path / name).write_bytes(gzip.compress(raw) if name.endswith(".gz") else raw)
+    (train, val), meta, _ = make(capsys, tmp_path, tmp_path / name)
+    assert Counter(train + val) == Counter(TEXTS[:40]) and meta["shuffle_seed"] == 1337
 
 
-@pytest.mark.parametrize("end", ["gz", "zst"])
-def test_compressed_file_cut_short_or_with_bad_bytes(end, tmp_path, capsys):
-    good = write(tmp_path / f"a.jsonl.{end}", TEXTS)
-    raw = good.read_bytes()
-    second = raw.rindex(raw[:4])  # the second member's magic number
-    for name, content in (("cut", raw[: len(raw) * 3 // 4]), ("bad", raw[:second] + b"\xff" * 4000)):
-        path = tmp_path / f"{name}.jsonl.{end}"
-        path.write_bytes(content)
-        (train, val), meta, err = make(capsys, tmp_path, path)
-        assert err.count("\n") == 1 and str(path) in err and "the rest is lost: get it again" in err
-        assert ("is cut short after" if name == "cut" else "does not unpack") in err
-        assert meta["sources"]["damaged"] == 1 and set(train + val) <= set(TEXTS)
-        assert 350 <= len(train + val) < 700, "what comes before is kept"
-    path.write_bytes(raw)  # the whole file, under the same name: made again
-    (train, val), meta, err = make(capsys, tmp_path, path)
-    assert len(train + val) == 700 and err == "" and meta["sources"]["damaged"] == 0
+TABLE = 'id,text\n1,"a, b"\n2,"c\n\nd"\n' + "3,e\n" * 40
+PRETTY = "".join(json.dumps({"text": text}, indent=1) + "\n" for text in TEXTS[:40])
+WHOLE = json.dumps([{"text": text} for text in TEXTS[:40]])
 
 
-def test_broken_rows_and_damaged_parquet(tmp_path, capsys):
-    path = tmp_path / "a.parquet"
-    texts = [*TEXTS[:150], None, "", *TEXTS[150:200]]
-    write_parquet(path, texts, content=TEXTS[: len(texts)])
-    (train, val), meta, err = make(capsys, tmp_path, path)
-    assert Counter(train + val) == Counter(TEXTS[:200])
-    assert err == f"nanoshard: {path} row group 1 row 51: no text under 'text'\n"
-    assert (meta["sources"]["broken"], meta["sources"]["empty"]) == (1, 1)
-    for key in ("words", "id"):
-        err = make(capsys, tmp_path, path, "--text-key", key, code=2)
-        assert err.count("\n") == 1 and f"no column '{key}' of strings, it has id (int64), text (" in err, err
-    raw = path.read_bytes()
-    path.write_bytes(raw[:-100])
-    err = make(capsys, tmp_path, path, code=2)
-    assert err.count("\n") == 1 and "not a whole parquet file" in err
-    assert err.endswith("; download it again, or leave it out\n")
-    middle = len(raw) // 5  # in the first row group's pages
-    path.write_bytes(raw[:middle] + b"\xaa" * 2000 + raw[middle + 2000 :])
-    (train, val), meta, err = make(capsys, tmp_path, path)
-    lost = 100 - (len(train + val) + 2 - 102)
-    assert meta["sources"]["damaged"] == 1 and f"{lost} rows are lost" in err and lost > 0
-
-
-@pytest.mark.parametrize("is_list", [False, True])
-def test_a_json_is_refused_with_the_command_that_makes_lines_of_it(is_list, tmp_path, capsys):
-    records = [{"text": text} for text in TEXTS[:40]]
-    (tmp_path / "a.json").write_bytes(json.dumps(records).encode() if is_list else jsonl(TEXTS[:40]))
-    err = make(capsys, tmp_path, tmp_path / "a.json", code=2)
-    command = err.strip().split(": ")[-1]
-    assert err.count("\n") == 1 and ("jq -c '.[]'" in command) == is_list
-    if shutil.which("jq") or not is_list:
-        subprocess.run(command, shell=True, check=True)
-        (train, val), *_ = make(capsys, tmp_path, tmp_path / "a.jsonl")
-        assert Counter(train + val) == Counter(TEXTS[:40])
-
-
-@pytest.mark.parametrize("whole", [False, True])
-def test_the_mark_before_a_text_is_no_part_of_it(whole, tmp_path, monkeypatch):
-    """The same three bytes later in a file are a character of the text."""
-    text = "a\u00e9\ufeffb\n\n" * 9
-    (tmp_path / "a.txt").write_text(text, encoding="utf-8-sig")
-    spans = readers.list_spans(str(tmp_path / "a.txt"), 20, "text", whole)
-    assert len(spans) == 1 if whole else len(spans) > 3
-    read = [document for span in spans for document in readers.documents(span, "text", pytest.fail)]
-    assert "".join(read) == text
-
-
-PACK = {"gz": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress}
-UNPACKS = {"gz": "gunzip", "bz2": "bunzip2", "xz": "unxz", "zst": "unzstd", "zip": "unzip"}
-
-
-@pytest.mark.parametrize("kind", ["gz", "bz2", "xz", "zst", "zip"])
-def test_a_packed_text_is_unpacked_by_the_command_that_is_named(kind, tmp_path, capsys, monkeypatch):
-    """Whatever the file is called; the command is run where its program is installed."""
+@pytest.mark.parametrize("name,content,texts", [
+    ("x.csv", TABLE, ["a, b", "c\n\nd", "e"]), ("part-00000", TABLE, ["a, b", "c\n\nd", "e"]),
+    ("x.tsv", TABLE.replace(",", "\t"), ["a\t b", "c\n\nd", "e"]), ("x.json", WHOLE, TEXTS[:40]),
+    ("x.jsonl", WHOLE, TEXTS[:40]), ("x.data", WHOLE, TEXTS[:40]), ("x.json", PRETTY, TEXTS[:40]),
+    ("x.jsonl", PRETTY, TEXTS[:40]), ("f", PRETTY, TEXTS[:40])])
+def test_what_is_no_text_is_refused_with_a_command_that_makes_records_of_it(name, content, texts, tmp_path,
+                                                                          capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    text = "\n\n".join(TEXTS[:40]).encode()
-    if kind == "zip":
-        with zipfile.ZipFile("a.txt", "w") as f:
-            f.writestr("b.txt", text)
-    elif kind == "zst":
-        Path("a.txt").write_bytes(pytest.importorskip("zstandard").ZstdCompressor().compress(text))
-    else:
-        Path("a.txt").write_bytes(PACK[kind](text))
-    shutil.copy("a.txt", f"c.txt.{kind}")
-    for name, there in (f"c.txt.{kind}", "c.txt"), ("a.txt", "a.txt"):
-        err = make(capsys, tmp_path, name, code=2)
-        assert err.count("\n") == 1 and "; unpack it: " in err, err
-        command = err.split("unpack it: ")[1].split(", and give")[0]
-        assert ("mv" in command) == (name == "a.txt" and kind != "zip")
-        assert UNPACKS[kind] in command
-        if shutil.which(UNPACKS[kind]) and kind != "zip":
-            subprocess.run(command, shell=True, check=True, capture_output=True)
-            assert Path(there).read_bytes() == text
-
-
-@pytest.mark.parametrize("name,end", [("a.json.gz", ".jsonl.gz"), ("a.JSON.zst", ".jsonl.zst"),
-                                      ("a.data", ".parquet")])
-def test_a_file_under_a_wrong_name_is_read_after_the_command_that_is_named(name, end, tmp_path, capsys):
-    good = write(tmp_path / f"good{end}", TEXTS[:40])
-    good.rename(tmp_path / name)
-    err = make(capsys, tmp_path, tmp_path / name, code=2)
-    command = err.strip().split(", name it so: ")[1]
-    assert err.count("\n") == 1 and command.endswith(end)
+    Path(name).write_text(content)
+    err = make(capsys, tmp_path, name, code=2)
+    start = "jq" if "jq -c" in err else "python -c"
+    command = err[err.index(start):].replace("python -c", f"{shlex.quote(sys.executable)} -c").rstrip()
+    if start == "jq" and subprocess.run(["which", "jq"], capture_output=True).returncode:
+        pytest.skip("jq is not installed")
     subprocess.run(command, shell=True, check=True)
-    (train, val), *_ = make(capsys, tmp_path, command.split()[-1])
-    assert Counter(train + val) == Counter(TEXTS[:40])
+    found = [json.loads(line)["text"] for line in Path(f"{name}.jsonl").read_text().splitlines()]
+    assert found[:3] == texts[:3]
+
+
+@pytest.mark.parametrize("name,first", [
+    ("x.txt", "Title, text and more"), ("x.txt", '{"a": 1}'), ("x.js", "{ return 1 }"), ("x.py", "[1, 2]"),
+    ("x.md", "| text | more |"), ("poem", "text")])
+def test_a_text_whose_first_line_only_looks_like_one_is_read(name, first, tmp_path, capsys):
+    text = first + "\n\n" + make_text(9000)
+    (tmp_path / name).write_text(text)
+    (train, val), *_ = make(capsys, tmp_path, tmp_path / name)
+    assert sum(map(len, train + val)) == len(text)
+
+
+# what: (name, content, words of the one line)
+GOOD = jsonl(TEXTS[:60])
+FIRST = len(GOOD.splitlines(keepends=True)[0])
+BROKEN = {
+    "empty": ("a.txt", b"", "no text is in it"),
+    "empty records": ("a.jsonl", b"\n\n", "no text is in it"),
+    "only empty texts": ("a.jsonl", b'{"text": ""}\n' * 9, "no text is in it"),
+    "one document": ("a.txt", b"only one\n", "of 1 documents"),
+    "latin-1": ("a.txt", b"caf\xe9\n", "not utf-8 at byte 3; convert it"),
+    "latin-1 later": ("a.txt", b"a" * (3 << 20) + b"\xe9", f"not utf-8 at byte {3 << 20};"),
+    "utf-8 that is cut": ("a.txt", "abcé".encode()[:-1], "not utf-8 at byte 3"),
+    "bytes": ("a.bin", bytes(range(256)) * 9, "not utf-8"),
+    "zip": ("a.zip", b"PK\x03\x04" + bytes(range(128, 256)), "not utf-8"),
+    "cut gzip": ("a.jsonl.gz", gzip.compress(GOOD)[:-60], "a.jsonl.gz is damaged or cut short"),
+    "cut text": ("a.txt.gz", gzip.compress(make_text(9000).encode())[:-60], "damaged or cut short"),
+    "bad gzip": ("a.jsonl.gz", gzip.compress(GOOD)[:200] + b"\xff" * 900, "damaged or cut short"),
+    "gzip of gzip": ("a.jsonl.gz", gzip.compress(gzip.compress(GOOD)), "row 1 is no JSON"),
+    "cut line": ("a.jsonl", GOOD + b'{"text": "cut off\n', "row 61 is no JSON"),
+    "list": ("a.jsonl", GOOD + b"[1, 2]\n", "row 61 is no JSON object"),
+    "other key": ("a.jsonl", GOOD + b'{"words": "x"}\n', "row 61 has no text under 'text', it has words;"),
+    "null": ("a.jsonl", GOOD + b'{"text": null}\n', "row 61 has no text under 'text'"),
+    "number": ("a.jsonl", GOOD + b'{"text": 5}\n', "row 61 has no text under 'text'"),
+    "bad utf-8": ("a.jsonl", GOOD + b'{"text": "\xff\xfe"}\n', "row 61 is no JSON"),
+    "half a pair": ("a.jsonl", GOOD + b'{"text": "\\ud800"}\n', "row 61 has half of a surrogate pair"),
+    "deep": ("a.jsonl", GOOD + b"[" * 100_000 + b"\n", "row 61 is no JSON"),
+    "endless line": ("a.jsonl", GOOD + b'{"text": "' + b"a" * 5000, "row 61 has more than 0 MB; cut that"),
+    "endless line in gzip": ("a.jsonl.gz", gzip.compress(GOOD + b"a" * 5000), "row 61 has more than 0 MB"),
+    "wrong key": ("a.jsonl", jsonl(TEXTS[:60], "content"), "it has id, content; mend it, or say by"),
+    "wrong key, other name": ("a.jl.x", jsonl(TEXTS[:60], "content"), "it has id, content; give --text-key"),
+    "parquet that is none": ("a.parquet", b"PAR1 and no more", "not a whole parquet file"),
+    "zst that is none": ("a.jsonl.zst", b"\x28\xb5\x2f\xfd" + b"\xff" * 99, "damaged or cut short"),
+}
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_malformed_input_is_one_line_and_makes_nothing(what, tmp_path, capsys, monkeypatch):
+    name, content, words = BROKEN[what]
+    if name.endswith((".parquet", ".zst")):
+        pytest.importorskip({"parquet": "pyarrow", "zst": "zstandard"}[name.split(".")[-1]])
+    monkeypatch.setattr(readers, "MOST_LINE", 1 << 12 if "endless" in what else readers.MOST_LINE)
+    (tmp_path / name).write_bytes(content)
+    err = make(capsys, tmp_path, tmp_path / name, code=2)
+    assert words in err and err.startswith("nanoshard: ") and len(err) < 700, err
+
+
+def test_a_folder_or_no_file_in_the_place_of_a_file(tmp_path, capsys):
+    (tmp_path / "a").mkdir()
+    for source, words in (("a", "is a folder; give its files"), ("b", "is not a file")):
+        assert words in make(capsys, tmp_path, tmp_path / source, code=2)
+
+
+@pytest.mark.parametrize("part,words", [(0.99, "not a whole parquet file"), (0.2, "does not unpack")])
+def test_a_damaged_parquet_ends_with_its_row(part, words, tmp_path, capsys):
+    path = write(tmp_path / "a.parquet", TEXTS)
+    raw = path.read_bytes()
+    at = int(len(raw) * part)
+    path.write_bytes(raw[:at] if part > 0.5 else raw[:at] + b"\xaa" * 2000 + raw[at + 2000 :])
+    assert words in make(capsys, tmp_path, path, code=2)
+
+
+@pytest.mark.parametrize("kind", ["large_string", "string_view", "dictionary"])
+def test_every_column_of_strings_is_read(kind, tmp_path, capsys):
+    arrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    column = arrow.array(TEXTS[:40])
+    column = column.dictionary_encode() if kind == "dictionary" else column.cast(getattr(arrow, kind)())
+    parquet.write_table(arrow.table({"id": list(range(40)), "text": column}), tmp_path / "a.parquet")
+    (train, val), _, err = make(capsys, tmp_path, tmp_path / "a.parquet")
+    assert Counter(train + val) == Counter(TEXTS[:40]) and err == ""
+    assert "but id, text; give --text-key" in make(capsys, tmp_path / "y", tmp_path / "a.parquet",
+                                                   "--text-key", "words", code=2)
 
 
 def test_missing_packages_are_one_line(tmp_path, capsys, monkeypatch):
-    for name, package in (("a.jsonl.zst", "zstandard"), ("a.parquet", "pyarrow"),
-                          ("fineweb_edu_10bt", "datasets")):
-        if "." in name:
-            (tmp_path / name).write_bytes(b"x")
+    for name, start, package in (("a.jsonl.zst", readers.ZSTD, "zstandard"),
+                                 ("a.parquet", b"PAR1", "pyarrow"), ("fineweb_edu_10bt", b"", "datasets")):
+        if start:
+            (tmp_path / name).write_bytes(start)
             name = tmp_path / name
         monkeypatch.setitem(sys.modules, package, None)
         monkeypatch.setitem(sys.modules, f"{package}.parquet", None)
-        err = make(capsys, tmp_path, name, code=2)
-        assert err.count("\n") == 1 and f"pip install {package}\n" in err, err
+        assert f"pip install {package}\n" in make(capsys, tmp_path, name, code=2)
 
 
-def test_large_text_is_read_in_several_spans(tmp_path, capsys, monkeypatch):
-    """It is cut at a blank line, else at a line, else at a character; the pieces together are the text."""
-    monkeypatch.setattr(prepare, "UNIT_BYTES", 100_000)
-    for k, text in enumerate((make_text(50_000), make_text(50_000).replace("\n", " "), "字" * 200_000)):
-        path = tmp_path / f"{k}.txt"
-        path.write_text(text)
-        spans = readers.list_spans(str(path), 100_000, "text")
-        pieces = ["".join(readers.documents(span, "text", None)) for span in spans]
-        assert len(pieces) > 3 and "".join(pieces) == text and max(map(len, pieces)) < 200_000
-    _, meta, _ = make(capsys, tmp_path, tmp_path / "0.txt", tmp_path / "1.txt")
-    assert meta["shuffle_seed"] is None, "pieces of one text stay in order unless --shuffle says so"
-    (tmp_path / "1.txt").write_bytes((make_text(50_000) + "caf").encode() + b"\xe9")
-    err = make(capsys, tmp_path, tmp_path / "1.txt", code=2)
-    assert f"not utf-8 at byte {(tmp_path / '1.txt').stat().st_size - 1};" in err
+# -----------------------------------------------------------------------------
+# Text
 
+def cut_by_paragraphs(text):
+    """The documents of a text as read_text() makes them, from the whole of it."""
+    found, start = [], 0
+    while start < len(text):
+        end = readers.document_end(text, start)
+        found.append(text[start:end])
+        start = end
+    return found
+
+
+@pytest.mark.parametrize("block", [1, 777, 4000, 1 << 20])
+def test_the_documents_of_a_text_do_not_depend_on_how_it_is_read(block, tmp_path, monkeypatch):
+    """It is cut at a blank line, else at a line; three bytes of a mark are text but at the beginning."""
+    for text in (make_text(9000), make_text(9000).replace("\n\n", "\n"), "字" * 20_000, "a\ufeffb\n\n" * 900):
+        (tmp_path / "a.txt").write_text(text, encoding="utf-8-sig")
+
+        class Slow:
+            def __init__(self, f):
+                self.f = f
+
+            def read(self, n):
+                return self.f.read(block)
+
+        real = readers.open_bytes
+        with monkeypatch.context() as m, real(tmp_path / "a.txt") as f:
+            m.setattr(readers, "open_bytes", lambda path, f=f: contextlib.nullcontext(Slow(f)))
+            assert list(readers.read_text(tmp_path / "a.txt", "")) == cut_by_paragraphs(text)
+
+
+def test_end_of_document_that_is_spelled_is_said_and_splits_by_a_flag(tmp_path, capsys):
+    stories = [text.strip() for text in TEXTS[:80]]
+    path = tmp_path / "a.txt"
+    path.write_text("<|endoftext|>".join(stories) + "<|endoftext|>\n")
+    (train, val), _, err = make(capsys, tmp_path, path)
+    assert err.count("\n") == 1 and "spells <|endoftext|> 80 times" in err and "--split-at" in err
+    (train, val), meta, err = make(capsys, tmp_path, path, "--split-at", "<|endoftext|>")
+    assert Counter(train + val) == Counter(stories) and err == "" and meta["shuffle_seed"] is None
+
+
+@pytest.mark.parametrize("kind", ["char", "bpe", "chat"])
+def test_val_is_a_file_of_its_own(kind, tmp_path, capsys):
+    if kind == "chat":
+        (tmp_path / "t.txt").write_text(make_text(3000))
+        assert run(capsys, tmp_path / "t.txt", "--name", "t", "--out", tmp_path, "--vocab-size", 300)[0] == 0
+        for name, n in (("a.jsonl", 30), ("b.jsonl", 5)):
+            talks = [{"messages": [{"role": "user", "content": f"{name} {i}"},
+                                   {"role": "assistant", "content": name}]} for i in range(n)]
+            (tmp_path / name).write_text("".join(json.dumps(talk) + "\n" for talk in talks))
+        code, _, err = run(capsys, "chat", tmp_path / "a.jsonl", "--val", tmp_path / "b.jsonl", "--name", "x",
+                           "--out", tmp_path, "--tokenizer", tmp_path / "t", "--seq-len", 64)
+        assert code == 0 and shards.load_meta(tmp_path / "x")["documents"] == {"train": 30, "val": 5}, err
+        return
+    (tmp_path / "a.txt").write_text(make_text(9000, 1))
+    (tmp_path / "b.txt").write_text(make_text(900, 2))
+    code, _, err = run(capsys, tmp_path / "a.txt", "--val", tmp_path / "b.txt", "--name", "x", "--out",
+                       tmp_path, "--tokenizer", kind, "--workers", 1)
+    assert code == 0, err
+    meta, t = shards.load_meta(tmp_path / "x"), tok.load(tmp_path / "x")
+    for split, name in (("train", "a.txt"), ("val", "b.txt")):
+        [tokens] = shards.open_shards(tmp_path / "x", split, meta)
+        assert t.decode(tokens).replace(tok.EOD, "") == (tmp_path / name).read_text()
+
+
+def test_a_vocabulary_is_trained_on_an_amount_of_bytes(tmp_path, monkeypatch):
+    """A character can have three of them. Of a large input each file gives its beginning."""
+    flags = prepare.parse(["stdlib"])
+    paths = [write(tmp_path / f"{k}.jsonl", ["\u3042" * 3] * 10) for k in range(3)]
+    files = [file for path in paths for file in readers.list_files(str(path), "text")]
+    assert len(list(prepare.training_texts(files, flags))) == 30
+    monkeypatch.setattr(prepare, "TRAINING_BYTES", 60)
+    assert len(list(prepare.training_texts(files, flags))) == 9  # 3 of each: 27 bytes are above 20
+
+
+# -----------------------------------------------------------------------------
+# The hub
 
 def stub_hub(monkeypatch, calls):
     """A stand-in for the package datasets as corpus/text.py uses it: the repository is a folder."""
@@ -342,212 +348,74 @@ def test_names_on_the_hub(real, tmp_path, capsys, monkeypatch):
         assert real or all(u.endswith(end) for u in calls[-1])
     (train, val), *_ = make(capsys, tmp_path, f"hf:{repo}::sample/10BT/001*")
     assert Counter(train + val) == Counter(TEXTS[100:200])
-    err = make(capsys, tmp_path, f"hf:{repo}::nothing/*", code=2)
-    assert err.count("\n") == 1 and "could not be fetched" in err and "give their paths" in err
-    with pytest.raises(SystemExit):
-        prepare.parse(["--help"])
-    assert "was never run here" in " ".join(capsys.readouterr().out.split())
+    err = make(capsys, tmp_path / "y", f"hf:{repo}::nothing/*", code=2)
+    assert "could not be fetched" in err and "give their paths" in err
 
 
-SMALL = "import prepare, sys; prepare.UNIT_BYTES = {}; sys.exit(prepare.main())"
+# -----------------------------------------------------------------------------
+# The folder
 
-
-def start(folder, sources, unit_bytes, workers):
-    argv = [sys.executable, "-c", SMALL.format(unit_bytes), *sources, "--name", "x", "--out", folder,
-            "--replace", "--vocab-size", 300, "--workers", workers]
-    return subprocess.Popen([str(a) for a in argv], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                            text=True)
-
-
-def a_worker_of(pid):
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return next(int(c) for c in children if b"spawn_main" in Path(f"/proc/{c}/cmdline").read_bytes())
-
-
-def finished_parts(folder):
-    return len(list((folder / "x/.parts").glob("[0-9]*-*.json")))
-
-
-def test_killed_and_resumed_is_byte_identical(tmp_path, capsys, monkeypatch):
-    """kill -9 after a random number of parts, more each time: the parts stay, the result has equal bytes."""
-    sources = [write(tmp_path / "a.jsonl", TEXTS), write(tmp_path / "b.jsonl.gz", TEXTS[::2])]
-    monkeypatch.setattr(prepare, "UNIT_BYTES", 5_000)  # many units: enough are left to be killed in
-    _, meta, _ = make(capsys, tmp_path / "whole", *sources, "--workers", 1)
-    rng, kept = random.Random(os.environ.get("PYTEST_SEED", "1")), []
-    folder, before = tmp_path / "killed", 0
-    for who in ("worker", "all"):
-        process = start(folder, sources, 5_000, 2 if who == "worker" else 1)
-        target, until = before + rng.randint(1, 12), time.monotonic() + 240
-        while finished_parts(folder) < target and time.monotonic() < until and process.poll() is None:
-            time.sleep(0.002)
-        os.kill(a_worker_of(process.pid) if who == "worker" else process.pid, signal.SIGKILL)
-        out, err = process.communicate()
-        if who == "worker":
-            assert process.returncode == 2 and err.count("\n") == 1, err
-            assert "a worker was killed" in err and "goes on" in err
-        kept.append(finished_parts(folder))
-        assert kept[-1] > before and not (folder / "x/meta.json").exists()
-        before = kept[-1]
-    process = start(folder, sources, 5_000, 1)
-    out, err = process.communicate(timeout=240)
-    assert process.returncode == 0 and err == "" and " pieces are kept from an earlier run" in out
-    assert kept[-1] <= int(out.split(" of ")[0]) < 200  # of 211
-    again = shards.load_meta(folder / "x")
-    assert again["shards"] == meta["shards"] and again["tokenizer_sha256"] == meta["tokenizer_sha256"]
-    for path in (tmp_path / "whole/x").glob("*.bin"):
-        assert path.read_bytes() == (folder / "x" / path.name).read_bytes()
-    assert sorted(p.name for p in (folder / "x").iterdir()) == [
-        "meta.json", "tokenizer.json", "train_00000.bin", "val_00000.bin"]
-
-
-def no_space(*_):
-    raise OSError(28, "No space left on device")
-
-
-def test_a_vocabulary_is_trained_on_an_amount_of_bytes(monkeypatch):
-    """A character can have three of them, so the number of characters would announce too little."""
-    monkeypatch.setattr(prepare, "TRAINING_BYTES", 20)
-    monkeypatch.setattr(prepare, "all_documents", lambda units, key: ["\u3042" * 3] * 10)
-    assert len(list(prepare.training_texts(["unit"], "text"))) == 3  # 27 bytes: the first sum above 20
-
-
-def test_parts_are_kept_only_while_they_fit(tmp_path, capsys, monkeypatch):
-    """After a late failure the same call encodes nothing; after a change of a file, only its units."""
-    a, b = write(tmp_path / "a.jsonl", TEXTS[:300]), write(tmp_path / "b.jsonl", TEXTS[300:600])
-    monkeypatch.setattr(prepare, "UNIT_BYTES", 100_000)
-    encoded, encode_unit = [], build.encode_unit
-    monkeypatch.setattr(build, "encode_unit", lambda *a, **kw: encoded.append(1) or encode_unit(*a, **kw))
-
-    def encoded_by(fail, *argv):
-        encoded.clear()
-        with monkeypatch.context() as m:
-            if fail:
-                m.setattr(prepare, "write_shards", no_space)
-            make(capsys, tmp_path, a, b, "--tokenizer", tmp_path / "t", "--workers", 1, *argv, code=2 * fail)
-        return len(encoded)
-
-    (tmp_path / "t").mkdir()
-    tok.train_bpe(TEXTS[:50], 300).save(tmp_path / "t/tokenizer.json")
-    monkeypatch.setattr(prepare, "parse", lambda argv, parse=prepare.parse: parse(
-        [w for w in argv if w not in ("--vocab-size", "300")]))
-    n = encoded_by(True)
-    assert n > 5 and encoded_by(True) == 0
-    first, second, third, fourth, *_ = sorted((tmp_path / "x/.parts").glob("[0-9]*-*.bin"))
-    tokens = bytearray(first.read_bytes())
-    tokens[-3] ^= 1
-    first.write_bytes(tokens)
-    second.write_bytes(second.read_bytes()[:-100])
-    third.unlink()
-    fourth.with_suffix(".json").write_text("{}")
-    assert encoded_by(True) == 4, "parts that are not as they were written"
-    assert encoded_by(False) == 0 and not (tmp_path / "x/.parts").exists()
-    assert encoded_by(True, "--seed", 2) == n == encoded_by(True, "--val-fraction", 0.2)
-    assert len(list((tmp_path / "x/.parts").glob("*.bin"))) == n, "the parts of other settings are gone"
-    write(b, TEXTS[301:601])
-    assert 1 < encoded_by(False, "--val-fraction", 0.2) < n
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_killed_prepare_begins_again_and_its_workers_end(workers, tmp_path, capsys):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(jsonl(TEXTS * 30))
+    argv = [path, "--name", "x", "--out", tmp_path, "--vocab-size", 300, "--workers", workers]
+    process = subprocess.Popen([sys.executable, ROOT / "prepare.py", *map(str, argv)],
+                               stdout=subprocess.DEVNULL)
+    tokens, until = tmp_path / "x.tmp/train", time.monotonic() + 240
+    while not (tokens.exists() and tokens.stat().st_size) and time.monotonic() < until:
+        time.sleep(0.002)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    assert tokens.exists() and not (tmp_path / "x").exists()
+    while any(Path(f"/proc/{child}/exe").exists() for child in children) and time.monotonic() < until:
+        time.sleep(0.01)
+    assert time.monotonic() < until, "a worker lives on"
+    for out in (tmp_path, tmp_path / "whole"):
+        argv[4] = out
+        code, _, err = run(capsys, *argv)
+        assert code == 0, err
+    for file in (tmp_path / "whole/x").glob("*.bin"):
+        assert file.read_bytes() == (tmp_path / "x" / file.name).read_bytes()
+    assert sorted(p.name for p in tmp_path.glob("x*")) == ["x"]
 
 
 def test_only_one_prepare_works_in_a_folder(tmp_path, capsys):
-    path = write(tmp_path / "a.jsonl", TEXTS[:100])
-    with prepare.locked(tmp_path / "x/.parts"):
-        err = make(capsys, tmp_path, path, code=2)
-        assert err.count("\n") == 1 and "another prepare.py is at work" in err
-    make(capsys, tmp_path, path)
-
-
-def test_progress_says_rate_and_time_left(tmp_path, capsys, monkeypatch):
-    path = write(tmp_path / "a.jsonl", TEXTS)
-    monkeypatch.setattr(prepare, "UNIT_BYTES", 100_000)
-    clock = iter(range(0, 10_000, 3))
-    monkeypatch.setattr(build, "time", types.SimpleNamespace(time=lambda: next(clock)))
-    _, out, _ = run(capsys, path, "--name", "x", "--out", tmp_path, "--replace", "--vocab-size", 300,
-                    "--workers", 1)
-    lines = [line for line in out.splitlines() if line.endswith(" left")]
-    assert len(lines) > 5 and " MB/s, " in lines[0] and lines[-1].endswith(" 0:00 left")
-    left = [int(m) * 60 + int(s) for m, s in (line.split()[-2].split(":") for line in lines)]
-    assert left[1] > left[-2] > 0
-
-
-def test_fingerprint_is_pinned():
-    """Another fingerprint for the same settings would make every prepared data set again."""
-    span = readers.Span("packed", "a.jsonl.gz", 0, 100, 400, 7)
-    for more, want in (([], "2099d40c5515"),
-                       (["--no-shuffle", "--vocab-size", "300", "--seed", "2"], "278c30052d20")):
-        flags = prepare.parse(["a.jsonl.gz", "--name", "x", *more])
-        assert prepare.fingerprint(flags, [span]).startswith(want)
-
-
-@pytest.mark.parametrize("words", ["--vocab-size 300 --shard-tokens 9", "--vocab_size=300 --shard_tokens=9"])
-def test_flags_in_both_spellings(words):
-    flags = prepare.parse(["a.jsonl", "b.txt", "--name", "x", "--shuffle", *words.split()])
-    assert (flags.sources, flags.folder) == (("a.jsonl", "b.txt"), Path("data/x"))
-    assert (flags.vocab_size, flags.shard_tokens, flags.order) == (300, 9, True)
-    assert prepare.parse(["stdlib", "--no_shuffle"]).order is False
-    assert prepare.parse(["stdlib"]).order is None
+    write(tmp_path / "a.jsonl", TEXTS[:100])
+    argv = [tmp_path / "a.jsonl", "--name", "x", "--out", tmp_path, "--vocab-size", 300]
+    with prepare.new_folder(tmp_path / "x") as work:
+        (work / "train").touch()
+        program = f"import sys, prepare; sys.exit(prepare.main({list(map(str, argv))}))"
+        second = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+        assert second.returncode == 2 and "another prepare.py is at work on" in second.stderr
+        assert (work / "train").exists()
 
 
 def test_preparing_needs_no_torch():
-    code = "import sys, prepare, corpus.build; sys.exit('torch' in sys.modules)"
+    code = "import sys, prepare; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
+@pytest.mark.parametrize("words", ["--vocab-size 300 --shard-tokens 9", "--vocab_size=300 --shard_tokens=9"])
+def test_flags_in_both_spellings(words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("a.jsonl").touch()
+    flags = prepare.parse(["a.jsonl", "--name", "x", "--shuffle", *words.split()])
+    assert (flags.sources, flags.folder) == (("a.jsonl",), Path("data/x"))
+    assert (flags.vocab_size, flags.shard_tokens, flags.shuffle) == (300, 9, True)
 
 
 @pytest.mark.parametrize("argv, say", [
     (["a.jsonl", "--name", "x", "--shard-tokens", "0"], "--shard-tokens 0"),
-    (["a.jsonl", "--name", "x", "--tokenizer", "char", "--shuffle"], "--shuffle needs documents"),
-    (["fineweb_edu"], "--name"),
+    (["a.jsonl", "--name", "x", "--tokenizer", "char", "--shuffle"], "need documents"),
+    (["a.jsonl", "--name", "x", "--tokenizer", "char", "--split-at", "x"], "need documents"),
+    (["fineweb_edu"], "--name"), (["my text.jsonl"], "--name my"),
     (["chat", "a.jsonl", "--name", "x", "--tokenizer", "data/x", "--no-shuffle"], "are for text"),
     (["chat", "a.jsonl", "--name", "x", "--tokenizer", "data/x", "--text-key", "y"], "are for text"),
-    (["fineweb", "--name", "x"], "fineweb_edu_10bt"),
-])
-def test_wrong_flags(argv, say):
-    def call():
-        prepare.list_sources(prepare.parse(argv))
-    refused((ValueError, OSError), call, say)
-
-
-def test_who_comes_second_removes_nothing(tmp_path, monkeypatch):
-    """Both came while there was no folder. The first may also have removed it again."""
-    work = tmp_path / "x/.parts"
-    with folder.locked(work):
-        (work / "part.bin").touch()
-        with monkeypatch.context() as late:
-            late.setattr(Path, "exists", lambda path: False)
-            with pytest.raises(ValueError, match="another prepare.py is at work"), folder.locked(work):
-                pass
-        assert (work / "part.bin").exists()
-    real = folder.fcntl.flock
-
-    def removed(file, how):
-        shutil.rmtree(work)
-        real(file, how)
-    monkeypatch.setattr(folder.fcntl, "flock", removed)
-    with pytest.raises(ValueError, match="another prepare.py is at work"), folder.locked(work):
-        pass
-
-
-def test_folders_that_wrong_input_made_are_removed_and_others_stay(tmp_path):
-    (tmp_path / "there").mkdir()
-    for name in ("new/a/b", "there/a"):
-        with pytest.raises(ValueError, match="wrong"), folder.locked(tmp_path / name):
-            raise ValueError("wrong")
-    assert [path.name for path in tmp_path.rglob("*")] == ["there"]
-
-
-def test_each_line_belongs_to_one_span_wherever_a_file_is_cut(tmp_path):
-    path = tmp_path / "a.txt"
-    whole = b"a\n\n\nbc\n\nd\n"
-    path.write_bytes(whole)
-    for cut in range(1, len(whole)):
-        spans = [SimpleNamespace(path=path, start=0, stop=cut),
-                 SimpleNamespace(path=path, start=cut, stop=len(whole))]
-        lines = [line for span in spans for line in readers.plain_lines(span, pytest.fail)]
-        assert b"".join(line for _, line in lines) == whole
-        assert [at for at, _ in lines] == [0, 2, 3, 4, 7, 8]
-
-
-def test_a_shard_is_on_the_disk_when_it_is_named(tmp_path, monkeypatch):
-    synced = []
-    monkeypatch.setattr(os, "fsync", lambda file: synced.append(os.fstat(file).st_size))
-    stream = SimpleNamespace(take=lambda n: [np.arange(n, dtype=np.uint16)])
-    prepare.write_shard(tmp_path / "train_00000.bin", np.uint16, stream, 5)
-    assert synced == [4096 + 5 * 2]
+    (["fineweb", "--name", "x"], "fineweb_edu_10bt")])
+def test_wrong_flags(argv, say, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("a.jsonl", "my text.jsonl"):
+        Path(name).touch()
+    refused((ValueError, OSError), lambda: prepare.list_files(prepare.parse(argv)), say)

@@ -9,18 +9,15 @@ import shutil
 import subprocess
 from unittest import mock
 
-import numpy as np
 import pytest
 from runs import TINY, assert_refused, go, session
-from test_borders import documents, refused_line
+from test_borders import refused_line
 from test_data import make_text
 
 import checkpoint
 import convert
 import plot
 import prepare
-from corpus import shards
-from corpus import text as readers
 from runtime.launch import World
 
 # -----------------------------------------------------------------------------
@@ -89,11 +86,7 @@ def test_a_full_disk_is_one_line_and_nothing_half_stays_unnamed(name, made, disk
     err = refused_line(capsys, program.main, *argv)
     assert err.startswith(f"nanoshard: {disk}/x cannot be written: "), err
     assert "No space left on device" in err and "; free space there, or give another --" in err, err
-    if program is prepare:
-        assert err.endswith(f"; the same command goes on from {disk}/x/.parts\n"), err
-        assert not [name for name in left(disk) if name.endswith(f".{os.getpid()}")], left(disk)
-    else:
-        assert left(disk) == set()
+    assert left(disk) == set()
     (disk / "filler").unlink()
     assert not program.main(argv)
 
@@ -118,24 +111,6 @@ def test_a_full_disk_under_a_run(made, disk):
 
 # -----------------------------------------------------------------------------
 # Files that are cut or removed while they are read
-
-def test_a_shard_that_is_cut_while_it_is_verified_is_named(made, tmp_path, monkeypatch):
-    """No file is mapped into memory: the process would end by SIGBUS."""
-    shutil.copytree(made / "data/toy", tmp_path / "toy")
-    path = tmp_path / "toy/train_00000.bin"
-    monkeypatch.setattr(np, "memmap", None)
-
-    seen = []  # the header is read first, then the whole file
-
-    def cut_second(opened, mode):
-        if opened == path and path in seen:
-            os.truncate(path, 5001)
-        seen.append(opened)
-        return open(opened, mode)
-    monkeypatch.setattr(shards, "open", cut_second, raising=False)
-    with pytest.raises(ValueError, match=f"^{path} has sha256 "):
-        shards.verify(tmp_path / "toy", cache=False)
-
 
 @pytest.mark.parametrize("program", ["diff", "init-from"])
 def test_a_checkpoint_that_is_pruned_is_replaced_by_the_newest_of_that_time(program, made, tmp_path, capsys):
@@ -163,26 +138,3 @@ def test_a_checkpoint_that_is_pruned_is_replaced_by_the_newest_of_that_time(prog
 
 # -----------------------------------------------------------------------------
 # .parquet files that unpack to more than they may
-
-def test_a_parquet_of_many_row_groups_has_the_room_of_one(tmp_path, monkeypatch):
-    pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed: pip install pyarrow")
-    parquet = pytest.importorskip("pyarrow.parquet")
-    monkeypatch.setattr(readers, "MOST_UNPACKED", 1 << 20)
-    monkeypatch.setattr(readers, "UNPACKED_TIMES", 2)
-    path = tmp_path / "x.parquet"
-    table = pa.table({"number": list(range(500)), "text": ["a" * 20_000] * 500})
-    parquet.write_table(table, path, compression="zstd", row_group_size=10)
-    found, reports = documents(path)
-    assert 40 < len(found) <= 52 and len(reports) == 50, (len(found), len(reports))
-
-
-def test_a_text_that_is_stored_once_and_read_many_times_is_read_in_small_parts(tmp_path, monkeypatch):
-    pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed: pip install pyarrow")
-    parquet = pytest.importorskip("pyarrow.parquet")
-    monkeypatch.setattr(readers, "MOST_AT_ONCE", 1 << 20)
-    text = np.random.default_rng(1).integers(97, 123, 1 << 17, np.uint8).tobytes().decode()
-    parquet.write_table(pa.table({"text": [text] * 64}), tmp_path / "x.parquet", compression="none")
-    with readers.open_parquet(tmp_path / "x.parquet") as f:
-        rows = readers.rows_at_once(f, [0], "text")
-        assert rows * len(text) <= 1 << 20 and rows > 1
-    assert documents(tmp_path / "x.parquet") == ([text] * 64, [])

@@ -161,18 +161,7 @@ def test_a_refused_prepare_leaves_no_folder(flags, tmp_path, monkeypatch, capsys
     Path("empty.txt").touch()
     with pytest.raises(SystemExit) as end:
         prepare.main([*shlex.split(flags), "--name", "x"])
-    assert end.value.code == 2 and not Path("data").exists()
-
-
-def test_too_many_shards_keep_the_work_for_other_flags(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(prepare, "MAX_SHARDS", 3)
-    Path("text.txt").write_text("".join(f"Line {i} of a text.\n\n" for i in range(4000)))
-    flags = ["text.txt", "--name", "x", "--vocab-size=300", "--val-fraction=0.5"]
-    with pytest.raises(SystemExit):
-        prepare.main([*flags, "--shard-tokens=100"])
-    prepare.main(flags)
-    assert "1 of 1 pieces are kept" in capsys.readouterr().out and not Path("data/x/.parts").exists()
+    assert end.value.code == 2 and not list(Path(".").glob("data/*"))
 
 
 # -----------------------------------------------------------------------------
