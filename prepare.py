@@ -192,6 +192,8 @@ def training_texts(files, flags):
     """Yield texts to train a vocabulary on: all of a small input, each file's beginning of a large one."""
     size = sum(os.path.getsize(file.path) for file in files)
     most = TRAINING_BYTES if size <= TRAINING_BYTES else TRAINING_BYTES // len(files)
+    if size > 4e6:  # it takes seconds
+        say(f"trains a vocabulary on at most {TRAINING_BYTES >> 20} MB of the text, then encodes all of it")
     for file in files:
         left = most
         for document in text.documents(file, flags.text_key, flags.split_at):
@@ -211,7 +213,6 @@ def make_tokenizer(flags, files):
         return tokenizer.train_char(document for file in files
                                     for document in text.documents(file, flags.text_key))
     if flags.tokenizer == "bpe":
-        say(f"trains a vocabulary on at most {TRAINING_BYTES >> 20} MB of the text, then encodes all of it")
         return tokenizer.train_bpe(training_texts(files, flags), flags.vocab_size or VOCAB_SIZE)
     folder = Path(flags.tokenizer.removeprefix("hf:"))
     if not (folder / "tokenizer.json").is_file():

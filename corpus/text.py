@@ -188,9 +188,8 @@ def documents(file, key, split_at=""):
         return
     read = {"whole": read_whole, "records": read_records, "parquet": read_parquet}[file.kind]
     for text in read(file.path, key):
-        for part in text.split(split_at) if split_at else [text]:
-            if part:
-                yield part
+        parts = filter(str.strip, text.split(split_at)) if split_at else [text]
+        yield from filter(None, parts)
 
 
 def read_whole(path, key):
@@ -217,8 +216,11 @@ def read_text(path, split_at):
             start = end
             end = document_end(rest, start)
         rest = rest[start:]
+    if split_at:
+        yield from filter(str.strip, [rest])
+        return
     while rest:
-        end = len(rest) if split_at else document_end(rest, 0)
+        end = document_end(rest, 0)
         yield rest[:end]
         rest = rest[end:]
 
@@ -274,7 +276,8 @@ def json_lines(path):
             try:
                 record = json.loads(line.removeprefix(codecs.BOM_UTF8))
             except (ValueError, RecursionError) as e:
-                fix = to_lines(path, line) if row == 1 else "mend it, or leave it out"
+                is_begun = row == 1 and line.lstrip()[:1] in (b"{", b"[")
+                fix = to_lines(path, line) if is_begun else "mend it, or leave it out"
                 raise ValueError(f"{where} is no JSON ({one_line(e)[:120]}); {fix}") from None
             if not isinstance(record, dict):
                 raise ValueError(f"{where} is no JSON object; {to_lines(path, line)}")

@@ -264,8 +264,8 @@ def test_end_of_document_that_is_spelled_is_said_and_splits_by_a_flag(tmp_path, 
     stories = [text.strip() for text in TEXTS[:80]]
     path = tmp_path / "a.txt"
     path.write_text("<|endoftext|>".join(stories) + "<|endoftext|>\n")
-    (train, val), _, err = make(capsys, tmp_path, path)
-    assert err.count("\n") == 1 and "spells <|endoftext|> 80 times" in err and "--split-at" in err
+    code, _, err = run(capsys, path, "--name", "y", "--out", tmp_path, "--vocab-size", 300, "--workers", 1)
+    assert code == 0 and err.count("\n") == 1 and "spells <|endoftext|> 80 times" in err and "--split-at" in err
     (train, val), meta, err = make(capsys, tmp_path, path, "--split-at", "<|endoftext|>")
     assert Counter(train + val) == Counter(stories) and err == "" and meta["shuffle_seed"] is None
 
@@ -273,7 +273,7 @@ def test_end_of_document_that_is_spelled_is_said_and_splits_by_a_flag(tmp_path, 
 @pytest.mark.parametrize("kind", ["char", "bpe", "chat"])
 def test_val_is_a_file_of_its_own(kind, tmp_path, capsys):
     if kind == "chat":
-        (tmp_path / "t.txt").write_text(make_text(3000))
+        (tmp_path / "t.txt").write_text(make_text(9000))
         assert run(capsys, tmp_path / "t.txt", "--name", "t", "--out", tmp_path, "--vocab-size", 300)[0] == 0
         for name, n in (("a.jsonl", 30), ("b.jsonl", 5)):
             talks = [{"messages": [{"role": "user", "content": f"{name} {i}"},

@@ -572,7 +572,7 @@ def test_stdlib_sources_and_undecodable_files(tmp_path, capsys, monkeypatch):
         (["nowhere.txt", "--name", "x"], "nowhere.txt is not a file"),
         (["a.txt"], "a.txt is not a file"),
         (["stdlib", "a.txt", "--name", "x"], "mix"),
-        (["a.txt", "--name", "x/y"], "x/y"),
+        (["stdlib", "--name", "x/y"], "x/y"),
         *((["stdlib", f"--name={name}"], "is no plain name") for name in (
             "..", ".", "/tmp/x", "a/../b", ".hidden", "-x", "a\x1b[31m", "a\nb", "a\\b", "a\0")),
         *((["stdlib", "--vocab-size", n], f"--vocab-size {n} must be at least 257")
