@@ -134,10 +134,11 @@ def what_is_wrong(flags, command):
         return "no SOURCE is given: stdlib, files, or names on the hub"
     if "stdlib" in flags.sources and not flags.stdlib:
         return "stdlib and other sources do not mix"
-    for source in flags.sources[1 if flags.chat else 0:]:
-        if not flags.stdlib and not flags.verify:
-            text.check_source(source)  # what is misspelt is told first
-    if flags.chat and (len(flags.sources) < 2 or not flags.name or flags.tokenizer in ("char", "bpe")):
+    for_chat = len(flags.sources) > 1 and flags.tokenizer not in ("char", "bpe")
+    if not flags.stdlib and not (flags.name and (for_chat or not flags.chat)):
+        for source in flags.sources[int(flags.chat):]:  # what is misspelt is told first
+            text.check_source(source)
+    if flags.chat and not (flags.name and for_chat):
         return ("chat needs FILE.jsonl, with a conversation on each line, --name NAME, the folder under "
                 f"{flags.out}/, and --tokenizer, that of the model: python prepare.py chat FILE.jsonl "
                 "--name NAME --tokenizer data/stdlib")
