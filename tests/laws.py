@@ -55,7 +55,7 @@ TEXTS = {"bench": (".py", ".sh", ".js", ".html", ".pbs", ".slurm"),
 OVER = {
     "reading path": (3633, 12), "ops, fast": (3295, 24), "runtime, interface": (6597, 39),
     "corpus, cost, programs": (8667, 33), "house": (22192, 108), "bench": (4920, 23),
-    "tests": (30926, 111), "pages": (3984, 22)}
+    "tests": (30926, 111), "pages": (3983, 22)}
 LONG_FILES = {
     "checkpoint.py": 602, "tests/test_chat.py": 639, "tests/test_checkpoint.py": 602,
     "tests/test_launch.py": 747, "tests/test_model.py": 629, "tests/test_plan.py": 729,
