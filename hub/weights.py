@@ -199,12 +199,8 @@ class HuggingFace(checkpoint.Reader):
         self.path = Path(folder)
         self.slices = open_folder(self.path)
         kind, self.cfg, self.vocab_size = read_config(self.path / "config.json", "fp32", seq_len)
-        if kind == "gpt2" and "wte.weight" in self.slices:
-            # The files on the hub were saved without the head, and so without the prefix of the rest.
-            bare = self.slices
-            self.slices = {}
-            for name, part in bare.items():
-                self.slices[name if name == "lm_head.weight" else f"transformer.{name}"] = part
+        if "wte.weight" in self.slices:  # GPT-2 on the hub was saved without the prefix of its names
+            self.slices = {f"transformer.{name}": part for name, part in self.slices.items()}
         names = FAMILIES[kind].names
         self.layout = tensors(self.cfg, kind, self.vocab_size)
         embedding = f"{names['wte']}.weight"

@@ -14,7 +14,7 @@ import pytest
 import test_import
 import torch
 import torch.nn.functional as F
-from runs import TINY, assert_refused, chars, go, refused, rows
+from runs import TINY, chars, go, refused, rows
 from safetensors.torch import load_file, save_file
 from test_import import VOCAB, WINDOWS
 from torch.overrides import TorchFunctionMode
@@ -22,12 +22,10 @@ from torch.overrides import TorchFunctionMode
 import convert
 import prepare
 import sample
-from config import Config
 from corpus import chat, tokenizer
 from hub import families, weights
 from hub import tokenizer as tokenizer_json
 from interface.command_line import parse
-from runtime import changed_flags
 
 T = 16
 
@@ -556,14 +554,3 @@ def test_the_card_says_what_was_trained(made, tmp_path):
     go(1, tmp_path / "run", "--steps=1", "--save-every=1", "--n-experts=4", "--capacity-factor=1.5")
     convert.main(["export", f"{tmp_path}/run/step_000001", f"--out={tmp_path}/hf"])
     assert "capacity of 1.5" in (tmp_path / "hf" / "README.md").read_text()
-
-
-def test_a_resume_with_another_eps_is_refused(tmp_path):
-    """A checkpoint that names none has 1e-5."""
-    go(1, tmp_path / "run", "--steps=1", "--save-every=1")
-    flags = [f"--resume={tmp_path}/run/step_000001", "--steps=2"]
-    result = go(1, tmp_path / "new", *flags, "--norm-eps=1e-6", code=2)
-    assert_refused(result, "norm-eps 1e-05", "--norm-eps 1e-05")
-    with pytest.raises(ValueError, match="give --norm-eps 1e-05"):
-        changed_flags.check_shape(Config(norm_eps=1e-6), "x", {"n_layer": 4})
-    changed_flags.check_shape(Config(), "x", {"n_layer": 4})

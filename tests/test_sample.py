@@ -149,25 +149,6 @@ def test_sample_py_passes_its_flags_on(run, monkeypatch):
     assert sampled(monkeypatch, run)[2] == (words.encode("\n"), 200, 0.8, 50, 1337)
 
 
-def test_sample_py_prints_each_token_as_soon_as_it_is_drawn(run, monkeypatch):
-    """What was printed in the end is generate()'s text. A token may end inside a character."""
-    words = tokenizer.load(run)
-    out, seen = io.StringIO(), []
-    original = pipeline.sample_token
-
-    def drawn(*args):
-        seen.append(out.getvalue())
-        return original(*args)
-    with monkeypatch.context() as patch, contextlib.redirect_stdout(out):
-        patch.setattr(pipeline, "sample_token", drawn)
-        sample.main([str(run), "--prompt", "ab ", "--max-new-tokens", "7", "--seed", "11"])
-    assert seen[0] == "ab " and [len(text) for text in seen] == [3, 4, 5, 6, 7, 8, 9]
-    weights = sample.read_run(str(run))
-    model = sample.load_model(*weights[:3])
-    ids = pipeline.generate(model, words.encode("ab "), 7, 0.8, 50, 11)
-    assert out.getvalue() == words.decode(ids) + "\n"
-
-
 def test_a_model_of_experts_with_a_capacity_drops_no_row_where_text_is_made(tmp_path):
     """In training an expert takes one row of two tokens here. One read is then other logits than 16 reads."""
     go(1, tmp_path / "run", "--steps=1", "--save-every=1", "--n-experts=4", "--capacity-factor=0.5")
