@@ -4,12 +4,11 @@
 A masked language model fills gaps: python sample.py RUN_DIR --fill "a [MASK] in a text".
 
 --score FILE prints how well the model predicts a text: {"tokens", "loss", "perplexity"}, a line of JSON for
-each document, with the loss in nats per token. In a .jsonl or .ndjson file, also with .gz or .zst, and in a
-.parquet file the "text" of each line is a document; any other file is one document. Each token is predicted
-once, from the tokens before it in its document: from all of them where they fit into seq_len, else from
-seq_len / 2 to seq_len of them, because windows of seq_len move on by half of it. A document begins after
-end-of-document; where the vocabulary has none (char), its first token is not predicted. With no token to
-predict, loss and perplexity are null.
+each document, with the loss in nats per token; null where there is no token to predict. The "text" of each
+line of a .jsonl or .ndjson file, also with .gz or .zst, and of a .parquet file is a document; any other file
+is one. Each token is predicted once, from all tokens before it in its document, or, where seq_len is too
+short, from seq_len / 2 to seq_len of them. A document begins after end-of-document; where the vocabulary has
+none (char), its first token is not predicted.
 
 --step N prints the text of step N of the run's training, by data-parallel rank and micro-batch.
 

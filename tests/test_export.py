@@ -121,15 +121,6 @@ def talker(tmp_path_factory, hf):
     return vocabulary, hf.AutoTokenizer.from_pretrained(folder)
 
 
-def test_a_batch_is_padded_with_end_of_document(talker):
-    vocabulary, words = talker
-    batch = words(["a", "a longer text"], padding=True, return_tensors="pt")
-    n = len(vocabulary.encode("a longer text")) - 1
-    assert words.pad_token == tokenizer.EOD and words.pad_token_id == vocabulary.eod and n > 1
-    assert batch["input_ids"][0].tolist() == [vocabulary.eod] * n + vocabulary.encode("a")
-    assert batch["attention_mask"].tolist() == [[0] * n + [1], [1] * (n + 1)]
-
-
 def test_a_batch_gives_the_answers_of_its_texts_alone(hf, tmp_path):
     """A pipeline with a batch: the padding on the left changes nothing."""
     (tmp_path / "text.txt").write_text("".join(f"{i} + {i} is much.\n\n" for i in range(2000)))

@@ -250,12 +250,10 @@ RELEASED = {  # name: (class, fields, a word of the refusal or "")
         rms_norm_eps=1e-5, rope_scaling=LLAMA3, rope_theta=500000.0, tie_word_embeddings=True,
         torch_dtype="bfloat16", transformers_version="4.45.0.dev0", use_cache=True, vocab_size=128256), ""),
     "Qwen2.5-0.5B": ("Qwen2Config", dict(
-        architectures=["Qwen2ForCausalLM"], attention_dropout=0.0, bos_token_id=151643, eos_token_id=151643,
-        hidden_act="silu", hidden_size=896, initializer_range=0.02, intermediate_size=4864,
-        max_position_embeddings=32768, max_window_layers=24, model_type="qwen2", num_attention_heads=14,
-        num_hidden_layers=24, num_key_value_heads=2, rms_norm_eps=1e-6, rope_theta=1000000.0,
-        sliding_window=32768, tie_word_embeddings=True, torch_dtype="bfloat16", transformers_version="4.40.1",
-        use_cache=True, use_mrope=False, use_sliding_window=False, vocab_size=151936), ""),
+        hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14,
+        num_key_value_heads=2, max_position_embeddings=32768, max_window_layers=24, rms_norm_eps=1e-6,
+        rope_theta=1000000.0, sliding_window=32768, use_sliding_window=False, tie_word_embeddings=True,
+        use_mrope=False, vocab_size=151936), ""),
     "DeepSeek-R1-Distill-Qwen-7B": ("Qwen2Config", dict(
         hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28,
         num_key_value_heads=4, max_position_embeddings=131072, rms_norm_eps=1e-6, rope_theta=10000,
@@ -310,16 +308,12 @@ RELEASED = {  # name: (class, fields, a word of the refusal or "")
         query_pre_attn_scalar=256, rope_theta=1000000.0, rope_local_base_freq=10000.0, rope_scaling=None,
         cache_implementation="hybrid", max_position_embeddings=32768), ""),
     "gemma-3-270m": ("Gemma3TextConfig", dict(
-        _sliding_window_pattern=6, architectures=["Gemma3ForCausalLM"], attention_bias=False,
-        attention_dropout=0.0, attn_logit_softcapping=None, bos_token_id=2, eos_token_id=1,
+        _sliding_window_pattern=6, attention_bias=False, attn_logit_softcapping=None, bos_token_id=2,
         final_logit_softcapping=None, head_dim=256, hidden_activation="gelu_pytorch_tanh", hidden_size=640,
-        initializer_range=0.02, intermediate_size=2048,
-        layer_types=(["sliding_attention"] * 5 + ["full_attention"]) * 3, max_position_embeddings=32768,
-        model_type="gemma3_text", num_attention_heads=4, num_hidden_layers=18, num_key_value_heads=1,
-        pad_token_id=0, query_pre_attn_scalar=256, rms_norm_eps=1e-6, rope_local_base_freq=10000.0,
-        rope_scaling=None, rope_theta=1000000.0, sliding_window=512, torch_dtype="bfloat16",
-        transformers_version="4.55.0.dev0", use_bidirectional_attention=False, use_cache=True,
-        vocab_size=262144), ""),
+        intermediate_size=2048, layer_types=(["sliding_attention"] * 5 + ["full_attention"]) * 3,
+        max_position_embeddings=32768, num_attention_heads=4, num_hidden_layers=18, num_key_value_heads=1,
+        query_pre_attn_scalar=256, rope_local_base_freq=10000.0, rope_theta=1000000.0, sliding_window=512,
+        use_bidirectional_attention=False, vocab_size=262144), ""),
 }
 
 

@@ -247,9 +247,8 @@ def test_a_text_is_continued_as_by_a_prompt(talks):
 
 
 @pytest.mark.parametrize("asked,words", [
-    ({"messages": [""]}, "empty"), ({"messages": []}, "no message"), ({"messages": ["z"]}, "z"),
-    ({"mode": "chat", "messages": ["a", "z", "a"]}, "z"),
-    ({"mode": "chat", "messages": ["a"], "system": "z"}, "z")])
+    ({"messages": [""]}, "empty"), ({"messages": []}, "no message"),
+    ({"mode": "chat", "messages": ["a", "z", "a"]}, "z")])
 def test_what_the_vocabulary_cannot_say_is_refused(asked, words, talks):
     with pytest.raises(ValueError, match=words):
         answers(asked, talks)
@@ -321,12 +320,6 @@ def test_the_page_in_a_browser():
         assert [(found["mode"], found["messages"], found["temperature"]) for found in asked] == [
             ("chat", [first], 0.8), ("chat", [first, HOSTILE + " ok", "wait"], 0.2), ("text", ["Once"], 0.2)]
         assert {found["system"] for found in asked} == {"Be 'brief'."} and not wrong
-        assert other.evaluate("""new Promise((resolve) => {
-          document.addEventListener("securitypolicyviolation", (event) => resolve(event.violatedDirective));
-          document.body.insertAdjacentHTML("beforeend", "<p onclick='alert(1)'>");
-          document.body.lastElementChild.click();  // newer browsers read the handler only now
-          setTimeout(() => resolve("none"), 5000);
-        })""") == "script-src-attr"  # no script runs but the page's own
         elsewhere = chromium.new_page()
         elsewhere.route("**/*", lambda route: route.fulfill(body="<p>", content_type="text/html"))
         elsewhere.goto("http://evil.example/")
