@@ -15,10 +15,11 @@ from interface.packages import check_packages
 
 check_packages()
 
+from runtime.launch import LAUNCHERS, env_rank, started_by, wrong_environment
+
 from interface.command_line import command_line, wrong_input
 from interface.layout import check_alone, check_flags
 from interface.words import program_of
-from runtime.launcher import env_rank, started_by, wrong_environment
 
 
 @contextlib.contextmanager
@@ -55,6 +56,19 @@ def check_ranks(cfg, world, prog, argv=None):
     if world.size == 1:
         check_alone(cfg, sys.argv[1:] if argv is None else argv, program_of(prog))
     check_flags(cfg, world.size)
+
+
+def bare_environment():
+    """Return the environment without any launcher's own variables, for a command that starts ranks itself."""
+    foreign = [name for names in LAUNCHERS.values() for name in names]
+    foreign += ["PMI", "MPI_LOCAL", "HYD", "OMPI_", "PRTE_", "PALS_", "TORCHELASTIC_", "MASTER_"]
+    foreign.append("SLURM_STEP")
+    if "SLURM_STEP_ID" in os.environ:
+        # A launcher would ask Slurm for another step, which waits until the step that asks has ended.
+        foreign.append("SLURM_")
+    kept = ("OMPI_ALLOW_RUN", "SLURM_CONF")
+    return {name: value for name, value in os.environ.items()
+            if name.startswith(kept) or not name.startswith(tuple(foreign))}
 
 
 def gather_objects(world, value):

@@ -1,6 +1,6 @@
 """What is wrong with this machine? bench/doctor.py prints a line per check, OK, WARN or FAIL, and the fix.
 
-    python bench/doctor.py                  this process: packages, torch, device, MPI, scheduler, disks, data
+    python bench/doctor.py                  this process: packages, torch, device, MPI, disks, data
     mpiexec -n 8 python bench/doctor.py     every node, a sum over all ranks, and links between them, of which
                                             the slowest is named (torchrun and srun, too)
     --network                               NCCL's network, which several nodes check without being asked
@@ -23,8 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 BEGAN = time.perf_counter()
-from common import ROOT, read_flags, start
-from runtime.launch import launch, shutdown
+from common import ROOT, bare_environment, read_flags, start
+from runtime.launch import env_rank, launch, shutdown
 
 import torch
 import torch.distributed as dist
@@ -42,9 +42,7 @@ from surroundings import (
     triton_kernel,
 )
 
-from runtime.launcher import bare_environment, env_rank, scheduler
-
-TORCH_SECONDS = time.perf_counter() - BEGAN  # most of it: runtime.launch imports torch
+TORCH_SECONDS = time.perf_counter() - BEGAN
 from config import Outcome
 from corpus import shards
 from corpus.samples import parse_blend
@@ -198,38 +196,6 @@ def mpi():
     return "FAIL", said, "try inside a job, or another mpiexec"
 
 
-def count_hosts(path):
-    """Return the number of hosts in a node file of PBS, which has a line per process.
-
-    ValueError: the file is not a list of hosts.
-    """
-    try:
-        with open(path, encoding="ascii", newline="\n") as f:
-            hosts = {line.strip(" \t\n") for line in f} - {""}
-    except (OSError, UnicodeDecodeError) as e:
-        raise ValueError(f"the node file {path} cannot be read: {' '.join(str(e).split())}") from None
-    wrong = next((host for host in hosts if not re.fullmatch(r"[\w.-]+", host)), None)
-    if wrong is not None or not hosts:
-        raise ValueError(f"the node file {path} names no host" if not hosts else
-                         f"the node file {path} is no list of hosts: {wrong[:40]!r}")
-    return len(hosts)
-
-
-def batch():
-    """Which scheduler runs this job?"""
-    found = scheduler()
-    if found is None:
-        programs = [p for p in ("sbatch", "qsub") if shutil.which(p)]
-        return ok(f"not in a job; {' and '.join(programs) or 'no sbatch or qsub'} here")
-    name, job, hosts = found
-    try:
-        hosts = count_hosts(hosts) if name == "PBS" and hosts else hosts
-    except ValueError as e:
-        return "FAIL", str(e), "unset PBS_NODEFILE, or start the job with qsub: PBS writes this file"
-    script = {"SLURM": "scripts/generic.slurm", "PBS": "scripts/generic.pbs"}[name]
-    return ok(f"{name} job {job}, {hosts or '?'} node(s); a script to start from: {script}")
-
-
 def write_speed(folder, megabytes=32):
     """Return the MB/s of a file that is written, synced and renamed, and then read back.
 
@@ -321,7 +287,6 @@ def examine(world, flags):
         ("links", lambda: links(rates, hosts)),
         ("network", lambda: network(env, nccl)),
         ("mpi", mpi),
-        ("scheduler", batch),
         ("proxies", lambda: proxies(env)),
         ("modules", lambda: modules(env)),
         ("node disk", lambda: disk(tempfile.gettempdir(), temporary, True)),
@@ -336,7 +301,7 @@ def examine(world, flags):
     if world.size == 1:
         left_out.add("links")
     if world.rank > 0:
-        left_out.update(("links", "mpi", "scheduler", "proxies", "modules"))  # rank 0 alone checks these
+        left_out.update(("links", "mpi", "proxies", "modules"))  # rank 0 alone checks these
     checks = [(name, check) for name, check in checks if name not in left_out]
     return [(name, *attempt(check)) for name, check in checks]
 
@@ -399,7 +364,7 @@ class Flags:
 
 def main(argv=None):
     flags = read_flags(Flags, argv, "doctor.py", "Check this machine, under a launcher every node: packages, "
-                       "torch, device, MPI, scheduler, disks, data, links. One line per check, with the fix.")
+                       "torch, device, MPI, disks, data, links. One line per check, with the fix.")
     try:
         world = launch(60.0, quiet=True)
     except SystemExit:  # launch() has said what is wrong, for example with mpiexec and mpi4py of two MPIs

@@ -16,7 +16,7 @@ import sys
 from dataclasses import dataclass
 
 from common import check_ranks, gather_objects, one_rank_speaks, start
-from runtime.launch import World, launch, shutdown
+from runtime.launch import NO_TIMEOUT, World, launch, shutdown
 
 import equality
 
@@ -26,7 +26,6 @@ from interface.command_line import parse
 from interface.layout import command
 from interface.words import program_of
 from parallel import make_mesh
-from runtime.launcher import NO_TIMEOUT
 
 ONE_PROCESS = dict(tp=1, cp=1, pp=1, ep=1, pp_chunks=1, pp_layers="", zero=0, shard=0, recompute="none")
 SHOWN = 4  # names in the verdict

@@ -24,14 +24,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from common import ROOT, read_flags, start
+from common import ROOT, bare_environment, read_flags, start
+from runtime.launch import started_by
 
 import torch
 from peer_cell import NAMES, PEERS
 from speed import join_value
 from tyro.conf import Positional
-
-from runtime.launcher import bare_environment, started_by
 
 TRAINERS = ("ours", *PEERS)
 # The package of a peer that may be installed, or the file that its path must have.

@@ -12,8 +12,6 @@ import sys
 import tempfile
 from pathlib import Path
 
-from runtime.limits import needed as files_needed
-
 SHARED = 64 << 20  # bytes of /dev/shm per rank; an NCCL communicator between processes takes some MB each
 COMPILERS = ("cc", "gcc", "clang")
 PROXIES = ("http_proxy", "https_proxy", "no_proxy")
@@ -69,7 +67,7 @@ def open_files(ranks, limits=None):
     """
     soft, hard = limits or resource.getrlimit(resource.RLIMIT_NOFILE)
     soft, hard = (float("inf") if n == resource.RLIM_INFINITY else n for n in (soft, hard))
-    need = files_needed(ranks)
+    need = 256 + 2 * ranks  # libraries, data and checkpoints, and on a CPU gloo's connections, too
     text = f"ulimit -n {soft} (hard {hard}); {ranks} rank(s) need about {need}"
     if soft >= need:
         return "OK", text, ""

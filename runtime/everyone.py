@@ -102,6 +102,7 @@ class Everyone:
 
     def _together(self, kind, value, combine):
         """Return combine([value of rank 0, value of rank 1, ...]), which rank 0 computes, on every rank."""
+        value = json.loads(json.dumps(value))  # of the same types on all ranks
         if self.size == 1:
             wrong, mismatch, result = _answer([(kind, value)], combine)
         else:

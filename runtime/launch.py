@@ -1,21 +1,36 @@
-"""How the ranks start, stop and fail together.
+"""How the ranks of a run start, meet and part, under python, mpiexec, torchrun and srun.
 
-    launch          choose the device, agree on an address through MPI, make the process group
-    everyone        (runtime/everyone.py) wrong input on any rank: one line from one rank, exit code 2 on all
+    detect     which rank this process is, as its launcher's variables say
+    launch     this process's World: its device, and the process group of all ranks
+    shutdown   the ranks part
 
-runtime/launcher.py reads which rank this process is. Programs import this file before torch, so that torch's
-idle threads do not spin.
+No other file reads the environment. Import this one before torch: it sets how torch's idle threads wait.
+Torch itself, which takes seconds, is imported only in launch(), so that wrong flags are answered before.
 """
-import errno
+import atexit
+import contextlib
+import ctypes
+import fcntl
 import functools
 import gc
 import os
+import re
+import resource
 import socket
+import struct
 import subprocess
 import sys
+import time
+import traceback
 from collections import Counter
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Any, NamedTuple
+
+from config import Outcome, ceil_div
+from interface.files import ChangedFile
+from interface.terminal import complain, one_line, say, visible
+from runtime.everyone import Everyone
 
 # OpenMP reads this variable when torch is imported. With this value, waiting threads sleep and leave the core
 # to others.
@@ -24,21 +39,91 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # --trace: torch prints lines o
 # flash-attn-4 keeps what it compiles for the next run. W1's kernels took 10 s on two cores.
 os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
 
-from runtime.launcher import torch_reads_environment
+NO_TIMEOUT = 30 * 86400.0  # seconds, longer than any run
 
-with torch_reads_environment():
-    import torch
-    import torch.distributed as dist
+# -----------------------------------------------------------------------------
+# Which rank this process is
 
-from config import Outcome, ceil_div
-from interface.terminal import complain, one_line, say
-from ops.accelerator import device_name
-from parallel import Axis
-from runtime import address, limits, mpi, visible
-from runtime.abort import end_all_on_exception
-from runtime.everyone import Everyone
-from runtime.launcher import NO_TIMEOUT, detect, ranks_of_nodes, refuse, wrong_environment  # noqa: F401
+# Each launcher's variables for (rank, world size, local rank, local size). The first whose variables are set
+# is taken, and srun is the last: only SLURM_STEP_NUM_TASKS says that srun started *this* process and not the
+# batch script around it.
+LAUNCHERS = {
+    "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    "pals": ("PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID", "PMI_LOCAL_SIZE"),
+    "openmpi": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
+                "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    "hydra": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),  # MPICH and Intel MPI
+    "cray": ("PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"),
+    "srun": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
+}
+STARTED_WITH = {"hydra": "mpiexec", "openmpi": "mpiexec", "pals": "mpiexec", "cray": "srun or aprun"}
 
+
+class Start(NamedTuple):
+    """How this process was started, as far as its environment says."""
+    launcher: str
+    rank: int
+    size: int  # -1 where only MPI knows it
+    local_rank: int
+    local_size: int
+
+
+def detect(env):
+    """Return the Start that a mapping of environment variables describes. ValueError: no rank can be so."""
+    for launcher, names in LAUNCHERS.items():
+        rank, size, local_rank, local_size = map(env.get, names)
+        if launcher == "pals" and size is None:
+            size = "-1"  # PALS_PMI=pmix sets no PMI_SIZE
+        if rank is None or size is None or local_rank is None:
+            continue
+        try:
+            if launcher == "srun" and local_size is not None:
+                local_size = ranks_of_nodes(local_size)[int(env.get("SLURM_NODEID", 0))]
+            start = Start(launcher, int(rank), int(size), int(local_rank), int(local_size or 1))
+            if start.rank < 0 or (start.size != -1 and start.rank >= start.size) or start.local_rank < 0:
+                raise ValueError(start)
+        except (ValueError, IndexError):
+            given = ", ".join(f"{name}={env[name][:40]}" for name in names if name in env)
+            raise ValueError(f"{given} in the environment describe no rank: unset them, or start the ranks "
+                             f"with {STARTED_WITH.get(launcher, launcher)}") from None
+        return start
+    if "RANK" in env and env.get("WORLD_SIZE", "1") != "1":  # each rank would train the whole model alone
+        raise ValueError(f"RANK={env['RANK']} in the environment has no LOCAL_RANK: unset it, or start the "
+                         "ranks with torchrun")
+    return Start("single", rank=0, size=1, local_rank=0, local_size=1)
+
+
+def ranks_of_nodes(text):
+    """Return the number of ranks on each node of a step. Slurm writes 4(x2),3 for 4, 4 and 3."""
+    counts = []
+    for ranks, nodes in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
+        counts += [int(ranks)] * int(nodes or 1)
+    return counts
+
+
+def env_rank():
+    """Return this process's rank before launch(), for example so that only one rank prints."""
+    return detect(os.environ).rank
+
+
+def started_by():
+    """Return (launcher, number of ranks) of this process before launch()."""
+    start = detect(os.environ)
+    return start.launcher, start.size
+
+
+@contextlib.contextmanager
+def wrong_environment():
+    """Turn a ValueError or OSError, of variables that can start no rank, into one line and exit code 2."""
+    try:
+        yield
+    except (ValueError, OSError) as e:
+        complain(f"nanoshard: {one_line(e)}")
+        raise SystemExit(Outcome.WRONG_INPUT) from None
+
+
+# -----------------------------------------------------------------------------
+# What a rank knows of the others
 
 class CollectiveLog:
     """The collectives that this rank has started, which the watchdog reports when a run hangs.
@@ -65,6 +150,11 @@ class CollectiveLog:
         self.last = (kind, axis.name, contents)
 
 
+def _cpu():
+    import torch
+    return torch.device("cpu")
+
+
 @dataclass(frozen=True)
 class World:
     """This process among all processes of the run. The default is a single process on a CPU."""
@@ -75,7 +165,7 @@ class World:
     node: int = 0
     n_nodes: int = 1
     launcher: str = "single"
-    device: torch.device = torch.device("cpu")
+    device: Any = field(default_factory=_cpu)  # a torch.device
     backend: str = "none"
     threads: int = 1
     shown: str | None = None  # the launcher's CUDA_VISIBLE_DEVICES for this process
@@ -87,6 +177,9 @@ class World:
     @functools.cached_property
     def axis(self):
         """All ranks as a parallel.Axis, for collectives before there is a mesh."""
+        import torch.distributed as dist
+
+        from parallel import Axis
         group = dist.group.WORLD if self.size > 1 else None
         return Axis("world", self.rank, self.size, group, tuple(range(self.size)), self.calls, self.everyone)
 
@@ -100,13 +193,184 @@ class World:
         """Wait until all ranks have arrived here. No data is sent."""
         self.everyone.barrier()
 
-    @property
-    def tree(self):
-        return self.everyone
+
+# -----------------------------------------------------------------------------
+# Start and end
+
+def launch(timeout=600.0, quiet=False, waits=False):
+    """Start this rank and return its World.
+
+    timeout: seconds that a collective may wait. quiet: print no line per node. waits: where there is one
+    node, the caller prints its line, after its own checks.
+    """
+    with wrong_environment():
+        start = detect(os.environ)
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):  # the system's own limit is lower
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # rank 0's store has a file for each rank
+    if start.launcher == "single":  # plain python never touches MPI
+        device, threads = select_device(0, 1)
+        world = World(device=device, threads=threads)
+    else:
+        world = _join(start, timedelta(seconds=timeout))
+    later = waits and world.n_nodes == 1
+    if not quiet and not later and world.local_rank == 0:
+        print_node(world)
+    return world
+
+
+def _join(start, wait):
+    """Meet the other ranks, and return the World. wait: a timedelta."""
+    import torch.distributed as dist
+    launcher, rank, size, local_rank, _ = start
+    # Slurm's pmi2 reads 1,024 bytes of a message and takes the rest for another one. MPICH's addresses of UCX
+    # may be longer, those of OFI have 16 bytes.
+    if launcher == "srun" and "PMI_FD" in os.environ and os.path.exists(f"{sys.prefix}/lib/mpich"):
+        os.environ.setdefault("MPIR_CVAR_CH4_NETMOD", "ofi")
+    with wrong_environment():
+        comm = None if launcher == "torchrun" else _mpi_world(start)
+    size, local_size, node, n_nodes = _place(start, comm)
+    end_all_on_exception(rank, comm)
+
+    shown = os.environ.get(VISIBLE)
+    calls = CollectiveLog()
+    everyone = Everyone(rank, size, calls=calls)
+    hosts = []
+    own = None
+    if size > 1:
+        with wrong_environment():
+            everyone.store = _meet(start, comm, n_nodes, wait)
+        hosts, own = show_all_gpus(everyone, local_rank)
+    device, threads = select_device(local_rank, local_size, own)
+    backend = "none"
+    if size > 1:
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # the length of torch's record of collectives
+        if n_nodes == 1 and os.path.exists("/sys/class/net/lo"):  # gloo, too, listens on this host alone
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        # Only the device's own backend: nccl, xccl or, on a CPU, gloo, with a connection to each rank.
+        backend = dist.get_default_backend_for_device(device)
+        dist.init_process_group(backend, timeout=wait, store=everyone.store, rank=rank, world_size=size,
+                                device_id=None if device.type == "cpu" else device)
+
+    return World(rank=rank, size=size, local_rank=local_rank, local_size=local_size, node=node,
+                 n_nodes=n_nodes, launcher=launcher, device=device, backend=backend, threads=threads,
+                 shown=shown, timeout=wait, calls=calls, everyone=everyone, hosts=hosts)
+
+
+def print_node(world):
+    """Print one line: this node, the launcher, the number of ranks here, and the device."""
+    import torch
+
+    from ops.accelerator import device_name
+    if world.device.type == "cpu":
+        chip = f"cpu, {world.threads} {'thread' if world.threads == 1 else 'threads'} per rank"
+    else:
+        chip = device_name(world.device)
+    backend = "" if world.size == 1 else f"{world.backend}, "
+    place = f"[node {world.node + 1}/{world.n_nodes} {socket.gethostname()}]"
+    say(f"{place} {world.launcher}: {world.local_size} of {world.size} ranks here, {chip}, "
+        f"{backend}torch {torch.__version__}")
+
+
+def shutdown(world):
+    """Destroy the process groups, on all ranks at once.
+
+    Call it when nothing refers to a group any more: no mesh, model or optimizer. gloo aborts if a group
+    outlives the interpreter.
+    """
+    import torch.distributed as dist
+    gc.collect()
+    world.everyone.part()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+PEER_LOST = ("closed by peer", "reset by peer", "remote process exited", "was likely closed", "roken pipe")
+
+
+def end_all_on_exception(rank, comm):
+    """Make an exception on one rank end all ranks, with one traceback. comm: MPI's communicator, or None.
+
+    For a file that was changed under the run it is one line, and exit code 2. Without this, mpiexec waits for
+    the ranks that still run, and each rank that loses its connection to the failed one prints a traceback as
+    well. The process ends without destructors, because those of the process groups would wait or abort. What
+    is written to sys.stderr here torch would keep until after the abort.
+    """
+    def hook(kind, value, trace):
+        code = int(Outcome.FAILED)
+        text = str(value)
+        is_lost = any(words in text for words in PEER_LOST)
+        if is_lost:  # another rank has failed and prints why
+            time.sleep(3)  # the launcher has this long to end this rank before it prints, too
+            text = (f"nanoshard: rank {rank} lost a peer ({one_line(text)[:160]}): see its error; without "
+                    "one it was killed\n")
+        elif issubclass(kind, ChangedFile):
+            code = int(Outcome.WRONG_INPUT)
+            text = f"nanoshard: rank {rank}: {one_line(text)}\n"
+        else:
+            text = visible("".join(traceback.format_exception(kind, value, trace)))
+        with contextlib.suppress(OSError):
+            sys.__stderr__.write(text)
+            sys.__stderr__.flush()
+        time.sleep(0.2)  # mpiexec must pass the text on before it learns of the abort
+        if comm is not None and not is_lost:
+            comm.Abort(code)
+        os._exit(code)
+
+    sys.excepthook = hook
 
 
 # -----------------------------------------------------------------------------
-# The store through which the ranks find each other
+# The store by which the ranks meet
+
+def _meet(start, comm, n_nodes, wait):
+    """Return the TCPStore through which the ranks find each other.
+
+    torchrun's agent has opened one. Otherwise rank 0 opens it, and tells the others its address through MPI's
+    communicator. comm is None where srun runs without MPI: all ranks derive the address from the job.
+    """
+    import torch.distributed as dist
+    if start.launcher == "torchrun":
+        store, _, _ = next(dist.rendezvous("env://", timeout=wait))
+        return store
+    if comm is None:
+        host, port = _slurm_address(n_nodes)
+    else:
+        host, port = _address(n_nodes), 0  # 0: a free port, so that two jobs on a host never clash
+
+    store = None
+    if start.rank == 0:
+        server = _listen(host, port, n_nodes)
+        address, port = server.getsockname()
+        if address != "0.0.0.0":
+            host = address  # the other ranks might resolve the name to another address
+        store = dist.TCPStore(host, port, is_master=True, timeout=wait, wait_for_workers=False,
+                              master_listen_fd=server.detach())
+    if comm is not None:
+        host, port = comm.bcast((host, port))
+    if store is None:
+        store = dist.TCPStore(host, port, timeout=wait, wait_for_workers=False)
+    if comm is not None:
+        store.add("met", 1)
+        while store.add("met", 0) < comm.size:  # over tcp, MPICH's OFI sends only while a rank is in MPI
+            comm.Iprobe()
+            time.sleep(0.05)
+    return store
+
+
+def _listen(host, port, n_nodes):
+    """Return a socket that listens only on the address to which the other ranks connect.
+
+    The store trusts everybody who can reach it. A name that leads to the loopback is of no use to other
+    nodes: then the socket listens on all interfaces, and a line says so.
+    """
+    address = socket.gethostbyname(host)
+    if n_nodes > 1 and address.startswith("127."):
+        complain(f"nanoshard: {host} is no address that {n_nodes} nodes can reach ({address}): the store "
+                 "listens on all interfaces; set MASTER_ADDR to listen on one")
+        address = ""
+    return socket.create_server((address, port), backlog=4096)
+
 
 def _address(n_nodes):
     """Return a name or an address of this host that the other ranks can reach."""
@@ -114,173 +378,123 @@ def _address(n_nodes):
         return "127.0.0.1"
     if "MASTER_ADDR" in os.environ:
         return os.environ["MASTER_ADDR"]
-
-    # On Slingshot machines it is the IPv4 address of hsn0, whatever the hostname says.
-    try:
-        return address.of_interface("hsn0")
+    try:  # the IPv4 address of hsn0 on Slingshot machines, whatever the hostname says
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
+            answer = fcntl.ioctl(s.fileno(), 0x8915, struct.pack("256s", b"hsn0"))  # SIOCGIFADDR
+            return socket.inet_ntoa(answer[20:24])
     except OSError:
         return socket.gethostname()
 
 
 def _slurm_address(n_nodes):
-    """Return (host, port) of rank 0 where srun runs without MPI: all ranks must derive the same pair.
-
-    ValueError: Slurm's variables or its scontrol are missing.
-    """
-    for name in ("SLURM_STEP_NODELIST", "SLURM_JOB_ID", "SLURM_STEP_ID"):
-        if name not in os.environ:
-            refuse("srun", name, "is not set, though srun sets it")
-    command = ["scontrol", "show", "hostnames", os.environ["SLURM_STEP_NODELIST"]]
-    try:
-        nodes = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
-    except FileNotFoundError:
-        raise ValueError("srun started the ranks, and scontrol, which knows their hosts, is not on the PATH: "
-                         "load Slurm's module, or start the ranks with mpiexec or torchrun") from None
-    except (OSError, subprocess.CalledProcessError) as e:
-        said = (getattr(e, "stderr", "") or "").strip() or str(e)
-        raise ValueError(f"{' '.join(command)} failed ({said.splitlines()[-1]}): set SLURM_CONF, or start "
-                         "the ranks with mpiexec or torchrun") from None
-    if not nodes:
-        refuse("srun", f"SLURM_STEP_NODELIST={command[-1]}", "names no host")
-    if len(nodes) == 1:
-        host = _address(n_nodes)
-    else:
-        host = os.environ.get("MASTER_ADDR", nodes[0])
-
-    if "MASTER_PORT" in os.environ:
-        return host, int(os.environ["MASTER_PORT"])
+    """Return (host, port) of rank 0 where srun runs without MPI: all ranks derive the same pair."""
+    host = _address(n_nodes)
+    if n_nodes > 1 and "MASTER_ADDR" not in os.environ:
+        command = ["scontrol", "show", "hostnames", os.environ["SLURM_STEP_NODELIST"]]
+        host = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.split()[0]
     job = int(os.environ["SLURM_JOB_ID"])
     step = int(os.environ["SLURM_STEP_ID"])
-    return host, 20000 + (job * 31 + step) % 20000
+    return host, int(os.environ.get("MASTER_PORT", 20000 + (job * 31 + step) % 20000))
 
 
-def _listen(host, port, n_nodes):
-    """Return a socket that listens only on the address to which the other ranks connect.
+# -----------------------------------------------------------------------------
+# MPI, by which the ranks only meet: after that, torch's process groups take over
 
-    The store trusts everybody who can reach it. If the address is not known, the socket listens on all
-    interfaces, and a printed line says so. ValueError: the port cannot be had.
+def _mpi():
+    """Return mpi4py's MPI, initialised.
+
+    mpi4py itself would hold the interpreter's lock during MPI_Init, which waits for all ranks. Then neither
+    the watchdog nor a signal could end a start that hangs. ctypes releases the lock.
+    """
+    import mpi4py
+    mpi4py.rc.initialize = False
+    from mpi4py import MPI
+    try:
+        init_thread = ctypes.CDLL(MPI.__file__).MPI_Init_thread  # of the MPI that mpi4py is linked to
+        init_thread(None, None, MPI.THREAD_MULTIPLE, ctypes.byref(ctypes.c_int()))
+    except (OSError, AttributeError):
+        MPI.Init_thread()
+    atexit.register(MPI.Finalize)
+    return MPI
+
+
+def _mpi_world(start):
+    """Return MPI.COMM_WORLD if it agrees with the launcher, or None if srun runs without MPI.
+
+    ValueError, with what to do: mpi4py is missing, or belongs to another MPI than the launcher.
     """
     try:
-        return _server(host, port, n_nodes)
-    except OSError as e:
-        if e.errno not in (errno.EADDRINUSE, errno.EACCES):
-            raise
-        why = "is taken" if e.errno == errno.EADDRINUSE else "needs root"
-        raise ValueError(f"port {port} of {host}, by which the ranks find each other, {why}: set MASTER_PORT "
-                         "to a free one, or start again") from None
+        comm = _mpi().COMM_WORLD
+    except ImportError:
+        if start.launcher == "srun":
+            return None
+        raise ValueError(f"{start.launcher} started {start.size} ranks but mpi4py is missing; pip install "
+                         "mpi4py (or load the site's), or start with torchrun") from None
+    if comm.rank == start.rank and start.size in (comm.size, -1):
+        return comm
+    if start.launcher == "srun":
+        return None  # under srun --mpi=none every process is an MPI world of its own
+    raise ValueError(f"{start.launcher} started rank {start.rank} of {start.size} but mpi4py sees "
+                     f"{comm.rank} of {comm.size}; mpiexec and mpi4py come from different MPIs: use the "
+                     "mpiexec of the MPI that mpi4py was built with")
 
 
-def _check_name(host):
-    """ValueError: this host knows no address of the name, so a rank would wait there until --timeout."""
-    try:
-        socket.getaddrinfo(host, None)
-    except (OSError, UnicodeError):
-        raise ValueError(f"{host} has no address here: set MASTER_ADDR to a name or an address of rank 0's "
-                         "host that all nodes know") from None
-
-
-def _server(host, port, n_nodes):
-    """Return the socket of _listen(). OSError: the port cannot be had."""
-    try:
-        address = socket.gethostbyname(host)
-        if n_nodes == 1 or not address.startswith("127."):
-            return socket.create_server((address, port), backlog=4096)
-        problem = address
-    except OSError as e:
-        if e.errno in (errno.EADDRINUSE, errno.EACCES):
-            raise
-        problem = e
-
-    complain(f"nanoshard: {host} is no address that {n_nodes} nodes can reach ({problem}): the store "
-             "listens on all interfaces; set MASTER_ADDR to listen on one")
-    both = socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if both else socket.AF_INET
-    return socket.create_server(("", port), backlog=4096, dualstack_ipv6=both, family=family)
-
-
-def _store(launcher, comm, rank, n_nodes, timeout):
-    """Return the TCPStore through which the ranks find each other.
-
-    torchrun's agent has opened one. Otherwise rank 0 opens the store and sends its address to the other ranks
-    through comm, MPI's communicator. comm is None where srun runs without MPI. timeout: a timedelta.
-    """
-    if launcher == "torchrun":
-        for name in ("MASTER_ADDR", "MASTER_PORT"):
-            if not os.environ.get(name):
-                refuse(launcher, name, "is not set, and by it the ranks find each other")
-        _check_name(os.environ["MASTER_ADDR"])
-        store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
-        return store
-
-    if comm is None:
-        host, port = _slurm_address(n_nodes)
-    else:
-        host, port = _address(n_nodes), 0  # 0: a free port, so that two jobs on a host never clash
-
-    store = None
-    problem = None
-    if rank == 0:
-        try:
-            store, host, port = _open_store(host, port, n_nodes, timeout)
-        except ValueError as e:
-            problem = e
-            host = None
+def _place(start, comm):
+    """Return (world size, ranks on this node, this node, number of nodes)."""
     if comm is not None:
-        host, port = comm.bcast((host, port))  # also where rank 0 has no store: all ranks end together
-    if problem is not None:
-        raise problem
-    if host is None:
-        raise SystemExit(Outcome.WRONG_INPUT)  # rank 0 says why
-    if store is None:
-        _check_name(host)
-        store = dist.TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False)
-    return store
+        from mpi4py import MPI
+        host = comm.Split_type(MPI.COMM_TYPE_SHARED)  # the ranks of this host
+        leader = host.bcast(start.rank)
+        leaders = sorted(set(comm.allgather(leader)))
+        return comm.size, host.size, leaders.index(leader), len(leaders)
 
-
-def _open_store(host, port, n_nodes, timeout):
-    """Return rank 0's store, and the host and port by which the other ranks reach it."""
-    _check_name(host)
-    server = _listen(host, port, n_nodes)
-    address, port = server.getsockname()[:2]
-    if address not in ("0.0.0.0", "::"):
-        host = address  # the other ranks might resolve the name to another address
-    store = dist.TCPStore(host, port, is_master=True, timeout=timeout, wait_for_workers=False,
-                          master_listen_fd=server.detach())
-    return store, host, port
+    n_nodes = ceil_div(start.size, start.local_size)
+    if start.launcher == "srun":
+        n_nodes = len(ranks_of_nodes(os.environ.get("SLURM_STEP_TASKS_PER_NODE", "1")))
+    node = int(os.environ.get("SLURM_NODEID", start.rank // start.local_size))
+    return start.size, start.local_size, node, n_nodes
 
 
 # -----------------------------------------------------------------------------
 # The device of this rank
 
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
 def show_all_gpus(everyone, local_rank):
-    """Let this process see every GPU that any process of its node sees.
+    """Let this process see every GPU that any process of its node sees, where each was shown its own.
 
-    Return (host name of each rank, index of this rank's GPU or None if nothing was changed). Call it before
-    CUDA is initialised. Collective over the world.
+    GPUs reach each other's memory only in a process that sees both: docs/signals.md. Return (host name of
+    each rank, index of this rank's GPU or None if nothing was changed). Call it before CUDA is initialised.
     """
-    given = os.environ.get(visible.VARIABLE)
-    shown = given if visible.cuda_is_untouched() else None
-    told = everyone.gather((socket.gethostname(), local_rank, shown))  # a few words, over the world
+    given = os.environ.get(VISIBLE) if _cuda_is_untouched() else None
+    mine = [socket.gethostname(), local_rank, given]
+    told = everyone.gather(mine)  # a few words, over the world
     hosts = [host for host, _, _ in told]
-    if all(text is None for _, _, text in told):
+    here = sorted(other for other in told if other[0] == mine[0])  # by local rank
+    lists = [(shown or "").split(",") for _, _, shown in here]
+    union = list(dict.fromkeys(gpu for gpus in lists for gpu in gpus))
+    own = [gpus[i % len(gpus)] for i, gpus in enumerate(lists)]
+    is_restricted = all(gpu.isdigit() for gpu in union) and any(gpus != lists[0] for gpus in lists)
+    if not is_restricted or len(set(own)) < len(own):
         return hosts, None
 
-    here = [rank for rank, host in enumerate(hosts) if host == hosts[everyone.rank]]
-    here.sort(key=lambda rank: told[rank][1])  # by local rank
-    joined = visible.join([told[rank][2] for rank in here])
-    sees_all = True
-    if joined is not None:
-        union, own = joined
-        os.environ[visible.VARIABLE] = ",".join(union)
-        sees_all = visible.count_in_new_process() == len(union)
-    seen = everyone.gather(sees_all)  # one bool from each rank to all, over the world
-    if joined is None:
+    os.environ[VISIBLE] = ",".join(union)
+    import torch
+    if torch.cuda.device_count() < len(union):  # a cgroup hides the others
+        os.environ[VISIBLE] = given
         return hosts, None
-    if not all(seen[rank] for rank in here):
-        # A cgroup hides some of the GPUs from a process. fast.choose.peer_access reports it.
-        os.environ[visible.VARIABLE] = given
-        return hosts, None
-    return hosts, union.index(own[here.index(everyone.rank)])
+    return hosts, union.index(own[here.index(mine)])
+
+
+def _cuda_is_untouched():
+    """Whether there is a CUDA driver that nobody has initialised: it reads the variable once. A GPU-aware MPI
+    initialises it in MPI_Init."""
+    try:
+        error = ctypes.CDLL("libcuda.so.1").cuDeviceGetCount(ctypes.byref(ctypes.c_int()))
+    except OSError:
+        return False
+    return error == 3  # CUDA_ERROR_NOT_INITIALIZED
 
 
 def select_device(local_rank, local_size, own=None):
@@ -289,8 +503,15 @@ def select_device(local_rank, local_size, own=None):
     own: the index of the device, if the local rank does not determine it. Call this function before the
     process group is made: some backends deadlock when the device is set later.
     """
+    import torch
+    kind = "cpu"
     if torch.accelerator.is_available():
         kind = torch.accelerator.current_accelerator().type
+    if kind == "mps":
+        kind = "cpu"
+        if local_rank == 0:
+            complain("nanoshard: Apple's GPU is not used, the CPU trains")
+    if kind != "cpu":
         index = own
         if index is None:
             index = local_rank % torch.accelerator.device_count()  # a process may see only one device
@@ -314,165 +535,7 @@ def deterministic(on):
     Call it before the first kernel. An operation without such a kernel raises an error. torch's warn_only is
     not used, because it lets cuDNN's attention add up in any order.
     """
+    import torch
     if on:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it
     torch.use_deterministic_algorithms(on)
-
-
-# -----------------------------------------------------------------------------
-# Start and end
-
-def _tell_nobody(where, size):
-    """Ignore where this rank waits: the default of launch()."""
-
-
-def launch(timeout=600.0, quiet=False, joining=_tell_nobody, waits=False):
-    """Start this rank and return its World.
-
-    timeout: seconds that a collective may wait. quiet: print no line per node. waits: where there
-    is one node, the caller prints its line, after its own checks. joining(where, size): called
-    before this rank waits for all ranks, in MPI_Init and in the rendezvous, and then with "" once all have
-    come.
-    """
-    with wrong_environment():
-        start = detect(os.environ)
-    if start.launcher == "single":  # plain python never touches MPI
-        device, threads = select_device(0, 1)
-        world = World(device=device, threads=threads)
-    else:
-        world = _join(start, timeout, joining)
-    later = waits and world.n_nodes == 1
-    if not quiet and not later and world.local_rank == 0:
-        print_node(world)
-    return world
-
-
-def _join(start, timeout, joining):
-    """Meet the other ranks, and return the World. The arguments are those of launch(), after detect()."""
-    launcher, rank, size, local_rank, _ = start
-    _keep_messages_short_for_pmi2(launcher)
-    joining("MPI_Init", size)
-    with wrong_environment():
-        comm = None if launcher == "torchrun" else mpi.world(launcher, rank, size)
-    joining("the rendezvous", size)
-    size, local_size, node, n_nodes = _place(start, comm)
-    end_all_on_exception(rank, comm)
-
-    shown = os.environ.get(visible.VARIABLE)
-    hosts = []
-    own = None
-    backend = "none"
-    wait = timedelta(seconds=timeout)
-    calls = CollectiveLog()
-    everyone = Everyone(rank, size, calls=calls)
-    with mpi.progress(comm):
-        if size > 1:
-            with wrong_environment():
-                limit = limits.raise_limit()
-                limits.check(size, size if rank == 0 else 0, limit)  # rank 0's store has one for each rank
-                store = _store(launcher, comm, rank, n_nodes, wait)
-            everyone.store = store
-            hosts, own = show_all_gpus(everyone, local_rank)
-        device, threads = select_device(local_rank, local_size, own)
-        if size > 1:
-            # Only the device's own backend: nccl, xccl or, on a CPU, gloo, with a connection to each rank.
-            backend = dist.get_default_backend_for_device(device)
-            with everyone.input():
-                limits.check(size, size if backend == "gloo" else 0, limit)
-                if backend == "gloo":
-                    _check_interfaces(os.environ.get("GLOO_SOCKET_IFNAME", ""))
-            _prepare_backends(n_nodes)
-            dist.init_process_group(backend, timeout=wait, store=store, rank=rank, world_size=size,
-                                    device_id=None if device.type == "cpu" else device)
-    joining("", size)
-
-    return World(rank=rank, size=size, local_rank=local_rank, local_size=local_size, node=node,
-                 n_nodes=n_nodes, launcher=launcher, device=device, backend=backend, threads=threads,
-                 shown=shown, timeout=wait, calls=calls, everyone=everyone, hosts=hosts)
-
-
-def _keep_messages_short_for_pmi2(launcher):
-    """Let pip's MPICH start under Slurm's pmi2, which reads only 1,024 bytes of a message.
-
-    Slurm takes the rest of a longer message for another message. MPICH sends the addresses of UCX in pieces
-    whose length depends on what memory holds. The addresses of OFI have 16 bytes.
-    """
-    if launcher == "srun" and "PMI_FD" in os.environ and os.path.exists(f"{sys.prefix}/lib/mpich"):
-        os.environ.setdefault("MPIR_CVAR_CH4_NETMOD", "ofi")
-
-
-def _place(start, comm):
-    """Return (world size, ranks on this node, this node, number of nodes).
-
-    start: from detect(). comm: MPI's communicator, or None.
-    """
-    if comm is None:
-        node = int(os.environ.get("SLURM_NODEID", start.rank // start.local_size))
-        n_nodes = ceil_div(start.size, start.local_size)
-        if start.launcher == "srun" and "SLURM_STEP_TASKS_PER_NODE" in os.environ:
-            n_nodes = len(ranks_of_nodes(os.environ["SLURM_STEP_TASKS_PER_NODE"]))
-        return start.size, start.local_size, node, n_nodes
-
-    from mpi4py import MPI
-    host = comm.Split_type(MPI.COMM_TYPE_SHARED)  # the ranks of this host, in any order
-    leader = host.bcast(start.rank)
-    leaders = sorted(set(comm.allgather(leader)))
-    return comm.size, host.size, leaders.index(leader), len(leaders)
-
-
-def _check_interfaces(names):
-    """ValueError: gloo cannot take one of these interfaces, NAME or NAME,NAME, for example a misspelt one."""
-    for name in filter(None, names.split(",")):
-        try:
-            dist.ProcessGroupGloo.create_device(interface=name)
-        except RuntimeError:
-            there = ", ".join(interface for _, interface in socket.if_nameindex())
-            raise ValueError(f"GLOO_SOCKET_IFNAME={names[:60]} in the environment: this host has no network "
-                             f"interface {name[:60]} with an address; unset it, or give one of {there}"
-                             ) from None
-
-
-def _prepare_backends(n_nodes):
-    """Set the variables that torch and gloo read when the process group is made."""
-    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # the length of torch's record of collectives
-    if n_nodes == 1 and os.path.exists("/sys/class/net/lo"):  # gloo, too, listens on this host alone
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-
-
-def refuse_alone(world, error):
-    """Print an error of one rank's input as one line. Return the exit code, if there is no other rank.
-
-    Otherwise the error is raised: the others wait for this rank, and the hook above ends all of them.
-    """
-    if world.size > 1:
-        raise error
-    complain(f"nanoshard: {one_line(error)}")
-    return Outcome.WRONG_INPUT
-
-
-def print_node(world):
-    """Print one line: this node, the launcher, the number of ranks here, and the device."""
-    if world.device.type == "cpu":
-        chip = f"cpu, {world.threads} {'thread' if world.threads == 1 else 'threads'} per rank"
-    else:
-        chip = device_name(world.device)
-    backend = "" if world.size == 1 else f"{world.backend}, "
-    place = f"[node {world.node + 1}/{world.n_nodes} {socket.gethostname()}]"
-    say(f"{place} {world.launcher}: {world.local_size} of {world.size} ranks here, {chip}, "
-        f"{backend}torch {torch.__version__}")
-
-
-def shutdown(world):
-    """Destroy the process groups, on all ranks at once.
-
-    Call it when nothing refers to a group any more: no mesh, model or optimizer. gloo aborts if a group
-    outlives the interpreter.
-    """
-    gc.collect()
-    world.everyone.part()
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
-def exit_together(world):
-    return world.everyone.input()

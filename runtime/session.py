@@ -24,7 +24,7 @@ from interface import files
 from interface.command_line import INTERRUPTED, given, parse, wrong_input
 from interface.layout import check_alone, check_flags
 from interface.terminal import Stream, clock, one_line, open_streams
-from runtime import launcher
+from runtime import launch
 
 STOPPING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 AGAIN = 0.5  # seconds: a terminal and a launcher may both pass on the same Ctrl-C
@@ -176,8 +176,8 @@ def parse_flags(argv):
     So end --help and --list, which only rank 0 prints.
     """
     with wrong_input():
-        signals.rank = launcher.env_rank()
-        name, n_ranks = launcher.started_by()
+        signals.rank = launch.env_rank()
+        name, n_ranks = launch.started_by()
     with wrong_input(quiet=signals.rank != 0), contextlib.ExitStack() as stack:
         if signals.rank != 0:
             stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
@@ -199,7 +199,7 @@ def parse_flags(argv):
                 time.sleep(2)
             raise
     in_debugger = cfg.pdb >= 0
-    return cfg, None, launcher.NO_TIMEOUT if in_debugger else cfg.timeout
+    return cfg, None, launch.NO_TIMEOUT if in_debugger else cfg.timeout
 
 
 def check_data(cfg):

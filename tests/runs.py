@@ -28,7 +28,7 @@ from fast.choose import Choice
 from interface.command_line import parse
 from ops.split_master import whole
 from parallel import make_mesh
-from runtime import launch, launcher
+from runtime import launch
 from runtime.launch import World
 
 SHAPE = ["--n-layer=2", "--n-embd=16", "--n-head=2", "--n-kv-head=1", "--ffn-hidden=32", "--seq-len=16",
@@ -47,7 +47,7 @@ def session(world, argv, plan=None):
     the pool have already started and joined, so main() runs inside them, with these replacements:
         launch.launch     returns the worker's World
         launch.shutdown   does nothing, because the pool leaves the process group
-        launcher.started_by says so of the worker's World
+        launch.started_by says so of the worker's World
         stdout, stderr    are returned as out and err
         SystemExit        is caught, and its code is returned as code
         train.Run         records in steps what each step starts with (see record_steps), and sends
@@ -60,8 +60,8 @@ def session(world, argv, plan=None):
     steps = []
     out, err = text_file(), text_file()
     started_by = ("single" if world.size == 1 else "hydra"), world.size
-    with mock.patch.multiple(launch, launch=lambda *_, **__: world, shutdown=lambda world: None), \
-            mock.patch.multiple(launcher, started_by=lambda: started_by, env_rank=lambda: world.rank), \
+    with mock.patch.multiple(launch, launch=lambda *_, **__: world, shutdown=lambda world: None,
+                             started_by=lambda: started_by, env_rank=lambda: world.rank), \
             mock.patch.multiple(train, Run=record_steps(steps, plan), Step=plant_nan(plan)), \
             contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:

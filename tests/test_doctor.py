@@ -26,7 +26,6 @@ import surroundings
 import plan
 from interface.command_line import parse
 from runtime.launch import World
-from runtime.launcher import bare_environment, scheduler
 
 
 def test_doctor_as_a_command(tmp_path, monkeypatch, capsys):
@@ -37,10 +36,10 @@ def test_doctor_as_a_command(tmp_path, monkeypatch, capsys):
     status = {c["name"]: c["status"] for c in said["checks"]}
     assert code == 1 and said["ok"] is False and said["ranks"] == 1
     assert list(status) == ["packages", "torch", "bytecode", "device", "backend", "fast paths", "triton",
-                            "compiler", "open files", "/dev/shm", "mpi", "scheduler", "proxies", "modules",
+                            "compiler", "open files", "/dev/shm", "mpi", "proxies", "modules",
                             "node disk", "runs", "data"]
     assert status["runs"] == "FAIL" and status["data"] == "WARN"
-    assert {status[n] for n in ("packages", "torch", "backend", "mpi", "scheduler")} == {"OK"}, said
+    assert {status[n] for n in ("packages", "torch", "backend", "mpi")} == {"OK"}, said
     assert all(c["fix"] for c in said["checks"] if c["status"] != "OK")
 
 
@@ -108,8 +107,8 @@ def test_root_with_open_mpi_is_told_which_variables_allow_it(tmp_path, monkeypat
     monkeypatch.setenv("PATH", os.environ["PATH"])
     monkeypatch.setenv("OMPI_ALLOW_RUN_AS_ROOT", "1")
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
-    assert bare_environment()["OMPI_ALLOW_RUN_AS_ROOT"] == "1"  # what the user has set stays
-    assert "OMPI_COMM_WORLD_RANK" not in bare_environment()
+    assert common.bare_environment()["OMPI_ALLOW_RUN_AS_ROOT"] == "1"  # what the user has set stays
+    assert "OMPI_COMM_WORLD_RANK" not in common.bare_environment()
     told = "echo root is refused, see --allow-run-as-root >&2; exit 1"
     allowed = f"[ $# = 6 ] || {{ {told}; }}; echo rank 0 2 Open MPI; echo rank 1 2 Open MPI"
     for text, status in ((allowed, "OK"), (told, "WARN")):
@@ -297,27 +296,19 @@ def test_disks_devices_and_data(tmp_path, monkeypatch):
     assert doctor.device(World())[0] == "FAIL" and "torch does not see them" in doctor.device(World())[1]
 
 
-def test_surroundings(tmp_path, monkeypatch):
+def test_a_command_that_starts_ranks_gets_no_launchers_variables(monkeypatch):
     for name in ("SLURM_JOB_ID", "PBS_JOBID"):
         monkeypatch.delenv(name, raising=False)
-    assert scheduler() is None
-    (tmp_path / "nodes").write_text("a\na\nb\nb\n")
-    monkeypatch.setenv("PBS_JOBID", "7.x")
-    monkeypatch.setenv("PBS_NODEFILE", str(tmp_path / "nodes"))
-    assert scheduler() == ("PBS", "7.x", str(tmp_path / "nodes"))
-    assert doctor.batch()[:2] == ("OK", "PBS job 7.x, 2 node(s); a script to start from: scripts/generic.pbs")
     monkeypatch.setenv("SLURM_JOB_ID", "8")
-    monkeypatch.setenv("SLURM_JOB_NUM_NODES", "3")
-    assert scheduler() == ("SLURM", "8", "3")
     for name in ("PMI_RANK", "RANK", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "MASTER_ADDR"):
         monkeypatch.setenv(name, "1")
     assert {"PMI_RANK", "RANK", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "MASTER_ADDR"}.isdisjoint(
-        bare_environment()) and "PATH" in bare_environment()
+        common.bare_environment()) and "PATH" in common.bare_environment()
     # Inside a step of srun, mpiexec would ask Slurm for another step, and wait for ever.
-    assert "SLURM_JOB_ID" in bare_environment()
+    assert "SLURM_JOB_ID" in common.bare_environment()
     monkeypatch.setenv("SLURM_STEP_ID", "0")
     monkeypatch.setenv("SLURM_CONF", "file")
-    assert [name for name in bare_environment() if name.startswith("SLURM")] == ["SLURM_CONF"]
+    assert [name for name in common.bare_environment() if name.startswith("SLURM")] == ["SLURM_CONF"]
 
 
 def test_the_report_for_a_ticket_is_one_file(tmp_path, monkeypatch, capsys):

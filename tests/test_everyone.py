@@ -115,6 +115,6 @@ def rank_0_leaves(own):
 
 
 def test_a_rank_learns_at_once_that_rank_0_is_gone():
-    from runtime.abort import PEER_LOST
+    from runtime.launch import PEER_LOST
     first, second = on_ranks(2, rank_0_leaves)
     assert first[0] == 7 and any(words in second[0] for words in PEER_LOST), second

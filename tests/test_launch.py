@@ -1,9 +1,7 @@
 """Every launcher is recognised; python, mpiexec and torchrun train alike; one exception ends all ranks.
 Ranks that were started differently, GPUs that a process was shown alone, signals, streams that fail, the
 address that the store listens on."""
-import contextlib
 import dataclasses
-import io
 import json
 import os
 import re
@@ -27,8 +25,8 @@ from runs import SHAPE, TINY, assert_refused, rows
 
 import train
 from corpus import samples, shards
-from runtime import agree, launch, launcher, limits, session, visible
-from runtime.launcher import LAUNCHERS, detect
+from runtime import agree, launch, session
+from runtime.launch import VISIBLE, detect
 
 BIN = Path(sys.executable).parent
 # Every process in an sbatch script of 2 tasks sees these, whatever starts it (recorded on a real Slurm)
@@ -93,33 +91,13 @@ def test_rank_and_size_are_read_from_the_launchers_variables(name):
     assert detect({"PATH": "/bin", **env}) == tuple(want)
 
 
-def test_every_launcher_is_covered():
-    assert {want[0] for _, *want in ENVIRONMENTS.values()} == {*LAUNCHERS, "single"}
-
-
-CANNOT_BE = {  # name: (environment, what is said; ~ is "in the environment")
-    "rank of another world": ({**TORCHRUN, "RANK": "4"}, "RANK=4 ~ is no rank of WORLD_SIZE=4"),
-    "rank below 0": ({**TORCHRUN, "RANK": "-1"}, "RANK=-1 ~ is less than 0"),
-    "half of torchrun's": ({"RANK": "0", "WORLD_SIZE": "2"}, "RANK=0 of WORLD_SIZE=2 ~ has no LOCAL_RANK"),
-    "no ranks": ({**TORCHRUN, "RANK": "0", "WORLD_SIZE": "0"}, "WORLD_SIZE=0 ~ is less than 1"),
-    "fewer than none": ({**TORCHRUN, "WORLD_SIZE": "-4"}, "WORLD_SIZE=-4 ~ is less than 1"),
-    "nobody here": ({**TORCHRUN, "LOCAL_WORLD_SIZE": "0"}, "LOCAL_WORLD_SIZE=0 ~ is less than"),
-    "more here than all": ({**TORCHRUN, "LOCAL_WORLD_SIZE": "9"}, "LOCAL_WORLD_SIZE=9 ~ is more"),
-    "local rank": ({**TORCHRUN, "LOCAL_RANK": "-2"}, "LOCAL_RANK=-2 ~ is less than 0"),
-    "endless digits": ({**TORCHRUN, "WORLD_SIZE": "9" * 5000}, "is not a number"),
-    "no port": ({**TORCHRUN, "MASTER_PORT": "99999"}, "MASTER_PORT=99999 ~ is no port"),
-    "port of letters": ({**TORCHRUN, "MASTER_PORT": "http"}, "MASTER_PORT=http ~ is not a number"),
-    "node of torchrun": ({**TORCHRUN, "SLURM_NODEID": "x"}, "SLURM_NODEID=x ~ is not a number"),
-    "node of srun": ({**SRUN, "SLURM_NODEID": "x"}, "SLURM_NODEID=x ~ is not a number"),
-    "step of srun": ({**SRUN, "SLURM_STEP_ID": "batch"}, "SLURM_STEP_ID=batch ~ is not a number"),
-    "job of srun": ({**SRUN, "SLURM_JOB_ID": ""}, "SLURM_JOB_ID= ~ is not a number"),
+CANNOT_BE = {  # name: (environment, what is said)
+    "rank of another world": ({**TORCHRUN, "RANK": "4"}, "RANK=4, WORLD_SIZE=4"),
+    "rank below 0": ({**TORCHRUN, "RANK": "-1"}, "RANK=-1"),
+    "half of torchrun's": ({"RANK": "0", "WORLD_SIZE": "2"}, "RANK=0 in the environment has no LOCAL_RANK"),
+    "letters": ({**HYDRA, "PMI_SIZE": "two"}, "describe no rank: unset them, or start the ranks with mpi"),
     "tasks of srun": ({**SRUN, "SLURM_STEP_TASKS_PER_NODE": "(x2)"}, "start the ranks with srun"),
-    "hydra": ({**HYDRA, "PMI_SIZE": "1"}, "PMI_RANK=1 ~ is no rank of PMI_SIZE=1"),
-    "hydra's node": ({**HYDRA, "MPI_LOCALNRANKS": "-2"}, "MPI_LOCALNRANKS=-2 ~ is less than 1"),
-    "open mpi": ({**OPENMPI, "OMPI_COMM_WORLD_SIZE": "0"}, "start the ranks with mpiexec"),
-    "pals": ({**PALS, "PMI_SIZE": "6"}, "PALS_RANKID=6 ~ is no rank of PMI_SIZE=6"),
-    "pals without its size": ({**PALS_PMIX, "PALS_RANKID": "-6"}, "PALS_RANKID=-6 ~ is less"),
-    "cray": ({**CRAY, "PMI_LOCAL_RANK": "8"}, "PMI_LOCAL_RANK=8 ~ is no rank of PMI_SIZE=8"),
+    "pals without its size": ({**PALS_PMIX, "PALS_RANKID": "-6"}, "PALS_RANKID=-6"),
 }
 
 
@@ -127,39 +105,12 @@ CANNOT_BE = {  # name: (environment, what is said; ~ is "in the environment")
 def test_an_environment_that_can_start_no_rank_is_one_line(name, monkeypatch, capsys):
     """Of the parser of flags, where each program of several ranks begins, and of launch()."""
     env, say = CANNOT_BE[name]
-    words = say.replace("~", "in the environment"), "unset it, or start the ranks"
     for key, text in env.items():
         monkeypatch.setenv(key, text)
     for start in (lambda: session.parse_flags(["--steps=1"]), launch.launch):
         with pytest.raises(SystemExit) as e:
             start()
-        assert_refused({"code": e.value.code, "err": capsys.readouterr().err}, *words)
-
-
-@pytest.mark.parametrize("missing,say", [
-    ("SLURM_STEP_NODELIST", "SLURM_STEP_NODELIST in the environment is not set"),
-    ("SLURM_JOB_ID", "SLURM_JOB_ID in the environment is not set"),
-    ("", "scontrol, which knows their hosts, is not on the PATH"),
-])
-def test_a_step_of_slurm_without_what_it_needs_is_one_line(missing, say, tmp_path, monkeypatch, capsys):
-    for key, text in {**SRUN, "PATH": str(tmp_path)}.items():
-        monkeypatch.setenv(key, text)
-    if missing:
-        monkeypatch.delenv(missing)
-    monkeypatch.setattr(launch.mpi, "world", lambda *args: None)
-    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # launch() sets its own
-    with pytest.raises(SystemExit) as e:
-        launch.launch(quiet=True)
-    assert_refused({"code": e.value.code, "err": capsys.readouterr().err}, say)
-
-
-def test_ranks_of_torchrun_that_have_no_address_are_one_line(monkeypatch, capsys):
-    for key, text in {**TORCHRUN, "MASTER_ADDR": ""}.items():
-        monkeypatch.setenv(key, text)
-    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
-    with pytest.raises(SystemExit) as e:
-        launch.launch(quiet=True)
-    assert_refused({"code": e.value.code, "err": capsys.readouterr().err}, "MASTER_ADDR in the environment")
+        assert_refused({"code": e.value.code, "err": capsys.readouterr().err}, say)
 
 
 # -----------------------------------------------------------------------------
@@ -167,8 +118,8 @@ def test_ranks_of_torchrun_that_have_no_address_are_one_line(monkeypatch, capsys
 
 def session_of_each(world, argvs, files=None):
     """runs.session, in which each rank has flags and loaded files of its own."""
-    with mock.patch.object(launcher, "env_rank", lambda: world.rank), \
-            mock.patch.object(launcher, "started_by", lambda: ("hydra", world.size)), \
+    with mock.patch.object(launch, "env_rank", lambda: world.rank), \
+            mock.patch.object(launch, "started_by", lambda: ("hydra", world.size)), \
             mock.patch.object(agree, "loaded_files", lambda: files[world.rank] if files else {}):
         return runs.session(world, argvs[world.rank])
 
@@ -276,12 +227,14 @@ def clean_env():
 SEEN = """
 import os, sys
 import train
-from runtime import launch, visible
-visible.cuda_is_untouched, visible.count_in_new_process = lambda: True, lambda: 2
+from runtime import launch
+launch._cuda_is_untouched = lambda: True
+import torch
+torch.cuda.device_count = lambda: 2
 select, start = launch.select_device, launch.launch
 def recorded(local, local_size, own=None):
     global mine
-    mine = own, os.environ[visible.VARIABLE]
+    mine = own, os.environ[launch.VISIBLE]
     return select(local, local_size)
 def started(*args, **how):
     world = start(*args, **how)
@@ -313,7 +266,7 @@ def trained(tmp_path_factory):
         return [str(program), *FLAGS, f"--out={folder / name}", f"--dump-grads={folder / name}.st"]
 
     rank = [sys.executable, *words("hydra", folder / "seen.py")]
-    shown = ["-n", "1", "-env", visible.VARIABLE]
+    shown = ["-n", "1", "-env", VISIBLE]
     launchers = {"hydra": [BIN / "mpiexec", *shown, "1", *rank, ":", *shown, "0", *rank],
                  "torchrun": [BIN / "torchrun", "--standalone", "--nproc-per-node", "2", *words("torchrun")]}
     jobs = {}  # at the same time: torchrun needs only one core at first
@@ -336,7 +289,7 @@ def meet_over_pmi2(client, env, result):
     os.environ.clear()
     os.environ.update({**clean_env(), **env, "PMI_FD": str(client.fileno())})
     world = launch.launch(100, quiet=True)
-    result.write_text(repr(world.everyone.gather((world.rank, world.node, world.launcher))))
+    result.write_text(repr(world.everyone.gather([world.rank, world.node, world.launcher])))
     launch.shutdown(world)
 
 
@@ -375,7 +328,7 @@ def test_addresses_of_mpi_fit_into_a_message_of_slurms_pmi2(tmp_path):
         for job in ranks:
             job.kill()
     for rank in range(2):
-        assert (tmp_path / str(rank)).read_text() == "[(0, 0, 'srun'), (1, 1, 'srun')]"
+        assert (tmp_path / str(rank)).read_text() == "[[0, 0, 'srun'], [1, 1, 'srun']]"
     assert any("-allgather" in key for key in stored) and max(lengths) < 200
 
 
@@ -468,103 +421,43 @@ def test_deterministic_is_set_before_the_first_kernel(tmp_path, flags, want):
 # -----------------------------------------------------------------------------
 # Which GPUs each process sees
 
-JOINED = {  # name: (CUDA_VISIBLE_DEVICES of each local rank, the union, each rank's own)
-    "one each, the nearest to the cores first": (["3", "2", "1", "0"], "3210", "3210"),
-    "UUIDs": (["GPU-b", "GPU-a"], ["GPU-b", "GPU-a"], ["GPU-b", "GPU-a"]),
-    "two each": (["0,1", "2, 3"], "0123", "03"),
-    "two ranks on each pair": (["0,1", "0,1", "2,3", "2,3"], "0123", "0123"),
-    "a rank has a spare one": (["0", "1,2"], "012", "02")}
-UNCHANGED = {
-    "all see the same": ["0,1", "0,1"], "unset": [None, None], "one unset": ["0", None], "alone": ["3"],
-    "the same twice": ["0", "0"], "the same twice among others": ["0", "1", "1"], "no GPU": ["", ""],
-    "one without a GPU": ["0", ""], "indices and UUIDs": ["0", "GPU-a"], "MIG": ["MIG-a", "MIG-b"],
-    "hidden on purpose": ["-1", "0"], "none": ["NoDevFiles", "NoDevFiles"]}
-
-
-@pytest.mark.parametrize("name", JOINED)
-def test_what_the_processes_of_a_node_see_is_joined(name):
-    shown, union, own = JOINED[name]
-    assert visible.join(shown) == (list(union), list(own))
-
-
-@pytest.mark.parametrize("name", UNCHANGED)
-def test_what_is_left_as_it_was(name):
-    assert visible.join(UNCHANGED[name]) is None
-
-
 def see_all(world, shown, hosts, started, in_cgroup):
     """show_all_gpus with stand-ins for the driver."""
-    count = 1 if in_cgroup == world.rank else len(set(shown))
+    count = 1 if in_cgroup == world.rank else len(set(",".join(map(str, shown)).split(",")))
     with mock.patch.dict(os.environ), mock.patch.object(
-            launch.socket, "gethostname", lambda: hosts[world.rank]), mock.patch.multiple(
-            visible, cuda_is_untouched=lambda: world.rank != started, count_in_new_process=lambda: count):
-        os.environ.pop(visible.VARIABLE, None)
+            launch.socket, "gethostname", lambda: hosts[world.rank]), mock.patch.object(
+            launch, "_cuda_is_untouched", lambda: world.rank != started), mock.patch.object(
+            torch.cuda, "device_count", lambda: count):
+        os.environ.pop(VISIBLE, None)
         if shown[world.rank] is not None:
-            os.environ[visible.VARIABLE] = shown[world.rank]
+            os.environ[VISIBLE] = shown[world.rank]
         _, own = launch.show_all_gpus(world.everyone, world.local_rank)
-        return own, os.environ.get(visible.VARIABLE)
+        return own, os.environ.get(VISIBLE)
+
+
+PAIRS = ["0,1", "0,1", "2,3", "2,3"]
 
 
 @pytest.mark.parametrize("shown, hosts, started, in_cgroup, want", [
     ("3210", "aaaa", None, None, [(r, "3,2,1,0") for r in range(4)]),
     ("0101", "aabb", None, None, [(0, "0,1"), (1, "0,1")] * 2),
-    ("0123", "aaaa", None, 2, [(None, str(r)) for r in range(4)]),
+    (PAIRS, "aaaa", None, None, [(r, "0,1,2,3") for r in range(4)]),
+    ("0123", "aaaa", None, 2, [(0, "0,1,2,3"), (1, "0,1,2,3"), (None, "2"), (3, "0,1,2,3")]),
     ("01", "aa", 1, None, [(None, "0"), (None, "1")]),
-    (("0", None), "aa", None, None, [(None, "0"), (None, None)])])
+    (("0", None), "aa", None, None, [(None, "0"), (None, None)]),
+    ("00", "aa", None, None, [(None, "0"), (None, "0")]),
+    (("0,1", "0,1"), "aa", None, None, [(None, "0,1")] * 2),
+    (("MIG-a", "MIG-b"), "aa", None, None, [(None, "MIG-a"), (None, "MIG-b")])])
 def test_every_process_sees_the_gpus_of_its_node(shown, hosts, started, in_cgroup, want):
-    """One node, two nodes, a cgroup that hides the others from rank 2, CUDA initialised on rank 1 before,
-    a rank without the variable."""
+    """One node, two nodes, two ranks on each pair, a cgroup that hides the others from rank 2, CUDA
+    initialised on rank 1 before, a rank without the variable, one GPU for both, all seen already, MIG."""
     assert run_ranks(len(shown), see_all, shown, hosts, started, in_cgroup) == want
-
-
-def test_without_a_driver_nothing_is_asked(monkeypatch):
-    def missing(name):
-        raise OSError(f"{name}: cannot open shared object file")
-    monkeypatch.setattr(visible.ctypes, "CDLL", missing)
-    assert not visible.cuda_is_untouched()
-    for program, count in (("print(4)", 4), ("print(0)", 0), ("raise OSError", 0)):
-        monkeypatch.setattr(visible, "COUNT", program)
-        assert visible.count_in_new_process() == count
 
 
 def test_ranks_of_mpiexec_are_shown_all_gpus_before_the_device_is_chosen(trained):
     code, said = trained[1]["hydra"]
     shown = [line for line in said.splitlines() if line.startswith("hydra [")]
-    assert code == 0 and shown == ["hydra [('1', 0, '1,0'), ('0', 1, '1,0')]"] * 2, said
-
-
-# -----------------------------------------------------------------------------
-# Files that a rank may have open
-
-def open_many(world, limit):
-    """limits.check() on ranks of which the last may open only `limit` files: the exit code and stderr."""
-    stderr = io.StringIO()
-    with contextlib.redirect_stderr(stderr):
-        try:
-            with world.everyone.input():
-                limits.check(1000, 1000, float("inf") if world.rank == 0 else limit)
-        except SystemExit as leaving:
-            return leaving.code, stderr.getvalue()
-    return None, ""
-
-
-def test_a_limit_of_open_files_that_is_too_low_is_one_line_with_the_number_needed():
-    assert run_ranks(2, open_many, 1000 + limits.open_now() + 100) == [(None, "")] * 2
-    assert run_ranks(2, open_many, 1000) == [(2, ""), (2, (
-        "nanoshard: 1000 ranks need ulimit -n 2256, and the hard limit is 1000: raise it (ask the site, or "
-        "docker run --ulimit nofile=2256), or start fewer ranks\n"))]
-
-
-def test_a_limit_that_is_just_enough_is_enough(monkeypatch):
-    monkeypatch.setattr(limits, "open_now", lambda: 30)
-    limits.check(10, 10, 30 + 10 + limits.SPARE)
-
-
-def test_the_limit_of_open_files_is_raised_as_far_as_it_may_be():
-    code = ("from resource import *; from runtime import limits; setrlimit(RLIMIT_NOFILE, (40, 300)); "
-            "print(limits.raise_limit(), getrlimit(RLIMIT_NOFILE))")
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert done.stdout == "300 (300, 300)\n", done.stderr
+    assert code == 0 and shown == ["hydra [['1', 0, '1,0'], ['0', 1, '1,0']]"] * 2, said
 
 
 # -----------------------------------------------------------------------------
@@ -583,15 +476,15 @@ def listeners():
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc/net")
 def test_on_one_node_the_store_listens_on_loopback_alone(capfd):
-    comm = SimpleNamespace(bcast=lambda value: value)
-    store = launch._store("hydra", comm, 0, 1, timedelta(seconds=20))
+    one = SimpleNamespace(bcast=lambda value: value, size=1, Iprobe=lambda: None)
+    store = launch._meet(launch.Start("hydra", 0, 2, 0, 2), one, 1, timedelta(seconds=20))
     assert listeners()[store.port] == "0100007F"
-    client = launch._store("hydra", SimpleNamespace(bcast=lambda _: (store.host, store.port)), 1, 1,
-                           timedelta(seconds=20))
+    other = SimpleNamespace(bcast=lambda _: (store.host, store.port), size=1, Iprobe=lambda: None)
+    client = launch._meet(launch.Start("hydra", 1, 2, 1, 2), other, 1, timedelta(seconds=20))
     client.set("key", "value")
     assert store.get("key") == b"value" and capfd.readouterr().err == ""
     everywhere = launch._listen("localhost", 0, 2)
-    assert everywhere.getsockname()[0] in ("::", "0.0.0.0")
+    assert everywhere.getsockname()[0] == "0.0.0.0"
     (line,) = capfd.readouterr().err.splitlines()
     assert "127.0.0.1" in line and "listens on all interfaces" in line
     everywhere.close()

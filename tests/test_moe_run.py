@@ -31,7 +31,7 @@ from interface.command_line import parse
 from interface.layout import check_layout
 from model import GPT, initial_weights
 from parallel import make_mesh
-from runtime import launch, launcher, resume
+from runtime import launch, resume
 from runtime.launch import World
 from runtime.saver import Saver
 
@@ -280,7 +280,7 @@ def train_main(world, argv):
     with contextlib.redirect_stdout(io.TextIOWrapper(io.BytesIO(), "utf-8")) as stdout, \
             mock.patch.object(launch, "launch", lambda *_, **__: world), \
             mock.patch.object(launch, "shutdown"), \
-            mock.patch.object(launcher, "started_by", lambda: ("torchrun", world.size)):
+            mock.patch.object(launch, "started_by", lambda: ("torchrun", world.size)):
         train.main(argv.split())
         stdout.seek(0)
     for s, handler in handlers.items():

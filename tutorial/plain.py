@@ -21,7 +21,7 @@ import torch.nn.functional as F
 
 sys.path.append(os.path.join(os.path.dirname(__file__), ".."))  # the root of the repository
 from corpus.samples import Synthetic
-from runtime import launcher
+from runtime import launch
 
 L = 4              # blocks
 H, G = 4, 2        # query heads, key/value heads; a rank has h and g of them
@@ -336,8 +336,8 @@ def main(argv=None):
     args = parser.parse_args(argv)
     if args.ep > 1 and not args.experts:
         args.experts = 8
-    rank = launcher.env_rank()  # mpiexec, srun and torchrun say it in the environment
-    _, size = launcher.started_by()
+    rank = launch.env_rank()  # mpiexec, srun and torchrun say it in the environment
+    _, size = launch.started_by()
     port = 20000 + os.getppid() % 20000  # the ranks of a host have the same parent
     store = dist.TCPStore("localhost", port, size, is_master=rank == 0)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
