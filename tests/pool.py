@@ -128,7 +128,7 @@ def _run(job):
 def _words(store, rank):
     """Return a TCPStore of rank 0, as in a run; the FileStore `store` says where it is."""
     import torch.distributed as dist
-    wait = timedelta(seconds=COLLECTIVE)
+    wait = timedelta(seconds=3 * COLLECTIVE)  # a client of a loaded machine may stall for seconds
     if rank:
         return dist.TCPStore("127.0.0.1", int(store.get("port")), timeout=wait, wait_for_workers=False)
     words = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=wait, wait_for_workers=False)
