@@ -10,7 +10,6 @@
     replica_differences  compares the parameters that several ranks share (--check-every)
 """
 import contextlib
-import dataclasses
 import hashlib
 import math
 import os
@@ -30,7 +29,7 @@ from corpus.tokenizer import prompt_tokenizer
 from cost.memory import check_memory
 from interface.files import ChangedFile
 from interface.layout import check_layout
-from interface.terminal import clock, one_line, say
+from interface.terminal import complain, one_line, say
 from ops import fp8
 from ops.checksum import checksum
 from optim import VOTES
@@ -41,7 +40,6 @@ STOP_FILE = "stop"
 # Why a run stops early: one vote each. Of several reasons the first counts.
 REASONS = (*(number.name for number in session.STOPPING), f"the file {STOP_FILE}", "max-minutes")
 assert len(REASONS) == VOTES
-LARGE = 5  # GB, which take about as many seconds to read
 LOOK_EVERY = 1.0  # seconds between two looks at OUT/stop
 PROMPT = ("cpu",)  # devices whose sums the host reads at once
 
@@ -73,8 +71,11 @@ def started(argv=None):
                 traceback.clear_frames(leaving.__traceback__)  # they may hold process groups
                 code = leaving.code
             except ChangedFile as error:
+                if world.size > 1:
+                    raise  # what launch() has installed ends all ranks
                 traceback.clear_frames(error.__traceback__)
-                code = launch.refuse_alone(world, error)
+                complain(f"nanoshard: {one_line(error)}")
+                code = Outcome.WRONG_INPUT
             launch.shutdown(world)
     if code:
         raise SystemExit(int(code))
@@ -86,16 +87,9 @@ def same_start(world, cfg, wrong):
     cfg, wrong: from session.parse_flags(). Collective over the world.
     """
     with world.everyone.input():
-        text = world.everyone.first(wrong)  # a short text of the lowest rank that has one, over the world
-        if text is not None:
-            texts = world.everyone.gather(wrong)  # a short text per rank, over the world
-            ranks = [rank for rank, other in enumerate(texts) if other == text]
-            if len(ranks) < world.size:
-                text = f"{watch.format_ranks(ranks)} only: {text}"
-            raise ValueError(text)
-
-        flags = {f"--{name.replace('_', '-')}": repr(value)
-                 for name, value in dataclasses.asdict(cfg).items()}
+        if wrong is not None:
+            raise ValueError(f"rank {world.rank}: {wrong}")
+        flags = {f"--{name.replace('_', '-')}": repr(value) for name, value in vars(cfg).items()}
         compare(world, flags, "start all ranks with the same flags")
         code = {"torch": torch.__version__, **loaded_files()}
         compare(world, code, "give all ranks the same code")
@@ -116,7 +110,7 @@ def open_data(cfg, world, mesh):
     tokenizer: for samples of text, or None if the run prints none. ValueError, OSError: the data cannot be
     read, or is not the same on all ranks, or the model is too large for their memory. Collective.
     """
-    verify_data_first(world.everyone, cfg.data)
+    verify_data_first(world, cfg.data)
     train, val, vocab_size, identity = samples.open_data(cfg, world.local_rank)
     tokenizer = prompt_tokenizer(cfg)
     check_memory(cfg, mesh, vocab_size, world)
@@ -130,9 +124,7 @@ def loaded_files():
     hashes = {}
     for module in list(sys.modules.values()):
         file = getattr(module, "__file__", None) or ""
-        if "site-packages" in file or not file.endswith(".py"):
-            continue
-        if not Path(file).is_absolute():  # some of torch's are not
+        if not file.startswith("/") or not file.endswith(".py") or "site-packages" in file:
             continue
         path = Path(file).resolve()
         if path.is_relative_to(ROOT):
@@ -141,37 +133,19 @@ def loaded_files():
 
 
 def compare(world, values, cure):
-    """Raise ValueError, on all ranks, if a value of {name: str} differs between ranks.
+    """Raise ValueError, on all ranks, if a value of {name: str} differs from rank 0's on any rank.
 
-    Names that only some ranks have are not compared. Collective over the world: each rank sends a digest, and
-    sends the values, too, only if the digests differ.
+    Names that only one of the two has are not compared. Collective over the world.
     """
-    digest = hashlib.sha256(repr(sorted(values.items())).encode()).hexdigest()
-    first = world.everyone.broadcast(digest)  # 64 characters of rank 0 to all, over the world
-    if not world.everyone.any(digest != first):  # one bool from each rank, over the world
-        return
-    told = world.everyone.gather(values)  # a few words per value and rank, over the world
-    common = set.intersection(*map(set, told))
-    for name in sorted(common):
-        ranks_with = {}  # {value: ranks}
-        for rank, theirs in enumerate(told):
-            ranks_with.setdefault(theirs[name], []).append(rank)
-        if len(ranks_with) > 1:
-            raise ValueError(f"{_describe_difference(name, ranks_with)}; {cure}")
-
-
-def _describe_difference(name, ranks_with):
-    """Return "rank 1 has NAME VALUE, ranks 0, 2 have NAME VALUE", for at most four values.
-
-    ranks_with: {value: ranks}. The value that the fewest ranks have comes first.
-    """
-    parts = []
-    for value, ranks in sorted(ranks_with.items(), key=lambda item: len(item[1])):
-        verb = "has" if len(ranks) == 1 else "have"
-        parts.append(f"{watch.format_ranks(ranks)} {verb} {name} {value}")
-    if len(parts) > 4:
-        parts = [*parts[:4], "..."]
-    return ", ".join(parts)
+    theirs = world.everyone.broadcast(values)  # a few words per value, from rank 0 to all, over the world
+    different = None
+    for name in sorted(values.keys() & theirs.keys()):
+        if different is None and values[name] != theirs[name]:
+            different = (f"rank {world.rank} has {name} {values[name]}, rank 0 has {name} {theirs[name]}; "
+                         f"{cure}")
+    text = world.everyone.first(different)  # a short text of the lowest rank that has one, over the world
+    if text is not None:
+        raise ValueError(text)
 
 
 def read_together(everyone, read, *args):
@@ -207,26 +181,16 @@ def read_by_first(everyone, read, *args):
     return result
 
 
-def verify_data_first(everyone, spec):
+def verify_data_first(world, spec):
     """Verify the data sets of --data on rank 0, before the other nodes look at them.
 
-    They find its record, .verified.json, and need not read the files of a shared disk again. Collective over
-    the world.
+    They find its record, .verified.json, and need not read the files of a shared disk again. ValueError, on
+    rank 0: a file is damaged. Collective over the world.
     """
-    folders = [] if spec == "synthetic" else [folder for folder, _ in samples.parse_blend(spec)]
-    for folder in folders:
-        if everyone.rank == 0:
-            announce_reading(Path(folder))
-        read_by_first(everyone, verify, folder)
-
-
-def announce_reading(folder):
-    """Print a line if the files of a data set are large and were not verified here before."""
-    with contextlib.suppress(OSError):
-        gigabytes = sum(path.stat().st_size for path in folder.glob("*.bin")) / 1e9
-        if gigabytes > LARGE and not (folder / ".verified.json").exists():
-            say(f"reads {gigabytes:,.0f} GB of {folder} to compare their sha256, once: about "
-                f"{clock(gigabytes)}")
+    if world.rank == 0 and spec != "synthetic":
+        for folder, _ in samples.parse_blend(spec):
+            verify(folder)
+    world.barrier()
 
 
 def start_copy(tensor):
@@ -312,9 +276,7 @@ class Stop:
         if world.size == 1:
             found = self.reasons()
         elif sums is None:
-            bits = sum(1 << i for i, is_reason in enumerate(self.reasons()) if is_reason)
-            asked = world.everyone.either(bits)  # six bits from each rank to all, over the world
-            found = [asked >> i & 1 for i in range(VOTES)]
+            found = world.everyone.maximum(self.reasons())  # six of each rank, over the world
         elif sums.device.type in PROMPT:
             found = sums.tolist()
         else:
@@ -347,10 +309,8 @@ def replica_differences(model, mesh):
             if axis.rank == 0:
                 lines += mismatches(tensors, hashes, axis.ranks)
 
-    found = []
-    for part in mesh.world.everyone.gather(lines):  # a few lines, or none, from each rank, over the world
-        found += part
-    return found
+    found = mesh.world.everyone.gather(lines)  # a few lines, or none, from each rank, over the world
+    return [line for part in found for line in part]
 
 
 def hashes_by_axis(model):
@@ -368,31 +328,20 @@ def hashes_by_axis(model):
 
 
 def mismatches(names, hashes, ranks):
-    """Return a line for each tensor that differs between ranks.
+    """Return a line for each tensor that differs between ranks. The largest group of equal ranks is right.
 
     hashes: for each rank, the list of its hashes in the order of names.
     """
     lines = []
     for i, name in enumerate(names):
-        line = describe_mismatch(name, [theirs[i] for theirs in hashes], ranks)
-        if line is not None:
-            lines.append(line)
+        ranks_with = {}  # hash: ranks
+        for theirs, rank in zip(hashes, ranks, strict=True):
+            ranks_with.setdefault(tuple(theirs[i]), []).append(rank)
+        right = max(ranks_with.values(), key=len)
+        wrong = [rank for rank in ranks if rank not in right]
+        if wrong:
+            lines.append(f"{name} on {watch.format_ranks(wrong)} differs from {watch.format_ranks(right)}")
     return lines
-
-
-def describe_mismatch(name, hashes, ranks):
-    """Return which ranks hold a tensor `name` that differs from the others', or None. hashes: one per rank.
-
-    The largest group of equal ranks is taken to be right.
-    """
-    ranks_with = {}  # hash: ranks
-    for row, rank in zip(hashes, ranks, strict=True):
-        ranks_with.setdefault(tuple(row), []).append(rank)
-    if len(ranks_with) == 1:
-        return None
-    right = max(ranks_with.values(), key=len)
-    wrong = [rank for rank in ranks if rank not in right]
-    return f"{name} on {watch.format_ranks(wrong)} differs from {watch.format_ranks(right)}"
 
 
 def differences_message(lines, step, checkpoints):

@@ -6,10 +6,10 @@ of its own, rank 0 reads all of them, combines them and writes one answer. Words
 who reaches the store's port can write there, and must not be able to run code.
 docs/several-nodes.md says what this costs for thousands of ranks.
 """
+import collections
 import contextlib
 import json
 import zlib
-from collections import Counter
 
 from config import Outcome
 from interface.terminal import complain, one_line
@@ -36,7 +36,7 @@ class Everyone:
         self.store = store
         self.calls = calls
         self.turn = 0
-        self.sent = Counter()  # no bytes are counted
+        self.sent = collections.Counter()  # no bytes are counted
 
     def gather(self, value):
         """Return the values of all ranks as a list, on every rank."""
@@ -54,7 +54,7 @@ class Everyone:
 
     def maximum(self, numbers):
         """Return the maxima, place by place, of each rank's list of numbers."""
-        return self._together("maximum", list(numbers), _maxima)
+        return self._together("maximum", list(numbers), lambda lists: [*map(max, *lists, lists[0])])
 
     def either(self, bits):
         """Return the bitwise or of an integer of each rank, which may have thousands of bits."""
@@ -62,16 +62,15 @@ class Everyone:
 
     def first(self, value):
         """Return the value of the lowest rank whose value is not None, or None."""
-        return self._together("first", value, _first)
+        return self._together("first", value, lambda values: next(filter(_is_something, values), None))
 
     def union(self, entries):
-        """Return all entries of the ranks' dicts, whose keys are strings. Of equal keys the lowest rank's
-        counts."""
-        return self._together("union", entries, _union)
+        """Return all entries of the ranks' dicts: of equal keys, which are strings, the lowest rank's."""
+        return self._together("union", entries, lambda dicts: dict(collections.ChainMap(*dicts)))
 
     def broadcast(self, value):
         """Return the value of rank 0."""
-        return self._together("broadcast", value if self.rank == 0 else None, _of_rank_0)
+        return self._together("broadcast", value if self.rank == 0 else None, lambda values: values[0])
 
     def barrier(self):
         """Wait until all ranks have arrived here."""
@@ -82,9 +81,6 @@ class Everyone:
         need it no more."""
         self.barrier()
         self._wait_until_read()
-
-    gather_objects = gather
-    broadcast_object = broadcast
 
     @contextlib.contextmanager
     def input(self):
@@ -175,8 +171,8 @@ def _unpacked(data):
     return json.loads(data)
 
 
-def _maxima(lists):
-    return [max(column) for column in zip(*lists, strict=True)]
+def _is_something(value):
+    return value is not None
 
 
 def _either(words):
@@ -184,18 +180,3 @@ def _either(words):
     for word in words:
         bits |= int(word, 16)
     return hex(bits)
-
-
-def _first(values):
-    return next((value for value in values if value is not None), None)
-
-
-def _union(dicts):
-    found = {}
-    for entries in reversed(dicts):
-        found.update(entries)
-    return found
-
-
-def _of_rank_0(values):
-    return values[0]

@@ -332,9 +332,8 @@ def test_every_tensor_is_compared_among_all_ranks_that_hold_it(n, layout, family
 
 
 def test_the_smaller_group_of_replicas_is_reported():
-    hashes = [[1, 2], [1, 2], [1, 3], [1, 2]]
-    assert agree.describe_mismatch("w", hashes, (0, 2, 4, 6)) == "w on rank 4 differs from ranks 0, 2, 6"
-    assert agree.describe_mismatch("w", [[1, 2], [1, 2]], (0, 1)) is None
+    hashes = [[[0, 0], [1, 2]], [[0, 0], [1, 2]], [[0, 0], [1, 3]], [[0, 0], [1, 2]]]
+    assert agree.mismatches(["v", "w"], hashes, (0, 2, 4, 6)) == ["w on rank 4 differs from ranks 0, 2, 6"]
     assert agree.differences_message([f"w{i}" for i in range(20)], 5, []).endswith("w7\n... and 12 more")
 
 
