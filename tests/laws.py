@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 ROOMS = ["ops", "fast", "runtime", "interface", "corpus", "cost", "hub"]
 READING_PATH = ["train.py", "model.py", "layers.py", "attention.py", "moe.py", "parallel.py", "ddp.py",
                 "zero.py", "pipeline.py", "optim.py", "muon.py", "ops/permute.py"]
-LAUNCH_FILES = ["runtime/launch.py"]
+LAUNCH_FILES = ["runtime/launch.py", "bench/common.py"]  # the second gives it to commands, without a launcher
 COLUMNS, READING_COLUMNS, FUNCTION_LINES, FILE_LINES = 110, 100, 60, 600
 
 # An import goes from a line to one further down. `config` is below everything: each program and each room
