@@ -29,11 +29,7 @@ def layer_of(name):
 
 
 def dtype_of_norms(grad):
-    """Return the dtype in which the norm of a bucket's gradients is computed, at least fp32.
-
-    The gradients can be in bf16, whose norm would have 8 bits. On a CPU it is fp64, because the fp32 norm of
-    torch is a plain sum there.
-    """
+    """Return the dtype of a norm: at least fp32, and fp64 on a CPU, whose fp32 norm is a plain sum."""
     wide = torch.float64 if grad.device.type == "cpu" else torch.float32
     return torch.promote_types(grad.dtype, wide)
 
@@ -41,8 +37,7 @@ def dtype_of_norms(grad):
 class LayerNorms:
     """The norms of one step's gradients by layer, of the whole global batch, before clipping.
 
-    measure() is called between the gradient sums and the update, without waiting for the device or for other
-    ranks. report() sums over the ranks and makes the row's keys.
+    measure() waits neither for the device nor for other ranks; report() sums over them.
     """
 
     def __init__(self, cfg, data_parallel, opt):
@@ -71,10 +66,7 @@ class LayerNorms:
         self.squares = squares
 
     def report(self):
-        """Return {"grad_norm/LAYER": its norm} of the step that was measured, {} if none was. Collective.
-
-        A norm that is not finite is left out, so a row shows which layers' gradients are not finite.
-        """
+        """Return {"grad_norm/LAYER": its norm, if it is finite}; {} if no step was measured. Collective."""
         if self.squares is None:  # The step was skipped, on all ranks.
             return {}
         # SUM of a number per layer, over the world

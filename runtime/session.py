@@ -109,7 +109,7 @@ class Signals:
 
     def _wait(self):
         if self.leaves is None:
-            return ""
+            return ", however long the first step takes"
         return f", in about {clock(max(1, self.leaves - time.monotonic()))}"
 
     def _leave(self, code, text):

@@ -6,11 +6,7 @@ import torch
 
 
 class Stopwatch:
-    """Points in time on the device.
-
-    On a GPU the points are events, because a host clock would time only the launches. On a CPU the host's
-    clock is used.
-    """
+    """Points in time on the device: on a GPU events, because a host clock would time only the launches."""
 
     def __init__(self, device):
         self.device = device
@@ -37,13 +33,10 @@ class Clock:
 
     def __init__(self, device):
         self.watch = Stopwatch(device)
-        self._start_counts()
-        self.resume()
-
-    def _start_counts(self):
         self.steps = 0  # that were computed
         self.samples = 0  # sequences in them
         self.total = 0.0  # milliseconds
+        self.resume()
 
     def resume(self):
         self.started = self.watch.mark()
@@ -57,15 +50,15 @@ class Clock:
         """Return the mean milliseconds per step since the last call. All counts start again at zero."""
         self.pause()
         ms = self.total / max(1, self.steps)
-        self._start_counts()
+        self.steps = self.samples = 0
+        self.total = 0.0
         return ms
 
 
 class Timers:
     """--timers: milliseconds per step in each phase, measured by `with timers("forward"): ...`.
 
-    The time of forward contains that of param_gather. pipeline is the time spent waiting for neighbouring
-    stages.
+    forward contains param_gather; pipeline is the wait for neighbouring stages.
     """
     PHASES = ("data", "forward", "backward", "pipeline", "grad_sync", "norm", "optimizer", "param_gather")
 

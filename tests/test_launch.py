@@ -517,7 +517,8 @@ def test_every_signal_is_answered_and_a_second_interrupt_leaves_at_once(capfd, m
         signals._answer(number)
         said.append(capfd.readouterr().err.removeprefix("nanoshard: "))
     goes = "finishes this step, saves and leaves"
-    assert said == [f"SIGTERM: {goes}\n", "", f"SIGTERM: {goes}, in about 1:30\n",
+    assert said == [f"SIGTERM: {goes}, however long the first step takes\n", "",
+                    f"SIGTERM: {goes}, in about 1:30\n",
                     f"SIGINT: {goes}, in about 1:29; again: leaves at once, without saving\n", ""]
     assert signals.number == signal.SIGTERM
     now[0] += 1
