@@ -244,7 +244,6 @@ def _join(start, wait):
     device, threads = select_device(local_rank, local_size, own)
     backend = "none"
     if size > 1:
-        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # the length of torch's record of collectives
         if n_nodes == 1 and os.path.exists("/sys/class/net/lo"):  # gloo, too, listens on this host alone
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         # Only the device's own backend: nccl, xccl or, on a CPU, gloo, with a connection to each rank.
