@@ -38,6 +38,7 @@ import platform
 import re
 import shlex
 import shutil
+import signal
 import sys
 import sysconfig
 import threading
@@ -132,8 +133,6 @@ def what_is_wrong(flags, command):
     """Return what is wrong with the flags of a command, or None."""
     if not flags.sources and not (flags.verify and flags.name):
         return "no SOURCE is given: stdlib, files, or names on the hub"
-    if "stdlib" in flags.sources and not flags.stdlib:
-        return "stdlib and other sources do not mix"
     for_chat = len(flags.sources) > 1 and flags.tokenizer not in ("char", "bpe")
     if not flags.stdlib and not (flags.name and (for_chat or not flags.chat)):
         for source in flags.sources[int(flags.chat):]:  # what is misspelt is told first
@@ -152,8 +151,6 @@ def what_is_wrong(flags, command):
     is_plain = re.fullmatch(r"(?![.-])[^/\\]*", flags.name) and flags.name.isprintable()
     if not is_plain:  # it would leave its folder, or be a flag for a program
         return f"--name {flags.name!r} is no plain name, as my-text is; --out says where that folder goes"
-    if flags.with_tests and not flags.stdlib:
-        return "--with-tests belongs to stdlib"
     if flags.vocab_size is not None and flags.tokenizer != "bpe":
         return "--vocab-size is for --tokenizer bpe"
     if not 0 < flags.val_fraction < 1:
@@ -176,7 +173,6 @@ def list_files(flags):
 
 
 def list_stdlib(with_tests):
-    """Return the paths of the standard library's files, in order."""
     root = Path(sysconfig.get_path("stdlib"))
     skip = NOT_STDLIB if with_tests else NOT_STDLIB | TESTS
     names = sorted((path.relative_to(root) for path in root.rglob("*.py")), key=Path.as_posix)
@@ -266,12 +262,10 @@ def spelled_ends(vocab):
 
 
 def token_dtype(vocab):
-    """Return the dtype of a data set's tokens."""
     return np.dtype("<u2" if vocab.n_vocab <= 1 << 16 else "<u4")
 
 
 def batches(files, flags, split):
-    """Yield (split, texts) of about BATCH characters."""
     texts = []
     size = 0
     for file in files:
@@ -287,7 +281,8 @@ def batches(files, flags, split):
 
 
 def end_with_parent():
-    """Let a worker end when its parent ends, kill -9 included."""
+    """Let a worker end when its parent ends, kill -9 included, and without a word at Ctrl-C."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     parent = multiprocessing.parent_process()
 
     def wait_and_exit():
@@ -390,7 +385,6 @@ def prepare_text(flags, files, val_files, work):
 
 
 def check_amount(flags, sizes, lengths):
-    """Raise ValueError if a split would be empty."""
     documents = sum(map(len, lengths.values()))
     if not documents:
         raise ValueError(f"{shlex.join(flags.sources)}: no text is in it; give files that have some")
@@ -421,7 +415,6 @@ def prepare_chat(flags, files, val_files, work):
 
 
 def common_meta(flags, vocab, sizes, about):
-    """Return the first fields of meta.json, which text and conversations have in common."""
     return {
         "version": shards.VERSION,
         "tokenizer": vocab.kind,

@@ -47,7 +47,6 @@ class Template:
         self.begin = [] if vocab.eod is None else [vocab.eod]  # of a conversation, as of any document
 
     def message(self, role, content):
-        """Return the ids of one message, a list of int: the role, the text, the end."""
         return [self.role_ids[role], *self.vocab.encode(content), self.end]
 
     def question(self, content):
@@ -124,7 +123,6 @@ class Packed(NamedTuple):
     dropped: int  # conversations of which no trained token was left: they are left out
 
     def describe(self, vocab, seq_len):
-        """Return what was made, in words."""
         n_train = len(self.ids["train"])
         n_val = len(self.ids["val"])
         n_trained = sum(int(self.trained[split].sum()) for split in SPLITS)

@@ -151,7 +151,6 @@ class Tokens:
         return x, y
 
     def places(self, first, x):
-        """Return document_places() of x, the inputs of the samples from `first` on: (n, T) -> (n, T)."""
         return document_places(x, self.eod)
 
     def read(self, shards, starts):
@@ -223,7 +222,6 @@ def parse_blend(spec):
 
 
 def parse_item(spec, item):
-    """Return (folder, weight) of one item of --data, such as A:0.7. ValueError: wrong syntax."""
     folder, weight = item, None
     if ":" in item:
         folder, _, text = item.rpartition(":")
@@ -238,7 +236,6 @@ def parse_item(spec, item):
 
 
 def first_folder(spec):
-    """Return the first folder of --data; all have its tokenizer."""
     return parse_blend(spec)[0][0]
 
 
@@ -312,7 +309,6 @@ def load_blend_meta(spec):
 
 
 def check_same_tokenizer(first, first_meta, folder, meta):
-    """Raise ValueError unless a data set of a blend has the tokenizer of the first one."""
     if all(meta[key] == first_meta[key] for key in ("tokenizer_sha256", "vocab_size")):
         return
     # A vocabulary of characters spells only the text that it was made of.
@@ -401,7 +397,6 @@ class Blend:
         return places
 
     def n_targets(self, first, n):
-        """Return how many tokens of samples first .. first+n-1 are trained."""
         return sum(part.n_targets(start, len(rows)) for part, start, rows in self.pieces(first, n))
 
 

@@ -6,14 +6,16 @@ per token: 1 where it is trained. Errors are ValueError or OSError, and say whic
 """
 import hashlib
 import json
-import re
+import shlex
 import struct
 from contextlib import suppress
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
 from interface import paths
+from interface.command_line import given
 from interface.files import Range, check_schema, load_json, write_whole
 
 SPLITS = ("train", "val")
@@ -25,27 +27,15 @@ BLOCK = 1 << 24  # bytes that are read, or tokens that are written, at a time
 
 
 def pack_header(itemsize, tokens):
-    """Return the first 4096 bytes of a shard of `tokens` tokens of `itemsize` bytes each."""
     return HEADER.pack(MAGIC, VERSION, itemsize, tokens).ljust(HEADER_BYTES, b"\0")
 
 
-def shard_name(name):
-    """a name like train_00000.bin or train_mask_00000.bin"""
-    return isinstance(name, str) and re.fullmatch(r"(train|val)(_mask)?_[0-9]{5,}\.bin", name)
-
-
-def dtype_name(name):
-    """uint16 or uint32"""
-    return name in ("uint16", "uint32")
-
-
-# Schemas of meta.json. The docstrings of the two predicates above end the messages about a wrong value.
-SHARD = {"file": shard_name, "tokens": Range(1, 1 << 62), "sha256": str, "max_id?": Range(0, 1 << 32)}
+SHARD = {"file": str, "tokens": Range(1, 1 << 62), "sha256": str, "max_id?": Range(0, 1 << 32)}
 META = {
     "version": Range(VERSION, VERSION),
     "tokenizer": str,
     "tokenizer_sha256": str,
-    "dtype": dtype_name,
+    "dtype": Literal["uint16", "uint32"],
     "vocab_size": Range(1, 1 << 32),
     "tokens": dict.fromkeys(SPLITS, Range(1, 1 << 62)),
     "eod": (int, type(None)),
@@ -57,11 +47,14 @@ CHAT = {"seq_len": Range(1, 1 << 24), "masks": dict.fromkeys(SPLITS, [SHARD])}  
 
 
 def how_to_fix(folder, meta=None):
-    """Return the end of an error message: the command that makes the data again."""
+    """Return the end of an error message: the command that makes the data again, and where."""
     command = (meta or {}).get("command")
-    if isinstance(command, str) and command.startswith("python prepare.py "):
-        return f"make it with: {command}"
-    return paths.make_data(folder)
+    if not isinstance(command, str) or not command.startswith("python prepare.py "):
+        return paths.make_data(folder)
+    words = shlex.split(command)
+    made = Path(given(words, "out") or "data") / (given(words, "name") or "stdlib")
+    is_copy = made.resolve() != Path(folder).resolve()
+    return f"make it with: {command}" + (f", then --data {made}" if is_copy else "")
 
 
 def load_meta(folder):

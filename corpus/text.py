@@ -55,16 +55,14 @@ def require(module, user):
 # Which files, and how each is read
 
 def check_source(source):
-    """Raise FileNotFoundError, with what is meant, if a source is neither a file nor on the hub."""
+    """Return whether a source is a name on the hub. FileNotFoundError, with what is meant: nor a file."""
     if Path(source).is_dir():
         raise FileNotFoundError(f"{source} is a folder; give its files, as {shlex.quote(source)}/*")
-    if not is_on_hub(source) and not Path(source).is_file():
+    on_hub = source in HUB or source.startswith("hf:")
+    if not on_hub and not Path(source).is_file():
         raise FileNotFoundError(f"{source} is not a file{paths.meant_file(source)}; give stdlib, files, or"
                                 f" one of {', '.join(HUB)}")
-
-
-def is_on_hub(source):
-    return source in HUB or source.startswith("hf:")
+    return on_hub
 
 
 def list_files(source, key):
@@ -73,8 +71,7 @@ def list_files(source, key):
     key: the column or json key of the text. ValueError, OSError: a file is absent, would be trained on with
     its brackets, or needs a missing package. So these are found now, not hours later.
     """
-    check_source(source)
-    found = fetch_from_hub(source) if is_on_hub(source) else [(source, source)]
+    found = fetch_from_hub(source) if check_source(source) else [(source, source)]
     return [File(kind_of(name, path, key), str(path)) for name, path in found]
 
 
@@ -110,7 +107,10 @@ def kind_of(name, path, key):
         first = f.readline(MOST_LINE).removeprefix(codecs.BOM_UTF8)
     if name.endswith(RECORDS):
         return "records"
-    record = first_record(first)
+    record = {}
+    if first.startswith(b"{"):
+        with contextlib.suppress(ValueError, RecursionError):
+            record = json.loads(first)
     if key in record or "messages" in record:
         say(f"{path}: its first line is a JSON object, so each line is read as one")
         return "records"
@@ -119,15 +119,6 @@ def kind_of(name, path, key):
     if begin == ZSTD:  # zstandard does not tell that a text is cut short; a record is broken then
         raise ValueError(f"{path} is no .jsonl.zst; unpack it: unzstd {shlex.quote(str(path))}")
     return "text"
-
-
-def first_record(line):
-    """Return the JSON object on a line, or {}."""
-    record = None
-    if line.startswith(b"{"):
-        with contextlib.suppress(ValueError, RecursionError):
-            record = json.loads(line)
-    return record if isinstance(record, dict) else {}
 
 
 def refuse_records(name, path, key, first, record):
@@ -238,26 +229,19 @@ def document_end(text, start):
 
 def decoded(path):
     """Yield the characters of a text, without the mark that some editors write before it."""
-    decoder = codecs.getincrementaldecoder("utf-8-sig")()
-    at = 0  # bytes that are read
     with open_bytes(path) as f:
-        while True:
-            block = f.read(1 << 20)
-            held = len(decoder.getstate()[0])
-            try:
-                yield decoder.decode(block, final=not block)
-            except UnicodeDecodeError as e:
-                source = shlex.quote(str(path))
-                raise ValueError(f"{path} is not utf-8 at byte {at - held + e.start}; convert it: iconv -f "
-                                 f"LATIN1 -t UTF-8 {source} > {source}.utf8 (file -i names its encoding, if "
-                                 "that is not LATIN1)") from None
-            at += len(block)
-            if not block:
-                return
+        text = io.TextIOWrapper(f, "utf-8-sig", newline="")
+        try:
+            while piece := text.read(1 << 20):
+                yield piece
+        except UnicodeDecodeError as e:
+            source = shlex.quote(str(path))
+            raise ValueError(f"{path} is not utf-8, it has the byte {e.object[e.start]:#x}; convert it: "
+                             f"iconv -f LATIN1 -t UTF-8 {source} > {source}.utf8 (file -i names its encoding)"
+                             ) from None
 
 
 def read_records(path, key):
-    """Yield the value of `key` on each line."""
     for where, record in json_lines(path):
         yield text_of(record.get(key), where, key, ", ".join(record))
 

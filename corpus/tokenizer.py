@@ -15,7 +15,6 @@ from pathlib import Path
 import numpy as np
 
 from corpus.samples import first_folder
-from interface import paths
 from interface.files import check_schema, load_json
 from interface.terminal import one_line
 
@@ -55,7 +54,6 @@ class Tokenizer:
         self.sha256 = hashlib.sha256(self.text.encode()).hexdigest()
 
     def encode(self, text):
-        """Return the token ids of a text, a list of int; no end-of-document is added."""
         return self.encode_numpy(text).tolist()
 
     def with_special(self, names):
@@ -95,7 +93,6 @@ class Tokenizer:
             yield text[said:]
 
     def save(self, path):
-        """Write tokenizer.json (plain json, no code in it)."""
         Path(path).write_bytes(self.text.encode())
 
 
@@ -270,10 +267,8 @@ def from_tiktoken(name):
 
     known = tiktoken.list_encoding_names()
     if name not in known:
-        close = paths.close_paths(name, "data", paths.is_data)
-        meant = f"; perhaps --tokenizer {paths.listed(close)} is meant" if close else ""
-        raise ValueError(f"no tokenizer is called {name!r}{meant}; choose char, bpe, a prepared folder, "
-                         f"hf:FOLDER, {', '.join(known)}")
+        raise ValueError(f"no tokenizer is called {name!r}; choose char, bpe, a prepared folder, hf:FOLDER, "
+                         f"{', '.join(known)}")
     try:
         found = tiktoken.get_encoding(name)
     except Exception as e:  # of requests, ssl, the hash or the file

@@ -97,22 +97,6 @@ def test_a_full_disk_at_an_import(most, tmp_path, capsys):
     convert.main(["import", str(argv[1]), "--out", str(tmp_path / "other")])
 
 
-@pytest.mark.parametrize("most", [100, 600])
-def test_a_full_disk_at_conversations(most, tmp_path, sources, capsys):
-    talks = [[{"role": "user", "content": i % 6 * "a" + i // 10 * "b"}, {"role": "assistant", "content": "a"}]
-             for i in range(60)]
-    (tmp_path / "talks.jsonl").write_text("".join(json.dumps({"messages": t}) + "\n" for t in talks))
-    assert run(capsys, sources[0], "--name", "a", "--out", tmp_path, "--tokenizer", "char")[0] == 0
-    argv = ["chat", tmp_path / "talks.jsonl", "--name", "talks", "--out", tmp_path, "--seq-len", 16,
-            "--val-fraction", 0.2, "--tokenizer", tmp_path / "a"]
-    with files_of_at_most(most):
-        code, _, err = run(capsys, *argv)
-    assert code == 2 and err.count("\n") == 1, err
-    assert f"nanoshard: {tmp_path}/talks cannot be written: " in err
-    assert "File too large; free space there, or give another --out" in err
-    assert run(capsys, *argv)[0] == 0
-
-
 def test_a_full_disk_at_a_picture(tmp_path, capsys, monkeypatch):
     """A stand-in draws, as matplotlib need not be there."""
     class Figure:

