@@ -80,12 +80,13 @@ def detect(env):
             if launcher == "srun" and local_size is not None:
                 local_size = ranks_of_nodes(local_size)[int(env.get("SLURM_NODEID", 0))]
             start = Start(launcher, int(rank), int(size), int(local_rank), int(local_size or 1))
-            if start.rank < 0 or (start.size != -1 and start.rank >= start.size) or start.local_rank < 0:
-                raise ValueError(start)
+            is_one = 0 <= start.rank < start.size or start.size == -1 and start.rank >= 0
         except (ValueError, IndexError):
+            is_one = False
+        if not is_one:
             given = ", ".join(f"{name}={env[name][:40]}" for name in names if name in env)
             raise ValueError(f"{given} in the environment describe no rank: unset them, or start the ranks "
-                             f"with {STARTED_WITH.get(launcher, launcher)}") from None
+                             f"with {STARTED_WITH.get(launcher, launcher)}")
         return start
     if "RANK" in env and env.get("WORLD_SIZE", "1") != "1":  # each rank would train the whole model alone
         raise ValueError(f"RANK={env['RANK']} in the environment has no LOCAL_RANK: unset it, or start the "

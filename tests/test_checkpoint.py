@@ -599,4 +599,4 @@ def test_a_rank_waits_for_a_checkpoint_that_its_node_sees_late(tmp_path, monkeyp
     monkeypatch.setattr(checkpoint, "read_index", lambda path: {"files": {}})
     monkeypatch.setattr(checkpoint, "wait_for_folder", lambda path, patience: path.mkdir())
     monkeypatch.setattr(checkpoint, "check_files", lambda path, *rest: list(path.iterdir()))
-    read_checkpoint.check_together(World().tree, late)
+    read_checkpoint.check_together(World().everyone, late)

@@ -582,52 +582,16 @@ def test_a_stream_that_fails_never_ends_a_run(tmp_path):
 # -----------------------------------------------------------------------------
 # How threads wait
 
-IMPORT_ORDER = """import os, runpy, sys, traceback
-class Finder:
-    def find_spec(self, name, *_):
-        asks = any(frame.f_code.co_name == "check_packages" for frame, _ in traceback.walk_stack(None))
-        if name == "torch" and not asks:  # whether it is there
-            raise KeyboardInterrupt(os.environ.get("OMP_WAIT_POLICY"))
-sys.meta_path.insert(0, Finder())
-program = sys.argv.pop(1)
-sys.argv[0] = program
-try:
-    if program == "sample.py":
-        import sample
-        sample.load_model(None, 0, None)
-    if program == "train.py":
-        sys.argv.append("--data=synthetic")
-    sys.path.insert(0, os.path.dirname(program))
-    runpy.run_path(program, run_name="__main__")
-except KeyboardInterrupt as e:
-    print(e)
-"""
-PROGRAMS = ["train.py", "sample.py", *(f"bench/{name}.py" for name in (
-    "collectives", "doctor", "equal_one", "gpu_matrix", "ladder", "moe_layer", "one_step",
-    "oracles", "peer_cell", "save_cost", "smoke", "speed"))]
-
-
-@pytest.fixture(scope="module")
-def policies():
-    """{(program, what is set before its start): its process, which prints what is set then}, all at once."""
-    env = {k: v for k, v in os.environ.items() if k != "OMP_WAIT_POLICY"}
-    given = [(program, "") for program in PROGRAMS] + [("train.py", "ACTIVE")]
-    return {(program, policy): subprocess.Popen(
-        [sys.executable, "-c", IMPORT_ORDER, program], cwd=ROOT, text=True, stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE, env=env | ({"OMP_WAIT_POLICY": policy} if policy else {}))
-        for program, policy in given}
-
-
-@pytest.mark.parametrize("program", PROGRAMS)
-def test_idle_threads_sleep(program, policies):
-    """When a program first imports torch, whose OpenMP reads it then, OMP_WAIT_POLICY is set."""
-    for given, expected in (("", "PASSIVE"), ("ACTIVE", "ACTIVE")):
-        if (program, given) in policies:
-            out, err = policies[program, given].communicate(timeout=240)
-            assert out == f"{expected}\n", err
-
-
-def test_every_program_that_trains_is_among_them():
-    names = subprocess.run(["git", "grep", "-lE", "^from runtime.launch import .*launch"], cwd=ROOT,
-                           capture_output=True, text=True).stdout.split()
-    assert {n for n in names if n.startswith("bench/")} <= set(PROGRAMS)
+def test_idle_threads_sleep():
+    """launch.py, which says how torch's threads wait, needs no torch, and every program imports it before."""
+    code = ("import sys; from runtime import launch; "
+            "print('torch' in sys.modules, launch.os.environ['OMP_WAIT_POLICY'])")
+    env = {name: value for name, value in clean_env().items() if name != "OMP_WAIT_POLICY"}
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True)
+    assert done.stdout == "False PASSIVE\n", done.stderr
+    for path in [ROOT / "train.py", ROOT / "sample.py", *ROOT.glob("bench/*.py")]:
+        text = path.read_text()
+        ours = re.search(r"^ *from (common|runtime|runtime\.launch) import", text, re.M)
+        first = re.search(r"^ *(import|from) torch", text, re.M)
+        if ours and first and "launch" in text:
+            assert ours.start() < first.start(), path
