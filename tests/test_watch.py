@@ -15,10 +15,8 @@ import torch
 from pool import ROOT, run_ranks
 from runs import SHAPE, TINY, rows
 
-import parallel
 import train
 from config import Config, Outcome
-from corpus.samples import Synthetic
 from ops import checksum
 from parallel import make_mesh
 from runtime import agree, session, watch
@@ -334,33 +332,6 @@ def test_the_smaller_group_of_replicas_is_reported():
     hashes = [[[0, 0], [1, 2]], [[0, 0], [1, 2]], [[0, 0], [1, 3]], [[0, 0], [1, 2]]]
     assert agree.mismatches(["v", "w"], hashes, (0, 2, 4, 6)) == ["w on rank 4 differs from ranks 0, 2, 6"]
     assert agree.differences_message([f"w{i}" for i in range(20)], 5, []).endswith("w7\n... and 12 more")
-
-
-def compare_with_gathers_under_way(world):
-    """A ZeRO-1 step whose all-gather of the weights runs only when it is waited for -> the replicas'
-    differences, compared without that wait and with it."""
-    start = parallel.Axis.start_all_gather
-
-    def at_wait(axis, out, x, wait=False):
-        if wait:
-            return start(axis, out, x, wait)
-        x = x.clone()
-        return SimpleNamespace(wait=lambda: start(axis, out, x, wait=True))
-    cfg = Config(n_layer=1, n_embd=16, n_head=2, n_kv_head=2, ffn_hidden=32, seq_len=8, zero=1, micro_batch=1,
-                 warmup=0)
-    mesh, source = make_mesh(world), Synthetic(64, cfg.seq_len, cfg.seed)
-    model, data_parallel, opt = train.build(cfg, mesh, 64, world.device)
-    with mock.patch.object(parallel.Axis, "start_all_gather", at_wait):
-        batches = train.micro_batches(cfg, mesh, source, 0, 2, world.device)
-        train.Step(cfg, model, data_parallel, opt)(batches, 1)
-        with mock.patch.object(model, "provide_weights", lambda *args: None):
-            stale = agree.replica_differences(model, mesh)
-        return stale, agree.replica_differences(model, mesh)
-
-
-def test_replicas_are_compared_after_the_all_gather_of_the_weights():
-    for stale, differences in run_ranks(2, compare_with_gathers_under_way):
-        assert stale and differences == []
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
