@@ -302,16 +302,6 @@ def write_json(path, content):
 # -----------------------------------------------------------------------------
 # The README.md of an exported model
 
-CODE = {  # {--objective: how to run the model}
-    "causal": """from transformers import AutoModelForCausalLM, AutoTokenizer
-model, tokenizer = (kind.from_pretrained(".") for kind in (AutoModelForCausalLM, AutoTokenizer))
-text = tokenizer("Once", return_tensors="pt")
-print(tokenizer.decode(model.generate(**text, max_new_tokens=50)[0]))""",
-    "mlm": """from transformers import pipeline
-for found in pipeline("fill-mask", ".")("a[MASK] in a text"):
-    print(found["score"], repr(found["sequence"]))"""}
-
-
 def model_card(cfg, kind, weights, run, dtype):
     """Return README.md: what was trained, on what, and how far."""
     meta = weights.index["meta"]
@@ -335,7 +325,7 @@ def model_card(cfg, kind, weights, run, dtype):
     said = "\n".join(f"- {fact}" for fact in facts)
     return (f"---\nlibrary_name: transformers\npipeline_tag: {task}\ntags:\n- nanoshard\n---\n"
             f"# {run.name}, step {meta['step']}\n\n{FAMILIES[kind].architecture} in {dtype}, exported from "
-            f"nanoshard's {weights.path.name}.\n\n{said}\n\n```python\n{CODE[cfg.objective]}\n```\n")
+            f"nanoshard's {weights.path.name}.\n\n{said}\n")
 
 
 # -----------------------------------------------------------------------------

@@ -53,9 +53,10 @@ def open_writer(path, cfg, kind):
 # -----------------------------------------------------------------------------
 # Tensors
 
-def gguf_tensors(cfg, kind, vocab_size):
-    """Return {llama.cpp's name: Theirs} of the model that has the weights of ours."""
+def lazy_tensors(weights, cfg, kind, vocab_size, dtype):
+    """Return {llama.cpp's name: Lazy} of the model that has the weights of ours, read from a Reader."""
     import gguf
+    import torch
     table = gguf.get_tensor_name_map(gguf.MODEL_ARCH[ARCHITECTURES[kind]], cfg.n_layer)
     found = {}
     for name, (full, rows) in shapes(cfg, vocab_size).items():
@@ -65,14 +66,8 @@ def gguf_tensors(cfg, kind, vocab_size):
         part = Part(name, full, (0,) * len(full), (rows, *full[1:]))
         theirs = table.get_name(theirs, (".weight", ".bias"))
         found.setdefault(theirs, Theirs(False, [])).parts.append(part)
-    return found
-
-
-def lazy_tensors(weights, cfg, kind, vocab_size, dtype):
-    """Return {llama.cpp's name: Lazy}, read from a Reader of our weights."""
-    import torch
     lazy = {}
-    for name, theirs in gguf_tensors(cfg, kind, vocab_size).items():
+    for name, theirs in found.items():
         shape = theirs.shape()
         # In fp32 in every file, as in llama.cpp's own: vectors, routers, positions.
         is_wide = len(shape) == 1 or name.endswith("ffn_gate_inp.weight") or name == "position_embd.weight"
