@@ -170,12 +170,9 @@ def main(argv=None):
 
 def check_objective(cfg, mode, run):
     """Raise ValueError if a masked language model is to continue a text, or a causal one to fill gaps."""
-    if cfg.objective == "causal" and mode == "fill":
-        raise ValueError(f"{run} was trained with --objective causal, which sees no text behind a gap, so "
-                         "--fill is not for it; try --prompt")
-    if cfg.objective == "mlm" and mode != "fill":
-        raise ValueError(f"{run} was trained with --objective mlm, which fills gaps and continues no text; "
-                         f"give --fill 'a {MASK} in a text' alone")
+    if (cfg.objective == "mlm") != (mode == "fill"):
+        raise ValueError(f"{run} was trained with --objective {cfg.objective}: mlm fills gaps, with --fill "
+                         f"'a {MASK} in a text', and causal continues a text, with --prompt")
 
 
 def encode_prompt(prompt, vocabulary):
