@@ -220,7 +220,7 @@ def print_step(run, number):
     """
     cfg, vocab_size = read_run_config(run / "config.json")
     vocabulary = load_vocabulary(run, vocab_size)
-    source, *_ = open_data(cfg, 0)
+    source, *_ = open_data(cfg, local_rank=1)  # local rank 0 would read the whole data for its checksums
     n_ranks = load_json(run / "config.json")["dp"]
     full = cfg.global_batch or cfg.micro_batch * n_ranks
     first = 0
