@@ -361,11 +361,12 @@ class Rows:
     An earlier part's rows stay up to the step `until`; later ones will be written again.
     create: make the file, also where there is no row yet.
     """
-    is_full = False  # the disk, which is said once and not by each file
+    is_full = False  # the disk: one of the files says so, once
 
     def __init__(self, path, until, create=False):
         self.path = Path(path)
         self.waiting = b""  # rows that could not be written yet
+        Rows.is_full = False
         rows, damaged = sound_rows(path)
         rows = [row for row in rows if row["step"] <= until]
         if damaged and until >= 0:
@@ -395,7 +396,6 @@ class Rows:
                 file.truncate(size)  # no part of a row stays
                 raise
         self.waiting = b""
-        Rows.is_full = False
 
     def close(self):
         """Try once more to write the rows that wait. Those for which there is no room go to stderr."""

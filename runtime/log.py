@@ -202,7 +202,7 @@ def report_traffic(predicted, sent, mesh=None, nodes=()):
         pairs["to other nodes"] = leaving
     if pairs:
         say("comm per step, MB sent by rank 0, predicted / measured:")
-    width = max(6, *map(len, pairs), 6)
+    width = max([6, *map(len, pairs)])
     for axis, (expected, counted) in pairs.items():
         say(f"  {axis:{width}}{expected / 1e6:10.4g} / {counted / 1e6:.4g}")
     return pairs
