@@ -124,11 +124,8 @@ def most_memory(device):
     """Return the most bytes that this rank has held, on a CPU of the host's memory. None: not known."""
     if device.type == "cpu":
         return peak_resident()
-    peaks = peak_memory(device)
-    if peaks is None:
-        return None
-    _, reserved = peaks
-    return reserved + bytes_allocated()
+    peaks = peak_memory(device)  # allocated, reserved
+    return None if peaks is None else peaks[1] + bytes_allocated()
 
 
 def step_statistics(stats, refusal):
@@ -192,8 +189,8 @@ def expert_metrics(layers):
 def report_traffic(predicted, sent, mesh=None, nodes=()):
     """Print the bytes that this rank sent in the first step, by axis: predicted, and counted (Axis.sent).
 
-    predicted, sent: {axis name: bytes}. nodes: the node of each rank of the mesh; on several nodes, a line
-    says how many of the bytes leave the node. Return {axis name, or "to other nodes": [predicted, counted]}.
+    predicted, sent: {axis name: bytes}. nodes: the node of each rank of the mesh. Return {axis name, or on
+    several nodes "to other nodes": [predicted, counted]}.
     """
     pairs = {axis: [nbytes, sent[axis]] for axis, nbytes in predicted.items()}
     if len(set(nodes)) > 1:
@@ -281,8 +278,7 @@ def git_revision():
 def started(cfg, model, resumed, batch, source, skip):
     """Print what kind of run begins.
 
-    resumed: path of the checkpoint, or None. batch: sequences per step, after the ramp. source: the
-    training data. skip: the steps to skip.
+    resumed: path of the checkpoint, or None. batch: sequences per step, after the ramp.
     """
     n_parameters = sum(p.numel() for p in model.parameters())
     how = f"resumed {resumed}" if resumed else "started"
@@ -335,10 +331,8 @@ class Log:
     """metrics.jsonl, experts.jsonl, history.jsonl (a row per start) and the printed line; notes.jsonl, what
     report.html shows besides.
 
-    resumed: completed steps of the checkpoint from which the run goes on. Rows of later steps are removed,
-    because they will be written again. changed: {flag: [before, now]} since that checkpoint.
-    others: {name: bytes} of files that readers of OUT need beside config.json, the tokenizer. on_gpus:
-    whether the ranks train on GPUs.
+    resumed: completed steps of the checkpoint from which the run goes on; rows of later steps are removed.
+    changed: {flag: [before, now]} since that checkpoint. others: {name: bytes} of the tokenizer's files.
     """
 
     def __init__(self, out, config, resumed=0, wandb="off", changed=None, others=None, *, on_gpus=False):
@@ -413,7 +407,7 @@ class Log:
 def format_row(row, steps=None, left=None, on_gpus=False):
     """Return the printed lines of a row: the step, and below it experts and --timers.
 
-    steps: the last step. left: the seconds until then, or None. on_gpus: whether the ranks train on GPUs.
+    steps: the last step. left: the seconds until then, or None.
     """
     lines = [" ".join(_words_of_step(row, steps, left, on_gpus))]
     if "aux_loss" in row:
@@ -435,7 +429,6 @@ USUAL = {"graph_share": 1.0, "redone_share": 0.0}  # on a GPU: all steps replay 
 
 
 def _words_of_step(row, steps, left, on_gpus):
-    """Return the printed line of a step as a list of words."""
     words = [f"step={row['step']}/{steps}" if steps else f"step={row['step']}"]
     for key, form in WORDS.items():
         is_of_gpus = key == "tok_s_gpu" and not (on_gpus and row.get("tok_s") != row.get("tok_s_gpu"))
