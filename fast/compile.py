@@ -1,5 +1,4 @@
 """--compile: torch.compile of a model's blocks; with tp 1 and cp 1 a dense one is one graph."""
-from typing import NamedTuple
 
 import torch
 
@@ -16,8 +15,7 @@ def compile_blocks(model):
     """
     prepare_compiler()
     from torch._dynamo import utils
-    utils.counters.clear()  # compilation() is about this model, and not about an earlier one in a notebook
-    utils.compilation_time_metrics.clear()
+    utils.compilation_time_metrics.clear()  # of an earlier model in a notebook
     # Python counts the bytes of collectives, so the collectives stay outside the compiled graphs.
     keep_eager(parallel, "_uncompiled")
     keep_eager(parallel.Axis, "start_all_reduce")
@@ -72,21 +70,11 @@ def keep_eager(place, name):
     setattr(place, name, torch.compiler.disable(getattr(place, name)))
 
 
-class Compilation(NamedTuple):
-    seconds: float  # of the host, for forward and backward
-    graphs: int     # how many were traced; each has a forward and a backward part
-    cached: int     # parts that torch's cache had
-    compiled: int   # parts that it did not have
-    folder: str     # of the cache
-
-
-def compilation():
-    from torch._dynamo.utils import compile_times, counters
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
+def compile_seconds():
+    """Return the host's seconds for the compilation of forward and backward so far."""
+    from torch._dynamo.utils import compile_times
     seconds = 0.0
     for phase, times in zip(*compile_times(repr="csv"), strict=True):
         if phase in ("_compile.compile_inner", "backward._backward_impl"):
             seconds += sum(float(time) for time in times.split(", "))
-    inductor = counters["inductor"]
-    return Compilation(seconds, counters["stats"]["unique_graphs"], inductor["fxgraph_cache_hit"],
-                       inductor["fxgraph_cache_miss"], cache_dir())
+    return seconds
