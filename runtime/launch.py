@@ -113,6 +113,12 @@ def started_by():
     return start.launcher, start.size
 
 
+def is_one_node():
+    """Whether all ranks of this process's launcher are on this node, before launch()."""
+    start = detect(os.environ)
+    return start.size == start.local_size
+
+
 @contextlib.contextmanager
 def wrong_environment():
     """Turn a ValueError or OSError, of variables that can start no rank, into one line and exit code 2."""

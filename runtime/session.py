@@ -9,6 +9,7 @@ This file does not import torch, which takes seconds. So a signal that comes dur
 too, and --help and wrong flags are answered before it.
 """
 import contextlib
+import difflib
 import faulthandler
 import io
 import os
@@ -19,10 +20,11 @@ import time
 from pathlib import Path
 
 import plot
-from config import Config, Outcome
+from config import Config, Outcome, typed
 from interface import files
 from interface.command_line import INTERRUPTED, given, parse, wrong_input
 from interface.layout import check_alone, check_flags
+from interface.paths import meant_run
 from interface.terminal import Stream, clock, one_line, open_streams
 from runtime import launch
 
@@ -172,7 +174,7 @@ def parse_flags(argv):
     """Return (flags, None, timeout), or (None, what is wrong, timeout) on a rank with wrong flags.
 
     timeout: seconds. All ranks have the same words, so that wrong ones end each rank at once, and rank 0 says
-    what is wrong. Only if a file gives flags, which may be missing on one node, do the ranks tell each other.
+    what is wrong. Only of files that may be missing on one of several nodes do the ranks tell each other.
     So end --help and --list, which only rank 0 prints.
     """
     with wrong_input():
@@ -187,11 +189,13 @@ def parse_flags(argv):
             cfg = parse(argv)
             if n_ranks == 1:
                 check_alone(cfg, argv)
-                check_data(cfg)
             elif n_ranks > 1:
                 check_flags(cfg, n_ranks)
+            if launch.is_one_node():
+                check_paths(cfg)
         except (ValueError, OSError) as e:
-            if n_ranks > 1 and (given(argv, "config") or given(argv, "init_from")):
+            has_file = given(argv, "config") or given(argv, "init_from")
+            if n_ranks > 1 and has_file and not launch.is_one_node():
                 return None, one_line(e), Config.timeout
             if signals.rank and name != "hydra":
                 # A launcher may kill all ranks when one ends, and rank 0 has to print first.
@@ -202,9 +206,14 @@ def parse_flags(argv):
     return cfg, None, launch.NO_TIMEOUT if in_debugger else cfg.timeout
 
 
-def check_data(cfg):
-    """Raise FileNotFoundError or ValueError if there is no data: before torch is imported."""
+def check_paths(cfg):
+    """Raise FileNotFoundError or ValueError if a path of the flags is not there: before torch is imported."""
     from corpus import samples, shards
+    for name, path in (("init_from", cfg.init_from), ("resume", cfg.resume)):
+        if path not in ("", "auto", "none") and not Path(path).exists():
+            meant = difflib.get_close_matches(path, ("auto", "none"), 1)
+            hint = f"perhaps {typed(name)} {meant[0]} is meant" if meant else meant_run(path)
+            raise FileNotFoundError(f"{typed(name)} {path} is no checkpoint; {hint}")
     if cfg.data != "synthetic":
         for folder, _ in samples.parse_blend(cfg.data):
             shards.load_meta(folder)

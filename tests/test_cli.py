@@ -162,6 +162,7 @@ def test_one_rank_prints_the_error_under_mpiexec(tmp_path):
     for n, argv, words in [
         (2, ["--stepz=3"], ["--steps"]),
         (2, [*TINY, f"--out={tmp_path}", "--global-batch=6"], ["dp 2", "--global-batch 8"]),
+        (2, ["--data=nowhere"], ["nowhere holds no prepared data"]),
     ]:
         job = subprocess.run([MPIEXEC, "-n", str(n), sys.executable, str(ROOT / "train.py"), *argv],
                              capture_output=True, text=True, timeout=240)
@@ -390,22 +391,24 @@ def test_a_config_json_is_read_whole_or_refused_by_name(tmp_path):
 
 WITHOUT_TORCH = """import contextlib, io, runpy, sys
 said = {}
-for argv in (["--help"], ["--no-such-flag"]):
-    for program in ("plan", "sample", "plot", "convert", "prepare", "train"):
-        sys.argv = [f"{program}.py", *argv]
-        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-            try:
-                runpy.run_path(f"{program}.py", run_name="__main__")
-            except SystemExit as e:
-                said[" ".join(sys.argv)] = int(e.code), "torch" in sys.modules
+programs = ("plan", "sample", "plot", "convert", "prepare", "train")
+lines = [[program, flag] for program in programs for flag in ("--help", "--no-such-flag")]
+lines += [["train", f"--{flag}=nowhere"] for flag in ("data", "init-from", "resume")]
+for program, flag in lines:
+    sys.argv = [f"{program}.py", flag]
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        try:
+            runpy.run_path(f"{program}.py", run_name="__main__")
+        except SystemExit as e:
+            said[" ".join(sys.argv)] = int(e.code), "torch" in sys.modules
 print(said)
 """
 
 
-def test_help_and_wrong_flags_are_answered_without_torch():
+def test_help_wrong_flags_and_paths_are_answered_without_torch():
     """Its import takes seconds."""
     job = subprocess.run([sys.executable, "-c", WITHOUT_TORCH], cwd=ROOT, capture_output=True, text=True)
     said = ast.literal_eval(job.stdout)
-    assert len(said) == 12, job.stderr
+    assert len(said) == 15, job.stderr
     for command, (code, has_torch) in said.items():
         assert not has_torch and code == (0 if "--help" in command else 2), (command, code)
