@@ -15,6 +15,7 @@ from typing import NamedTuple
 import checkpoint
 from hub.families import FAMILIES, read_config
 from interface.files import check_schema, load_json
+from interface.paths import FROM_HUB
 
 
 class Part(NamedTuple):
@@ -165,6 +166,8 @@ def open_slices(path):
         handle = safe_open(path, framework="pt")
         return {key: handle.get_slice(key) for key in handle.keys()}  # noqa: SIM118
     except FileNotFoundError:
+        if not Path(path).parent.exists():
+            raise FileNotFoundError(f"{Path(path).parent} is not there; {FROM_HUB}") from None
         raise FileNotFoundError(f"{path} is not there; files of other kinds (.bin, .pt) can run code and are "
                                 "not read: save the model again with transformers") from None
     except (SafetensorError, OSError) as e:
