@@ -321,10 +321,7 @@ def unknown_flags(saved, beside=()):
 
 
 def flags_beyond(known, cfg):
-    """Return {name: value} of the flags that change the model and are not among the names `known`.
-
-    They are of kind shape or meaning. The default of a flag is the model without it.
-    """
+    """Return {name: value} of the flags that change the model and are not among the names `known`."""
     of_model = {*SHAPE, *flags_of_kind("meaning")} - set(known)
     return {name: getattr(cfg, name) for name in FLAGS
             if name in of_model and has_effect(name, cfg) and getattr(cfg, name) != getattr(Config, name)}

@@ -17,10 +17,7 @@ from config import ceil_div, largest_divisor, must_divide, typed
 
 
 def check_ranks(n, tp, pp, ep, n_experts=0, cp=1, *, shard=0):
-    """Return dp, the number of replicas, of n ranks as a mesh.
-
-    ValueError: the ranks do not divide. The --ep to try divides n_experts, too.
-    """
+    """Return dp, the number of replicas, of n ranks as a mesh. ValueError: the ranks do not divide."""
     model = tp * cp * pp
     if n % model:
         raise ValueError(f"{n} ranks do not divide by tp {tp} * cp {cp} * pp {pp}; "

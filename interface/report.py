@@ -223,11 +223,6 @@ def sample_command(out, config):
     return shlex.join(words)
 
 
-def curves_command(out):
-    """Return the command that draws the curves of a run in the terminal."""
-    return shlex.join(["python", paths.program("plot.py"), str(out)])
-
-
 def is_of_conversations(out):
     """Whether a run was trained on conversations: its meta.json, which is the data's, names their masks."""
     path = Path(out) / "meta.json"

@@ -4,6 +4,7 @@ import checkpoint
 from config import Outcome
 from interface import report
 from interface.files import best_effort
+from interface.paths import program
 from interface.terminal import complain, say
 from runtime.agree import differences_message
 from runtime.session import is_program
@@ -76,7 +77,7 @@ def next_commands(out, config, saved):
         if report.is_of_conversations(out):
             what = "talk to it:"
         lines.append(f"{what}   {text}")
-    lines.append(f"draw curves:  {report.curves_command(out)}")
+    lines.append(f"draw curves:  python {program('plot.py')} {out}")
     if (out / "report.html").exists():
         lines.append(f"see it all:   {out}/report.html, in a browser")
     if saved:

@@ -209,10 +209,7 @@ def report_traffic(predicted, sent, mesh=None, nodes=()):
 # Both ends of a run
 
 def begin(run, found):
-    """Say on rank 0 what kind of run begins, a train.Run, and return its Log.
-
-    found: path of the checkpoint from which it goes on, or None. OSError: OUT cannot be written.
-    """
+    """Say on rank 0 what kind of run begins, from a checkpoint's path or None, and return its Log."""
     cfg = run.cfg
     run.stop.watch_file(run.out)
     log_file = make_log(run)
@@ -276,10 +273,7 @@ def git_revision():
 
 
 def started(cfg, model, resumed, batch, source, skip):
-    """Print what kind of run begins.
-
-    resumed: path of the checkpoint, or None. batch: sequences per step, after the ramp.
-    """
+    """Print what kind of run begins. batch: sequences per step, after the ramp."""
     n_parameters = sum(p.numel() for p in model.parameters())
     how = f"resumed {resumed}" if resumed else "started"
     cp = f" cp {cfg.cp}" if cfg.cp > 1 else ""
