@@ -53,9 +53,9 @@ TEXTS = {"bench": (".py", ".sh", ".js", ".html", ".pbs", ".slurm"),
 
 # What is larger today: a number here only falls, and what is within its limit leaves the list.
 OVER = {
-    "reading path": (3633, 12), "ops, fast": (3295, 24), "runtime, interface": (6080, 33),
-    "corpus, cost, programs": (8602, 33), "house": (21610, 102), "bench": (4895, 23),
-    "tests": (30387, 111), "pages": (3954, 22)}
+    "reading path": (3633, 12), "ops, fast": (3283, 24), "runtime, interface": (6075, 33),
+    "corpus, cost, programs": (8602, 33), "house": (21593, 102), "bench": (4895, 23),
+    "tests": (30378, 111), "pages": (3953, 22)}
 LONG_FILES = {
     "checkpoint.py": 602, "tests/test_chat.py": 610, "tests/test_checkpoint.py": 602,
     "tests/test_model.py": 629, "tests/test_plan.py": 729, "tests/test_products.py": 664,
