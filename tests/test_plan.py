@@ -339,7 +339,7 @@ def test_step_of_other_rows_within_a_tenth_of_measured(flags, gpus, ms):
 
 @pytest.mark.parametrize("flags,ms", [("llama-3.2-1b", 121.7), ("llama-3.2-1b --lora 16", 96.7)])
 def test_adapters_and_all_weights_within_a_twentieth_of_measured(flags, ms):
-    """docs/lora.md has the measurements."""
+    """docs/chat.md has the measurements."""
     cfg, _ = plan.check_gpus(parse(flags.split()), 1)
     assert plan.estimate(cfg, 1, "h200", cfg.vocab_size)["ms"] == pytest.approx(ms, rel=0.05)
 
