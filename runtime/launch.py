@@ -367,13 +367,15 @@ def _meet(start, comm, n_nodes, wait):
 def _listen(host, port, n_nodes):
     """Return a socket that listens only on the address to which the other ranks connect.
 
-    The store trusts everybody who can reach it. A name that leads to the loopback is of no use to other
-    nodes: then the socket listens on all interfaces, and a line says so.
+    The store trusts everybody who can reach it. A name that leads nowhere or to the loopback is of no use to
+    other nodes: then the socket listens on all interfaces, and a line says so.
     """
-    address = socket.gethostbyname(host)
+    address = "127.0.0.1"
+    with contextlib.suppress(OSError):
+        address = socket.gethostbyname(host)
     if n_nodes > 1 and address.startswith("127."):
-        complain(f"nanoshard: {host} is no address that {n_nodes} nodes can reach ({address}): the store "
-                 "listens on all interfaces; set MASTER_ADDR to listen on one")
+        complain(f"nanoshard: {host} is no address that {n_nodes} nodes can reach: the store listens on all "
+                 "interfaces; set MASTER_ADDR to listen on one")
         address = ""
     return socket.create_server((address, port), backlog=4096)
 
