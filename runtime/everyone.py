@@ -62,7 +62,7 @@ class Everyone:
 
     def first(self, value):
         """Return the value of the lowest rank whose value is not None, or None."""
-        return self._together("first", value, lambda values: next(filter(_is_something, values), None))
+        return self._together("first", value, lambda values: next((x for x in values if x is not None), None))
 
     def union(self, entries):
         """Return all entries of the ranks' dicts: of equal keys, which are strings, the lowest rank's."""
@@ -169,10 +169,6 @@ def _unpacked(data):
     if data[:1] != b"[":  # what a list's JSON begins with, and zlib's output never
         data = zlib.decompress(data)
     return json.loads(data)
-
-
-def _is_something(value):
-    return value is not None
 
 
 def _either(words):
