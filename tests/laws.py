@@ -53,8 +53,8 @@ TEXTS = {"bench": (".py", ".sh", ".js", ".html", ".pbs", ".slurm"),
 
 # What is larger today: a number here only falls, and what is within its limit leaves the list.
 OVER = {
-    "reading path": (3633, 12), "ops, fast": (3283, 24), "runtime, interface": (6075, 33),
-    "corpus, cost, programs": (8602, 33), "house": (21593, 102), "bench": (4895, 23),
+    "reading path": (3633, 12), "ops, fast": (3283, 24), "runtime, interface": (6073, 33),
+    "corpus, cost, programs": (8602, 33), "house": (21591, 102), "bench": (4895, 23),
     "tests": (30377, 111), "pages": (3916, 20)}
 LONG_FILES = {
     "checkpoint.py": 602, "tests/test_chat.py": 610, "tests/test_checkpoint.py": 602,
