@@ -4,7 +4,7 @@ Collectives of the device's process groups move tensors. What is said here needs
 read their files, a path that rank 0 chose, the most memory of any rank. Each rank writes its word under a key
 of its own, rank 0 reads all of them, combines them and writes one answer. Words are JSON and never pickled:
 who reaches the store's port can write there, and must not be able to run code.
-docs/several-nodes.md says what this costs for thousands of ranks.
+docs/cluster.md says what this costs for thousands of ranks.
 """
 import collections
 import contextlib

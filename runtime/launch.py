@@ -472,7 +472,7 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 def show_all_gpus(everyone, local_rank):
     """Let this process see every GPU that any process of its node sees, where each was shown its own.
 
-    GPUs reach each other's memory only in a process that sees both: docs/signals.md. Return (host name of
+    GPUs reach each other's memory only in a process that sees both: docs/cluster.md. Return (host name of
     each rank, index of this rank's GPU or None if nothing was changed). Call it before CUDA is initialised.
     """
     given = os.environ.get(VISIBLE) if _cuda_is_untouched() else None
