@@ -297,10 +297,9 @@ def read_documents(path, vocabulary):
     if not Path(path).is_file():
         raise FileNotFoundError(f"--score {path} is no file; give a text, or a .jsonl of lines with a 'text'")
     [file] = text.list_files(path, "text")
-    if file.kind == "text":  # it is one document
-        file = text.File("whole", path)
-    texts = list(text.documents(file, "text"))
-    if not texts:
+    readers = {"text": text.read_whole, "records": text.read_records, "parquet": text.read_parquet}
+    texts = list(readers[file.kind](path, "text"))  # an empty one has its line, too
+    if not any(texts):
         raise ValueError(f"--score {path} holds no text; give a file that does")
 
     start = [] if vocabulary.eod is None else [vocabulary.eod]

@@ -8,7 +8,6 @@ import json
 import os
 import random
 import shutil
-import sys
 
 import pytest
 import torch
@@ -20,7 +19,6 @@ import checkpoint
 import config
 import convert
 import sample
-from corpus import tokenizer
 from hub import families, weights
 from interface.presets import PRESETS
 
@@ -516,23 +514,3 @@ def test_a_checkpoint_with_weights_that_are_not_finite(tmp_path):
     cfg, vocab_size, reader, _, _ = convert.read_run(step)
     with pytest.raises(ValueError, match=words[0]):
         sample.load_model(cfg, vocab_size, reader)
-
-
-# -----------------------------------------------------------------------------
-# Tokenizers
-
-def test_a_pattern_that_searches_for_hours_is_one_line(tmp_path, capfd):
-    """The library panics, which is no Exception, and writes pages to stderr past Python."""
-    tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not installed")
-    library = tokenizers.Tokenizer(tokenizers.models.WordLevel({"x": 0, "a": 1}, unk_token="a"))
-    library.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex("(x+x+)+y"), "isolated")
-    library.save(str(tmp_path / "tokenizer.json"))
-    read = tokenizer.load(tmp_path)
-    with pytest.raises(ValueError, match="fails on 'xxxx.*retry-limit.*; take that text out"):
-        read.encode("x" * 40)
-    assert capfd.readouterr().err == ""
-    print("stderr is back", file=sys.stderr)
-    assert read.encode("xx") == [1] and capfd.readouterr().err == "stderr is back\n"
-    with tokenizer.panics_as_errors():
-        os.write(2, b"of another thread\n")
-    assert capfd.readouterr().err == "of another thread\n"
