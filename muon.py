@@ -291,8 +291,7 @@ class Muon:
         for bucket in self.buckets:
             self.state[bucket.master] = {"momentum": torch.zeros_like(bucket.master)}
             of_axis.setdefault(bucket.axis.name, []).append(bucket)
-        # On a GPU two kernels of ops/kernels.py read and write each number once. If you change
-        # add_gradient or update, change the kernels, or set this to False.
+        # If you change add_gradient or update, change ops/kernels.py, or set this to False.
         self.use_triton = any(backend.use_triton(bucket.master) for bucket in self.buckets)
         self.groups = [WholeMatrices(alike, data_parallel.mesh.tp) for alike in of_axis.values()]
 
@@ -315,10 +314,7 @@ class Muon:
         """Add a gradient to its momentum, and write the direction: (n,) each."""
         if self.use_triton:
             from ops import kernels
-            n = momentum.numel()
-            kernels.muon_direction[(ceil_div(n, 2048),)](
-                momentum, grad, direction, divisor, not_finite, self.momentum, n, BLOCK=2048,
-                num_warps=8)
+            kernels.add_gradient(momentum, grad, direction, divisor, not_finite, self.momentum)
             return
         grad = grad.to(momentum.dtype) / divisor
         grad = torch.where(not_finite > 0, 0.0, grad)
@@ -331,10 +327,7 @@ class Muon:
         master = bucket.master
         if self.use_triton:
             from ops import kernels
-            n = master.numel()
-            kernels.muon_update[(ceil_div(n, 2048),)](
-                master, update, bucket.own, not_finite, rate, 1 - rate * self.decay, n,
-                OUT=bucket.own.dtype != master.dtype, BLOCK=2048, num_warps=8)
+            kernels.update_masters(master, update, bucket.own, not_finite, rate, self.decay)
             return
         # In a step that is not taken the rate is 0, and the update is finite.
         rate = rate * (1 - not_finite).to(master.dtype)

@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 import torch
 
-from config import ceil_div
 from muon import Muon
 from ops import backend
 from ops.split_master import SplitMaster, whole
@@ -58,8 +57,7 @@ class AdamW:
             self.state[bucket.master] = {
                 name: torch.zeros(bucket.master.shape, dtype=moments_dtype or master.dtype,
                                   device=master.device) for name in self.moments}
-        # On a GPU the formula of the update is in ops/kernels.py, adamw. If you change step(),
-        # change the kernel, or set this to False.
+        # If you change step(), change adamw in ops/kernels.py, or set this to False.
         self.use_triton = backend.use_triton(master)
 
     def step(self, lr, divisor, not_finite):
@@ -75,8 +73,9 @@ class AdamW:
         where it is 1.0, nothing changes.
         """
         self.step_count += 1 - not_finite
-        if self.use_triton:
-            self.step_triton(lr, divisor, not_finite)
+        if self.use_triton:  # what the lines below do, in one pass over memory
+            from ops import kernels
+            kernels.step_adamw(self, lr, divisor, not_finite)
             return
 
         for bucket in reversed(self.buckets):  # roughly the first layers: forward needs them first
@@ -97,28 +96,6 @@ class AdamW:
             else:
                 p.copy_(master)
             bucket.after_update()  # under ZeRO-1 and 2 it starts the all-gather
-
-    def step_triton(self, lr, divisor, not_finite):
-        """Do what the lines in step() do in one pass over memory: 30 bytes per weight."""
-        from ops import kernels
-        beta1, beta2 = self.betas
-        t = self.step_count.double()
-        step_size = lr / (1 - beta1 ** t)
-        correction = (1 - beta2 ** t).sqrt()
-        scalars = torch.stack([step_size, correction, divisor, not_finite]).float()
-        for bucket in reversed(self.buckets):
-            master = bucket.master
-            state = self.state[master]
-            decay = self.decay if bucket.decayed else 0.0
-            is_split = isinstance(master, SplitMaster)
-            updated = master.low if is_split else master
-            rounded = bucket.own.view(torch.int16) if is_split else bucket.own
-            grid = (ceil_div(master.numel(), 2048),)
-            kernels.adamw[grid](
-                updated, bucket.grad_total, state["exp_avg"], state["exp_avg_sq"], rounded,
-                scalars, 1 - lr * decay, 1 - beta1, 1 - beta2, self.eps, master.numel(),
-                OUT=bucket.own.dtype != master.dtype, SPLIT=is_split, BLOCK=2048, num_warps=8)
-            bucket.after_update()
 
 
 class StepStats(NamedTuple):

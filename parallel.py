@@ -1,13 +1,9 @@
-r"""The ranks as a mesh; tensor, sequence, context and expert parallelism by hand.
+"""The ranks as a mesh; tensor, sequence, context and expert parallelism by hand.
 
 The one rule: the loss is divided once, by the number of trained tokens of the whole global batch.
 Every gradient reduction is then a plain SUM over the ranks that hold the same parameter. The one
 exception is the router's loss, a mean over each micro-batch: it is divided by the number of
-micro-batches of the global batch.
-
-A comment at each collective says what moves and over which axis. To list them, with false hits:
-    grep -nE "\b(axis|[cetp]p|world|stage|shard|replicas)\.\w+\(" *.py runtime/*.py
-    grep -nE "_(rows|all|segments|ranks)\(|i(send|recv)\b" *.py
+micro-batches of the global batch. A comment at each collective says what moves and over which axis.
 """
 import contextlib
 import functools

@@ -48,6 +48,7 @@ def capacity_ranks(flags, layout):
 
 def to_numpy(t):
     """A copy as numpy; bf16, which numpy does not have, becomes fp32."""
+    t = whole(t)
     return t.detach().to("cpu", torch.promote_types(t.dtype, torch.float32), copy=True).numpy()
 
 

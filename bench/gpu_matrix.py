@@ -69,7 +69,7 @@ REPLICATED = (
     ("dropless", dict(zero=1, moments_dtype="bf16")))
 
 CAPTURED = (
-    ("llama", {}), ("llama", dict(zero=1)), ("gpt2", dict(tp=2, zero=1)), ("capacity", dict(ep=4)),
+    ("llama", {}), ("llama", dict(zero=1)), ("gpt2", dict(tp=2, zero=1)), ("capacity", dict(ep=2)),
     ("llama", dict(moments_dtype="bf16")),
     ("llama", dict(recompute="full")), ("gpt2", dict(dropout=0.2)),
     ("gpt2", dict(bias=False)), ("gpt2", dict(bias=False, tp=2, zero=1)),  # on Hopper GELU in the products

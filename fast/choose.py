@@ -54,13 +54,11 @@ class Choice(NamedTuple):
             model.fused_loss = LinearCrossEntropy.apply
 
     def install_dispatcher(self, layer):  # a moe.MoE
-        cfg = layer.cfg
-        dropless = not cfg.capacity_factor
         if self.symm_mem:
-            one_sided = symm_mem.SymmMem if dropless else symm_mem.SymmMemCapacity
-            layer.dispatcher = one_sided(cfg, layer.mesh)
-        elif self.graph and dropless and cfg.ep > 1:
-            layer.dispatcher = PaddedAllToAll(cfg, layer.mesh)  # A graph needs messages of a fixed size.
+            layer.dispatcher = symm_mem.SymmMem(layer.cfg, layer.mesh)
+        elif self.graph and needs_row_limit(layer.cfg, layer.mesh):
+            # A graph needs messages of a fixed size.
+            layer.dispatcher = PaddedAllToAll(layer.cfg, layer.mesh)
 
     def attention_by(self):
         return flash.NAME if self.flash else "torch"
@@ -89,8 +87,7 @@ def choose(cfg, mesh, device, reach=None):
     peer_copies = worth_copying and one_stage_of_gpus and reach(mesh, sharers, device)
 
     graph = static_shapes(cfg, mesh, device)
-    experts_of_others = cfg.n_experts > 0 and mesh.ep.size > 1
-    one_sided = graph and experts_of_others and reach(mesh, mesh.ep, device)
+    one_sided = graph and needs_row_limit(cfg, mesh) and reach(mesh, mesh.ep, device)
     return Choice(graph, one_sided, peer_copies, single, flex_possible(cfg, device),
                   flash.is_taken(cfg, device), graph and products.is_possible(cfg, device))
 

@@ -15,7 +15,7 @@ from config import ceil_div
 from fast.choose import needs_row_limit
 from fast.compile import compile_blocks
 from fast.products import FastProducts, compile_products
-from fast.symm_mem import allocate, allocate_for_capacity
+from fast.symm_mem import allocate
 from interface.terminal import say
 from moe import moe_layers
 from ops import cublas_lt
@@ -47,8 +47,6 @@ def make_step(plain, choice, folder=None):
     if needs_row_limit(cfg, model.mesh):
         sizer = BufferSizer(model, cfg.ep_slack, choice.symm_mem)
         sizer.allocate()
-    elif choice.symm_mem:
-        allocate_for_capacity(list(moe_layers(model).values()))
     return GraphedStep(plain, choice, sizer, products)
 
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from moe import AllToAll, Capacity, expert_capacity
+from moe import AllToAll
 from ops.permute import Unpermute, queue_by_expert, unpermute
 
 
@@ -178,22 +178,24 @@ def layout_of_buffers(counts, rank, rows):
     return starts, stops[rank].view(-1, ep)[:, -1]
 
 
-class _OneSided:
+class SymmMem(AllToAll):
+    """Dropless without asking the host. A step with more than rows_in_use rows overflows: see GraphedStep."""
     buffers = None
     rows_in_use = 0  # of each buffer, the same on every rank; 0: the plain dispatcher is used
 
-    def active(self):
-        return self.rows_in_use > 0 and torch.is_grad_enabled()
-
-    def exchange_counts(self, counts):
-        """Send counts (E,), rows for each expert. Return starts (E,), the first destinations, and ends (e,).
-
-        The all-gather also protects buffers.rows: a rank enters it only after reading the previous rows.
-        """
-        counts = self.ep.all_gather(counts).view(-1, self.E)  # E counts from each rank to all, over ep
+    def plan(self, expert_ids, gates):
+        if self.rows_in_use == 0 or not torch.is_grad_enabled():
+            return super().plan(expert_ids, gates)
+        expert = expert_ids.flatten()
+        place, counts = queue_by_expert(expert, self.E)
+        # E counts from each rank to all, over ep. This also protects buffers.rows: a rank enters it only
+        # after reading the previous rows.
+        counts = self.ep.all_gather(counts).view(-1, self.E)
         starts, ends = layout_of_buffers(counts, self.ep.rank, self.buffers.rows.rows)
         torch.maximum(self.rows_needed, ends[-1], out=self.rows_needed)
-        return starts, ends.clamp(max=self.rows_in_use)
+        dst = starts[expert] + place
+        buffer_end = (expert // self.e + 1) * self.buffers.rows.rows
+        return SymmMemPlan(torch.where(dst < buffer_end, dst, -1), ends.clamp(max=self.rows_in_use))
 
     def dispatch(self, x, plan):
         if not isinstance(plan, SymmMemPlan):
@@ -208,36 +210,6 @@ class _OneSided:
         return Unpermute.apply(y, gates, order, order)
 
 
-class SymmMem(_OneSided, AllToAll):
-    """Dropless without asking the host. A step with more than rows_in_use rows overflows: see GraphedStep."""
-
-    def plan(self, expert_ids, gates):
-        if not self.active():
-            return super().plan(expert_ids, gates)
-        expert = expert_ids.flatten()
-        place, counts = queue_by_expert(expert, self.E)
-        starts, ends = self.exchange_counts(counts)
-        dst = starts[expert] + place
-        buffer_end = (expert // self.e + 1) * self.buffers.rows.rows
-        return SymmMemPlan(torch.where(dst < buffer_end, dst, -1), ends)
-
-
-class SymmMemCapacity(_OneSided, Capacity):
-    """With a capacity, the buffer can never overflow, and no slot is left empty."""
-
-    def plan(self, expert_ids, gates):
-        plan = super().plan(expert_ids, gates)
-        if not self.active():
-            return plan
-        expert = expert_ids.flatten()
-        is_taken = plan.perm < expert.numel()  # (slots,) whether a slot holds a copy
-        capacity = plan.perm.numel() // self.E
-        starts, ends = self.exchange_counts(is_taken.view(self.E, capacity).sum(1))
-        dst = starts[expert] + plan.inv_perm - expert * capacity
-        was_kept = plan.inv_perm < plan.perm.numel()
-        return SymmMemPlan(torch.where(was_kept, dst, -1), ends)
-
-
 def allocate(layers, rows):
     w = layers[0].w1
     shape = layers[0].mesh.ep, rows, w.size(2), w.dtype, w.device
@@ -245,14 +217,3 @@ def allocate(layers, rows):
     grads = SymmetricBuffer(*shape)
     for layer in layers:
         layer.dispatcher.buffers = Buffers(SymmetricBuffer(*shape), results, grads)
-
-
-def allocate_for_capacity(layers):
-    """Allocate buffers for every row that can come under --capacity-factor, and use them from now on."""
-    cfg = layers[0].cfg
-    mesh = layers[0].mesh
-    tokens = cfg.micro_batch * cfg.seq_len // (mesh.cp.size * mesh.tp.size)  # of a micro-batch, on this rank
-    rows = cfg.n_experts * expert_capacity(cfg, tokens)
-    allocate(layers, rows)
-    for layer in layers:
-        layer.dispatcher.rows_in_use = rows

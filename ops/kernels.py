@@ -10,6 +10,9 @@ import torch
 import triton
 import triton.language as tl
 
+from config import ceil_div
+from ops.split_master import SplitMaster
+
 
 @triton.jit
 def cross_entropy(z_ptr, target_ptr, loss_ptr, scale_ptr, used, width, ROWS: tl.constexpr,
@@ -372,6 +375,27 @@ def adamw(w_ptr, grad_ptr, m_ptr, v_ptr, out_ptr, scalars_ptr, keep, gain1, gain
                 tl.store(out_ptr + at, w.to(out_ptr.dtype.element_ty), mask=inside)
 
 
+def step_adamw(adam, lr, divisor, not_finite):
+    """AdamW.step of optim.py, for its AdamW: 28 bytes per weight whose master is split."""
+    beta1, beta2 = adam.betas
+    t = adam.step_count.double()
+    step_size = lr / (1 - beta1 ** t)
+    correction = (1 - beta2 ** t).sqrt()
+    scalars = torch.stack([step_size, correction, divisor, not_finite]).float()
+    for bucket in reversed(adam.buckets):
+        master = bucket.master
+        state = adam.state[master]
+        decay = adam.decay if bucket.decayed else 0.0
+        is_split = isinstance(master, SplitMaster)
+        updated = master.low if is_split else master
+        rounded = bucket.own.view(torch.int16) if is_split else bucket.own
+        adamw[(ceil_div(master.numel(), 2048),)](
+            updated, bucket.grad_total, state["exp_avg"], state["exp_avg_sq"], rounded, scalars,
+            1 - lr * decay, 1 - beta1, 1 - beta2, adam.eps, master.numel(),
+            OUT=bucket.own.dtype != master.dtype, SPLIT=is_split, BLOCK=2048, num_warps=8)
+        bucket.after_update()
+
+
 @triton.jit
 def muon_direction(m_ptr, grad_ptr, out_ptr, divisor_ptr, not_finite_ptr, beta, n, BLOCK: tl.constexpr):
     """Add grad / *divisor to the fp32 momenta m (n,). out (n,) = what Muon orthogonalises."""
@@ -398,3 +422,16 @@ def muon_update(w_ptr, update_ptr, out_ptr, not_finite_ptr, rate, keep, n, OUT: 
         tl.store(w_ptr + at, w, mask=inside)
         if OUT:
             tl.store(out_ptr + at, w.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def add_gradient(momentum, grad, direction, divisor, not_finite, beta):
+    n = momentum.numel()
+    muon_direction[(ceil_div(n, 2048),)](
+        momentum, grad, direction, divisor, not_finite, beta, n, BLOCK=2048, num_warps=8)
+
+
+def update_masters(master, update, own, not_finite, rate, decay):
+    n = master.numel()
+    muon_update[(ceil_div(n, 2048),)](
+        master, update, own, not_finite, rate, 1 - rate * decay, n, OUT=own.dtype != master.dtype, BLOCK=2048,
+        num_warps=8)

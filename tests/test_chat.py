@@ -296,7 +296,7 @@ def test_init_from_reads_every_weight_and_draws_the_rows_of_new_symbols(n, layou
         if name in ("wte.weight", "head.weight"):
             assert len(t) == 512 and not t[size:].any() and 0.01 < t[used:size].std() < 0.03
             t, old = t[:used], old[:used]
-        np.testing.assert_array_equal(t, old, err_msg=name)
+        np.testing.assert_allclose(t, old, rtol=2**-23, err_msg=name)  # halves of a master: at most a digit
 
 
 def test_experts_start_from_experts(tmp_path):

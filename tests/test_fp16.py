@@ -21,6 +21,7 @@ import train
 from config import Config
 from corpus.samples import Synthetic
 from layers import vocab_cross_entropy
+from ops.split_master import whole
 from parallel import make_mesh
 from runtime.launch import World
 from runtime.resume import State, own_pieces
@@ -62,7 +63,7 @@ def train_in(world, dtype, flags, batch):
     model.provide_weights(model)
     keep(f"end {dtype} ", None)
     for m, b in zip(opt.masters, data_parallel.buckets, strict=True):
-        assert torch.equal(m.to(b.flat.dtype), b.flat[b.own_slice]), "the model has the rounded masters"
+        assert torch.equal(whole(m).to(b.flat.dtype), b.flat[b.own_slice]), "the model has them rounded"
     assert opt.scaler() == ([SCALE, STEPS] if dtype == "fp16" else None)
     return seen
 

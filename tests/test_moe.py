@@ -30,6 +30,7 @@ from fast import symm_mem
 from fast.choose import Choice
 from model import MLP
 from ops import grouped_mm
+from ops.split_master import whole
 from parallel import make_mesh
 from pipeline import forward_backward
 from runtime import resume
@@ -293,7 +294,7 @@ def aux_gradient(world, layout, n):
 
 def owned(data_parallel, opt, vectors=None):
     """Return {"pieces": what this rank owns}, as assemble() takes it."""
-    return {"pieces": [(name, t.numpy().copy(), full, offset)
+    return {"pieces": [(name, whole(t).numpy().copy(), full, offset)
                        for name, t, full, offset in resume.own_pieces(data_parallel, opt, vectors)]}
 
 

@@ -30,6 +30,7 @@ from cost.parameters import count_parameters, flops_per_token
 from interface.command_line import parse
 from interface.layout import check_layout
 from model import GPT, initial_weights
+from ops.split_master import whole
 from parallel import make_mesh
 from runtime import launch, resume
 from runtime.launch import World
@@ -118,7 +119,7 @@ def upcycled_masters(world, flags, path):
     cfg = Config(**dict(DENSE, dtype="bf16", n_experts=4, **flags))
     model, data_parallel, opt = train.build(cfg, make_mesh(world, ep=cfg.ep), cfg.vocab_size, world.device)
     resume.init_from(model, opt, path)
-    assert all(torch.equal(m.to(b.own.dtype), b.own) for m, b in
+    assert all(torch.equal(whole(m).to(b.own.dtype), b.own) for m, b in
                zip(opt.masters, data_parallel.buckets, strict=True))
     return owned(data_parallel, opt)
 

@@ -17,6 +17,7 @@ import optim
 import train
 from config import Config
 from corpus.samples import Synthetic
+from ops.split_master import whole
 from optim import AdamW, learning_rate
 from parallel import make_mesh
 from runtime.launch import World
@@ -157,7 +158,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(bad, dtype):
     steps(cfg, model, data_parallel, opt, [1])
 
     def everything():
-        return [t.detach().clone() for m in opt.masters for t in (m, *opt.adam.state[m].values())] + [
+        return [t.detach().clone() for m in opt.masters for t in (whole(m), *opt.adam.state[m].values())] + [
             p.detach().clone() for p in model.parameters()
         ]
 
@@ -283,7 +284,8 @@ def run_with_overflow(world, flags, out):
             def state():
                 model.provide_weights(model)
                 moments = [s for m in opt.masters for s in opt.adam.state[m].values()]
-                return [t.clone() for t in (*opt.masters, *moments, *(b.flat for b in data_parallel.buckets))]
+                flats = [b.flat for b in data_parallel.buckets]
+                return [t.clone() for t in (*map(whole, opt.masters), *moments, *flats)]
             before = state()
             p = next(model.parameters())
             hook = p.register_hook(

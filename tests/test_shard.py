@@ -26,6 +26,7 @@ from fast.buckets import PeerBucket
 from fast.choose import choose
 from interface.layout import check_ranks
 from ops import accelerator
+from ops.split_master import whole
 from parallel import Axis, CompletedWork, make_mesh
 from runtime import agree, log
 from runtime.launch import World
@@ -205,7 +206,7 @@ def replicas_that_differ(world, dtype):
     before = differences()
     broadcast_and_verify(model)
     opt.masters_from_model()
-    masters = [bucket.replicas.all_gather(bucket.master[None]) for bucket in data_parallel.buckets]
+    masters = [bucket.replicas.all_gather(whole(bucket.master)[None]) for bucket in data_parallel.buckets]
     return before, differences(), all(torch.equal(row, rows[0]) for rows in masters for row in rows)
 
 

@@ -35,13 +35,11 @@ from zero import LEVELS
 
 def through_symmetric_memory(world, *args):
     with gpu_branches(), mock.patch.object(moe.AllToAll, "plan", None), \
-            mock.patch.object(moe.Capacity, "dispatch", None), \
             mock.patch.object(symm_mem, "SymmetricBuffer", SharedBuffer):
         return block_over_ep(world, *args)
 
 
-@pytest.mark.parametrize("flags", [dict(top_k=1), dict(top_k=2, mlp="gelu"), dict(capacity_factor=0.5)],
-                         ids=["swiglu", "gelu", "capacity"])
+@pytest.mark.parametrize("flags", [dict(top_k=1), dict(top_k=2, mlp="gelu")], ids=["swiglu", "gelu"])
 @pytest.mark.parametrize("kind, slack", [("plain", 2.0), ("skewed", 4.0)])
 def test_symmetric_memory_gives_the_results_of_one_rank(kind, slack, flags):
     """Static shapes over ep, with garbage in every row that nobody wrote."""
@@ -143,22 +141,6 @@ def steps_are_equal(got, want):
     except AssertionError:
         return False
     return True
-
-
-def capacity_steps(world, flags):
-    operations = []
-    with gpu_branches(), mock.patch.object(choose, "grouped_mm_possible", lambda *_: True), \
-            mock.patch.object(SharedBuffer, "fall_behind", lambda self: operations.append(1)):
-        return *three_steps(world, flags, 1.0), len(operations)
-
-
-@pytest.mark.parametrize("layout", [dict(ep=4), dict(ep=2, tp=2, zero=1)], ids=str)
-def test_a_capacity_through_symmetric_memory(layout):
-    flags = dict(TINY, capacity_factor=0.75, top_k=2, **layout)
-    want = run_ranks(4, three_steps, flags)
-    got = run_ranks(4, capacity_steps, flags)
-    assert all(operations > 0 for *_, operations in got)
-    assert_equal_steps(got, want)
 
 
 @pytest.mark.parametrize("layout", [dict(ep=4), dict(ep=2, zero=1), dict(ep=2, tp=2, zero=1)], ids=str)
