@@ -48,8 +48,7 @@ def capacity_ranks(flags, layout):
 
 def to_numpy(t):
     """A copy as numpy; bf16, which numpy does not have, becomes fp32."""
-    t = whole(t)
-    return t.detach().to("cpu", torch.promote_types(t.dtype, torch.float32), copy=True).numpy()
+    return whole(t).detach().to("cpu", torch.promote_types(t.dtype, torch.float32), copy=True).numpy()
 
 
 def wait_for_all_weights(model, data_parallel):
