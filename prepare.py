@@ -201,11 +201,7 @@ def training_texts(files, flags):
 
 
 def make_tokenizer(flags, files):
-    """Return the tokenizer that --tokenizer names. ValueError: there is none, or it has no end-of-document.
-
-    The tokenizer is trained on the sources (char, bpe), taken from another data set or from Hugging Face (a
-    folder), or published (any other name).
-    """
+    """Return the tokenizer that --tokenizer names. ValueError: there is none, or it has no end-of-document."""
     if flags.tokenizer == "char":
         return tokenizer.train_char(document for file in files
                                     for document in text.documents(file, flags.text_key))
@@ -396,10 +392,12 @@ def check_amount(flags, sizes, lengths):
 
 def prepare_chat(flags, files, val_files, work):
     """Make a data set of conversations, like prepare_text(), but all in memory and in one process."""
+    conversations = chat.read_conversations(files)
+    val = chat.read_conversations(val_files)
     vocab = make_tokenizer(flags, ()).with_special(chat.MARKERS)
     vocab.save(work / "tokenizer.json")
-    packed = chat.pack(chat.read_conversations(files), chat.Template(vocab), flags.seq_len,
-                       flags.val_fraction, flags.seed, chat.read_conversations(val_files))
+    template = chat.Template(vocab)
+    packed = chat.pack(conversations, template, flags.seq_len, flags.val_fraction, flags.seed, val)
     dtype = token_dtype(vocab)
     written = {}
     masks = {}

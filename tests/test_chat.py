@@ -31,6 +31,7 @@ from corpus import chat, samples, shards, tokenizer
 from corpus.samples import open_data, trained_tokens
 from interface import serve
 from ops.cross_entropy import IGNORE
+from ops.split_master import whole
 from parallel import make_mesh
 from runtime.launch import World
 
@@ -277,8 +278,9 @@ def masters_after_init_from(world, flags, path, vocab_size):
     mesh = make_mesh(world, cfg.tp, cfg.pp, cfg.ep)
     model, data_parallel, opt = train.build(cfg, mesh, vocab_size, world.device)
     said = resume.init_from(model, opt, path)
-    return {"said": said, "pieces": [(n, test_layouts.equality.to_numpy(t), full, at) for n, t, full, at in
-                                     resume.own_pieces(data_parallel, opt, {"": opt.masters})]}
+    pieces = resume.own_pieces(data_parallel, opt, {"": opt.masters})
+    return {"said": said, "pieces": [(n, test_layouts.equality.to_numpy(whole(t)), full, at)
+                                     for n, t, full, at in pieces]}
 
 
 @pytest.mark.parametrize("n,layout", [(1, {}), (2, dict(tp=2, zero=1)), (2, dict(zero=3)), (2, dict(pp=2))])

@@ -236,7 +236,7 @@ def text_args(d, *flags, content=b"some text"):
 
 CONFIG = [  # (a change of the run's config.json, a word of sample.py's line)
     ({"n_embd": 64}, "wte.weight"), ({"n_embd": "x"}, "n_embd is 'x'"), ({"norm": "batch"}, "rms, layer"),
-    ({"n_experts": 4}, "moe"), ({"pos": "learned"}, "wpe"), ({"vocab_size_used": 3}, "vocab_size_used 3"),
+    ({"n_experts": 4}, "moe"), ({"pos": "learned"}, "wpe"), ({"vocab_size_used": 3}, "the model 3 rows"),
     ({"vocab_size_used": GONE}, "lacks vocab_size_used"), ({"dropout": float("nan")}, "nan")]
 
 
