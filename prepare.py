@@ -201,7 +201,7 @@ def training_texts(files, flags):
 
 
 def make_tokenizer(flags, files):
-    """Return the tokenizer that --tokenizer names. ValueError: there is none, or it has no end-of-document."""
+    """Return the tokenizer that --tokenizer names. ValueError: it is unknown or has no end-of-document."""
     if flags.tokenizer == "char":
         return tokenizer.train_char(document for file in files
                                     for document in text.documents(file, flags.text_key))
