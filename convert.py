@@ -89,7 +89,7 @@ def read_run(run_dir):
         step, said = choose_step(run)
     else:
         checkpoint.check(step)
-    weights = checkpoint.Reader(step).open_all()  # what is open stays readable if the run removes it (--keep)
+    weights = checkpoint.Reader(step)
     cfg, vocab_size = read_run_config(run / "config.json")
     if cfg.lora:
         cfg, weights = adapters.open_merged(cfg, weights)

@@ -81,7 +81,7 @@ def run(cfg, world):
     every, count = cfg.save_every, cfg.keep * cfg.save_every
     # a path from rank 0, over the world
     out = world.everyone.broadcast((cfg.out or tempfile.mkdtemp(dir=".")) if world.rank == 0 else None)
-    saver = Saver(Path(out), world.axis, keep=2, run_id=resume.run_id(world.everyone))
+    saver = Saver(Path(out), world.everyone, keep=2, run_id=resume.run_id(world.everyone))
 
     def save(step):
         resume.save(cfg, training.mesh, training.data_parallel, training.opt, saver, resume.State(step=step))
@@ -95,7 +95,7 @@ def run(cfg, world):
     assert saver.wait(), "the save failed"
     last = time.perf_counter() - began
     path = Path(out) / f"step_{saver.saved:06d}"
-    gb = sum(f["bytes"] for f in checkpoint.read_index(path, 30)["files"].values()) / 1e9
+    gb = sum(f["bytes"] for f in checkpoint.read_index(path)["files"].values()) / 1e9
     crc, load, same = load_again(training, path)
     if world.rank == 0:
         mean, saving, stall = (1e3 * statistics.mean(t) for t in (alone, mixed, stalls))

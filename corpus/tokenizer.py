@@ -360,8 +360,8 @@ def refuse_other_tokens(run, folder, more=True):
     special_fits = theirs.special.items() <= ours.special.items()
     size_fits = more or ours.n_vocab == theirs.n_vocab
     if not (same_text_tokens(theirs, ours) and special_fits and size_fits):
-        raise ValueError(f"the tokens of {folder} are others than those of --init-from {run}; prepare the"
-                         f" data with --tokenizer {run}")
+        raise ValueError(f"the tokens of {folder} are others than those of the run {run}; prepare the data "
+                         f"with --tokenizer {run}")
 
 
 def same_text_tokens(theirs, ours):

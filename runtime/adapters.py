@@ -1,7 +1,7 @@
 """Checkpoints of --lora: they hold the adapters alone, and name the checkpoint whose weights are frozen.
 
-    reference, check_base   which checkpoint the base is: its path, and a hash of its content
-    open_merged             such a checkpoint, read as if it held a whole model
+    reference     which checkpoint the base is: its path, and a hash of its content; base_path: where it is
+    open_merged   such a checkpoint, read as if it held a whole model
 """
 import dataclasses
 import glob
@@ -24,32 +24,33 @@ def reference(path, index):
     return {"path": str(Path(path).resolve()), "hash": content_hash(index)}
 
 
-def check_base(path, index, base):
-    """Raise ValueError unless the checkpoint at path is the base that the adapters were trained on.
+def base_path(base, moved_to=""):
+    """Return where a checkpoint of the content of the base is. FileNotFoundError, with the fix: nowhere.
 
-    base: the reference() of that one.
+    base: its reference(). It may be in a run that train.py has renamed, RUN.DATE_stepN, because another one
+    began; or it is moved_to, or a checkpoint of the run moved_to.
     """
-    if content_hash(index) != base["hash"]:
-        was = "had there" if str(path) == base["path"] else f"had in {base['path']}"
-        raise ValueError(f"{path} has other weights than the base of these adapters {was}; give the same "
-                         "weights: train.py with --init-from, or put the base, or a link to it, back there")
-
-
-def is_base(path, base):
-    """Whether there is a checkpoint at path whose content is that of the base. base: its reference()."""
-    try:
-        return content_hash(checkpoint.read_index(path)) == base["hash"]
-    except (OSError, ValueError):
-        return False
+    if not base:
+        raise ValueError("these adapters do not say on which weights they were trained; start anew with "
+                         "--resume none")
+    path = Path(base["path"])
+    run = path.parent
+    places = [path, *(renamed / path.name for renamed in run.parent.glob(f"{glob.escape(run.name)}.*"))]
+    if moved_to:
+        places += [*checkpoint.steps(moved_to), Path(moved_to)]
+    for place in places:
+        if (place / "index.json").is_file() and content_hash(checkpoint.read_index(place)) == base["hash"]:
+            return place
+    raise FileNotFoundError(f"the base of these adapters, {path}, is not there, or has other weights; put it "
+                            "back, or a link to where it is, or tell train.py that with --init-from")
 
 
 def check_import(given, step):
-    """Return the index of the checkpoint `step`, to which adapters from elsewhere shall belong.
+    """Return the index of the checkpoint `step` of the run or checkpoint `given`, as a base of adapters.
 
-    given: that checkpoint, or the run of which it has the lowest validation loss. ValueError: it holds
-    adapters itself, or training would have started from another checkpoint of the run, its newest.
+    ValueError: it holds adapters itself, or training would have started from another one, the newest.
     """
-    newest = step if Path(given) == step else checkpoint.newest(Path(given))
+    newest = checkpoint.latest(given)
     if step != newest:
         raise ValueError(f"--base {given} has {step.name}, of the lowest validation loss, and {newest.name}, "
                          f"the newest; say to which of them the adapters belong, such as --base {newest}")
@@ -58,32 +59,6 @@ def check_import(given, step):
         raise ValueError(f"--base {step} holds adapters itself, on top of {index['meta']['base']['path']}; "
                          "give that, or another whole model")
     return index
-
-
-def base_path(base, moved_to=""):
-    """Return where the base is. FileNotFoundError, with the fix: it is not there.
-
-    moved_to: a checkpoint, or a run, in which it is looked for first. Of its checkpoints it is the one with
-    the same content. If there is none, there and in the old place, check_base() will refuse the newest.
-    Without moved_to it may be in a run that train.py has renamed, RUN.DATE_stepN, because another one began.
-    """
-    if not base:
-        raise ValueError("these adapters do not say on which weights they were trained; start anew with "
-                         "--resume none")
-    path = Path(base["path"])
-    if moved_to:
-        inside = checkpoint.steps(moved_to) or [Path(moved_to)]
-        same = [found for found in (*inside, path) if is_base(found, base)]
-        return same[0] if same else inside[0]
-    if not is_base(path, base):
-        run = path.parent
-        for renamed in sorted(run.parent.glob(f"{glob.escape(run.name)}.*")):
-            if is_base(renamed / path.name, base):
-                return renamed / path.name
-    if not (path / "index.json").is_file():
-        raise FileNotFoundError(f"the base of these adapters, {path}, is not there; put it back, or a link "
-                                "to where it is now, or tell train.py that with --init-from")
-    return path
 
 
 # -----------------------------------------------------------------------------
@@ -96,9 +71,9 @@ def adapter_names(name):
 
 
 class Merged(checkpoint.Reader):
-    """A Reader of W + scale B A, where `own` holds A and B, and of the base's other tensors.
+    """A Reader of W + scale B A, where `own`, a Reader, holds A and B, and of the base's other tensors.
 
-    own, base: Readers. own.index["meta"] says which step this is. cfg: of the run with --lora.
+    cfg: of the run with --lora.
     """
 
     def __init__(self, own, base, cfg):
@@ -109,13 +84,7 @@ class Merged(checkpoint.Reader):
         self.cfg = cfg
         self.scale = cfg.lora_alpha / cfg.lora
 
-    def open_all(self):
-        self.own.open_all()
-        self.base.open_all()
-        return self
-
     def fill(self, name, out, full, offset):
-        """Copy into out the rectangle of its shape at offset of tensor `name`, whose full shape is `full`."""
         import torch
         a_name, b_name = adapter_names(name)
         if a_name not in self.own.index["tensors"] or not out.numel():
@@ -135,13 +104,7 @@ class Merged(checkpoint.Reader):
 
 
 def open_merged(cfg, own):
-    """Return (Config, Reader) of the whole model whose adapters a checkpoint of --lora holds.
-
-    cfg: of the run. own: a Reader of the checkpoint. ValueError, OSError: it has no base, or another.
-    """
-    base = own.index["meta"].get("base")
-    path = base_path(base)
-    index = checkpoint.check(path)
-    check_base(path, index, base)
-    merged = Merged(own, checkpoint.Reader(path, index), cfg)
-    return dataclasses.replace(cfg, lora=0, lora_alpha=Config.lora_alpha), merged.open_all()
+    """Return (Config, Reader) of the whole model whose adapters `own`, a Reader, holds. cfg: of the run."""
+    path = base_path(own.index["meta"].get("base"))
+    merged = Merged(own, checkpoint.Reader(path, checkpoint.check(path)), cfg)
+    return dataclasses.replace(cfg, lora=0, lora_alpha=Config.lora_alpha), merged

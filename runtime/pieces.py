@@ -1,10 +1,13 @@
 """Where the elements of a rank's slices are in the full tensors: what it saves, and what it reads."""
 import math
+import time
 import zlib
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
+import checkpoint
 from config import ceil_div
 
 
@@ -88,3 +91,34 @@ def bucket_pieces(bucket, own, prefix, owned_only):
 def chosen_rank(name, axis):
     """Return the rank of the axis that saves what all its ranks hold, by a hash of the name."""
     return zlib.crc32(name.encode()) % axis.size
+
+
+# -----------------------------------------------------------------------------
+# All ranks read a checkpoint
+
+PATIENCE = 30.0  # seconds until a node sees what another one has just committed (NFS)
+
+
+def damage(everyone, path):
+    """Return what is wrong with a checkpoint, or None. Each file is verified by one rank. Collective."""
+    is_there = everyone.any(everyone.rank == 0 and Path(path).exists())
+    until = time.monotonic() + PATIENCE
+    while is_there and not Path(path).exists() and time.monotonic() < until:
+        time.sleep(0.1)
+    own = checkpoint.damage(path, everyone.rank, everyone.size)
+    return everyone.first(own)  # a short text, over the world
+
+
+def load_pieces(world, path, index, requested, unused=()):
+    """Fill this rank's rectangles `requested` from a checkpoint. Collective over the world.
+
+    unused: names of the checkpoint's tensors that no rank need ask for.
+    ValueError: a tensor is missing or damaged, or no rank asks for it.
+    """
+    own = {name for name, *_ in requested} | set(unused)
+    names = sorted(index["tensors"])
+    bits = sum(1 << i for i, name in enumerate(names) if name in own)
+    asked = world.everyone.either(bits)  # one bit per tensor of the checkpoint, over the world
+    others = [name for i, name in enumerate(names) if asked >> i & 1]
+    checkpoint.load(path, requested, index, others)
+    world.everyone.barrier()  # no rank goes on to a collective of the device if another could not read

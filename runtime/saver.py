@@ -17,11 +17,10 @@ import torch
 
 import checkpoint
 from config import Outcome
-from interface.terminal import warn
+from interface.terminal import one_line, warn
 from ops.accelerator import stream_module
 from ops.checksum import refuse_not_finite
 from ops.split_master import SplitMaster, whole
-from parallel import Axis
 from runtime.everyone import Everyone
 
 MAX_FAILURES = 3  # failed saves in a row that end the run
@@ -30,124 +29,90 @@ MAX_FAILURES = 3  # failed saves in a row that end the run
 class Saver:
     """Writes the checkpoints of a run, one after another, each in a thread.
 
-    root: the run's directory. keep: the number of newest checkpoints to keep, or 0 for all.
-    axis: all ranks, each of which saves its part; None: this rank alone.
-    timeout: seconds to wait for another rank's part. run_id: see resume.run_id().
+    everyone: all ranks, each of which saves its part; None: this rank alone. keep: the number of newest
+    checkpoints to keep, or 0 for all. timeout, run_id: see checkpoint.save.
     """
 
-    def __init__(self, root, axis=None, keep=0, timeout=600.0, run_id="0"):
+    def __init__(self, root, everyone=None, keep=0, timeout=600.0, run_id="0"):
         self.root = Path(root)
-        self.axis = axis or Axis("world", everyone=Everyone())
+        self.everyone = everyone or Everyone()
         self.keep = keep
+        self.timeout = timeout
         self.run_id = run_id
-        self.writers = checkpoint.Writers(self.axis.rank, self.axis.size, run_id, timeout)
         self.host = HostBuffers()
-        self.job = None      # the Job under way
+        self.thread = None
         self.failures = 0    # saves in a row that failed
         self.failed = None   # step of the last failed save
         self.saved = 0       # step of the last save that was committed
         self.seconds = 0.0   # the longest save so far
 
     def start(self, step, pieces, meta):
-        """Start to save; the arguments are those of checkpoint.save.
-
-        Return the event after which the tensors may change (None: now).
-        """
+        """Start to save, and return an event after which the tensors may change (None: now)."""
         self.wait()
         copies, copied = self.host.copy(pieces)
-        self.job = Job(self, step, copies, copied, meta)
-        return copied
-
-    def wait(self):
-        """Wait for the save that is under way on all ranks. Return False if it failed.
-
-        Collective over the axis. SystemExit(1): MAX_FAILURES saves in a row failed.
-        """
-        if self.job is None:
-            return True
-        job = self.job
-        job.part_done.wait()
-        # one integer, over the axis: if a part will never come, rank 0's thread need not wait for it
-        job.stop = self.axis.everyone.any(job.error is not None)
-        job.thread.join()
-        self.job = None
-        failed = self.axis.everyone.any(job.error is not None)  # over the axis: rank 0's commit too
-        if not failed:
-            self.failures = 0
-            self.saved = job.step
-            self.seconds = max(self.seconds, job.seconds)
-            return True
-        if self.axis.rank == 0:
-            checkpoint.discard(job.tmp)
-        self.failures += 1
-        self.failed = job.step
-        if self.failures == MAX_FAILURES:
-            if self.axis.rank == 0:
-                warn(f"{MAX_FAILURES} saves in a row failed, the last at step {job.step}, and the run ends; "
-                     f"{self.newest()}; free space, repair the directory or the flags, then --resume auto")
-            raise SystemExit(Outcome.FAILED)
-        return False
-
-    def newest(self):
-        """Return a sentence that names the newest checkpoint."""
-        path = next(iter(checkpoint.steps(self.root)), None)
-        return f"the newest checkpoint is {path}" if path else f"{self.root} holds no checkpoint yet"
-
-
-class Job:
-    """One save of one rank, in a thread. copied: the event after which the copies are complete, or None."""
-
-    def __init__(self, saver, step, copies, copied, meta):
-        self.saver = saver
         self.step = step
-        self.copies = copies
-        self.copied = copied
-        self.meta = meta
-        self.tmp = saver.root / f"step_{step:06d}.{saver.run_id}.tmp"
         self.part_done = threading.Event()
         self.error = None
-        self.stop = False   # a part of another rank will never come
-        self.seconds = 0.0  # that it took
-        self.thread = threading.Thread(target=self.run, name="saver", daemon=True)
+        self.gives_up = False  # a part of another rank will never come
+        self.thread = threading.Thread(target=self.write, args=(copies, copied, meta), daemon=True)
         self.thread.start()
+        return copied
 
-    def run(self):
-        """Write this rank's part; on rank 0, commit and remove what --keep does not keep."""
+    def write(self, copies, copied, meta):
+        """Write this rank's part; on rank 0, commit and remove what --keep does not keep. In the thread."""
         started = time.monotonic()
-        writers = self.saver.writers
+        tmp = self.root / f"step_{self.step:06d}.{self.run_id}.tmp"
+        rank, size = self.everyone.rank, self.everyone.size
         try:
-            if self.copied is not None:
-                self.copied.synchronize()
-            pieces = [(name, whole(piece), *place) for name, piece, *place in self.copies]
+            if copied is not None:
+                copied.synchronize()
+            pieces = [(name, whole(piece), *place) for name, piece, *place in copies]
             refuse_not_finite(pieces)
-            checkpoint.write_part(self.tmp, writers.rank, pieces)
+            checkpoint.write_part(tmp, rank, pieces)
             self.part_done.set()
-            if writers.rank == 0:
-                checkpoint.commit(self.tmp, self.step, self.meta, writers, lambda: self.stop)
+            if rank == 0:
+                checkpoint.commit(tmp, self.step, meta, size, self.timeout, lambda: self.gives_up)
         except Exception as e:  # any exception: wait() must learn of it
-            self.error = e
-            self.report()
+            self.error = f"{one_line(e)} (rank {rank})"
         self.part_done.set()
-        if writers.rank == 0 and self.saver.keep and self.error is None:
+        if rank == 0 and self.keep and self.error is None:
             try:
-                checkpoint.prune(self.saver.root, self.saver.keep, self.meta.get("best", {}).get("step"))
+                checkpoint.prune(self.root, self.keep, meta.get("best", {}).get("step"))
             except OSError as e:  # one checkpoint too many is left; the save itself is good
                 warn(f"an old checkpoint could not be removed: {e}")
-        self.seconds = time.monotonic() - started
+        self.seconds = max(self.seconds, time.monotonic() - started)
 
-    def report(self):
-        """Print one line from one rank: the first that creates the file `failed`, or rank 0 if none can."""
-        rank = self.saver.writers.rank
-        try:
-            self.tmp.mkdir(parents=True, exist_ok=True)  # nothing was written yet where a value is wrong
-            (self.tmp / "failed").touch(exist_ok=False)
-        except FileExistsError:
-            return
-        except OSError:
-            if rank:
-                return
-        warn(f"step {self.step} was not saved: {self.error} (rank {rank}); "
-             f"training goes on, {self.saver.newest()}")
+    def wait(self):
+        """Wait for the save that is under way. Return False if it failed on any rank. Collective.
+
+        SystemExit(1): MAX_FAILURES saves in a row failed.
+        """
+        if self.thread is None:
+            return True
+        self.part_done.wait()
+        error = self.everyone.first(self.error)  # a short text of the lowest rank that has one
+        self.gives_up = error is not None
+        self.thread.join()
+        self.thread = None
+        error = error or self.everyone.first(self.error)  # rank 0's commit, too
+        if error is None:
+            self.failures = 0
+            self.saved = self.step
+            return True
+        self.failures += 1
+        self.failed = self.step
+        ends = self.failures == MAX_FAILURES
+        if self.everyone.rank == 0:
+            checkpoint.discard(self.root / f"step_{self.step:06d}.{self.run_id}.tmp")
+            found = next(iter(checkpoint.steps(self.root)), "none")
+            then = "training goes on"
+            if ends:
+                then = (f"{MAX_FAILURES} saves in a row failed, and the run ends; free space, repair the "
+                        "directory or the flags, then --resume auto")
+            warn(f"step {self.step} was not saved: {error}; the newest checkpoint is {found}; {then}")
+        if ends:
+            raise SystemExit(Outcome.FAILED)
+        return False
 
 
 class HostBuffers:
@@ -161,10 +126,8 @@ class HostBuffers:
         self.stream = None
 
     def copy(self, pieces):
-        """Copy the tensors of [(name, tensor, full shape, offset)] to the host.
-
-        Return the same list with the copies, and an event after which the tensors may change. The event is
-        None if the copies are already complete.
+        """Return [(name, tensor, full shape, offset)] with copies on the host, and an event after which the
+        tensors may change; None: now.
         """
         module = stream_module(pieces[0][1].device) if pieces else None
         if module is None:
@@ -173,8 +136,7 @@ class HostBuffers:
         self.stream = self.stream or module.Stream()
         self.stream.wait_stream(module.current_stream())  # the step's update comes first
         with module.stream(self.stream):
-            copies = self.copies(pieces)
-            return copies, self.stream.record_event()
+            return self.copies(pieces), self.stream.record_event()
 
     def copies(self, pieces):
         return [(name, self.host_copy(i, tensor), *place) for i, (name, tensor, *place) in enumerate(pieces)]

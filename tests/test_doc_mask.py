@@ -24,7 +24,7 @@ from corpus.samples import Synthetic, document_places, open_data
 from model import GPT
 from ops.cross_entropy import IGNORE
 from parallel import make_mesh
-from runtime import changed_flags
+from runtime import init_from
 from runtime.launch import World
 
 EOD = 0
@@ -301,9 +301,9 @@ def test_a_resume_goes_on_with_the_same_attention(name, there, here, refused, da
     meta = {"shape": {}, "flags": before, "seed": cfg.seed, "world": 1, "data": "hash"}
     compared = (cfg, "step_1", json.loads(json.dumps(meta)), 1, "hash", 300)
     if not refused:
-        assert changed_flags.changed_flags(*compared) == {}
+        assert init_from.changed_flags(*compared) == {}
         return
     with pytest.raises(ValueError, match="--resume-changed doc-mask"):
-        changed_flags.changed_flags(*compared)
+        init_from.changed_flags(*compared)
     compared = (dataclasses.replace(cfg, resume_changed="doc-mask"), *compared[1:])
-    assert list(changed_flags.changed_flags(*compared)) == ["doc_mask"]
+    assert list(init_from.changed_flags(*compared)) == ["doc_mask"]

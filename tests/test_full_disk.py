@@ -5,20 +5,16 @@ test_borders.py fills disks by a limit on the size of files, for machines where 
 import contextlib
 import json
 import os
-import shutil
 import subprocess
-from unittest import mock
 
 import pytest
-from runs import TINY, assert_refused, go, session
+from runs import assert_refused, go
 from test_borders import refused_line
 from test_data import make_text
 
-import checkpoint
 import convert
 import plot
 import prepare
-from runtime.launch import World
 
 # -----------------------------------------------------------------------------
 # A disk of one megabyte
@@ -107,34 +103,3 @@ def test_a_full_disk_under_a_run(made, disk):
     words = f"{disk}/grads cannot be written: ", "; free space there, or give another --dump-grads"
     assert_refused(result, *words)
     assert not [name for name in left(disk) if "grads" in name]
-
-
-# -----------------------------------------------------------------------------
-# Files that are cut or removed while they are read
-
-@pytest.mark.parametrize("program", ["diff", "init-from"])
-def test_a_checkpoint_that_is_pruned_is_replaced_by_the_newest_of_that_time(program, made, tmp_path, capsys):
-    run = tmp_path / "run"
-    shutil.copytree(made / "run", run)
-    read_index = checkpoint.read_index
-
-    def prune_first(path, *args, **kwargs):
-        if (run / "step_000002").exists():
-            (run / "step_000002").rename(run / "step_000003")
-            shutil.rmtree(run / "step_000001")
-        return read_index(path, *args, **kwargs)
-    with mock.patch.object(checkpoint, "read_index", prune_first):
-        if program == "diff":
-            assert checkpoint.main(["diff", str(made / "run/step_000002"), str(run)]) == 0
-        else:
-            result = session(World(), [*TINY, f"--data={made}/data/toy", "--vocab-size=0", "--steps=1",
-                                       f"--out={tmp_path}/new", f"--init-from={run}"])
-            assert result["code"] == 0, result["err"]
-            assert f"starts from the weights of {run}/step_000003" in result["out"]
-    assert capsys.readouterr().err == ""
-    (run / "step_000003/index.json").write_text("{}")  # what is damaged stays damaged
-    assert "step_000003" in refused_line(capsys, checkpoint.main, "diff", run, run)
-
-
-# -----------------------------------------------------------------------------
-# .parquet files that unpack to more than they may

@@ -155,48 +155,17 @@ def test_damaged_data_is_refused(name, copy):
     assert result["steps"] == [] and tree(copy) == before
 
 
-def change_index(path, where=(), **changes):
-    """Change index.json at `where`, and its checksum: the file is sound, but another program wrote it."""
-    import zlib
-    index = there = json.loads((path / "index.json").read_text())
-    del index["crc32"]
-    for key in where:
-        there = there[key]
-    there.update(changes)
-    index = {k: v for k, v in index.items() if v is not GONE}
-    body = json.dumps(index, sort_keys=True)
-    (path / "index.json").write_text(json.dumps({"crc32": zlib.crc32(body.encode()), **index}))
-
-
-def remove_a_tensor(d):
-    tensors = json.loads((d / "index.json").read_text())["tensors"]
-    del tensors["wte.weight"]
-    change_index(d, tensors=tensors)
-
-
 CHECKPOINT = {  # name: what is done to the checkpoint step_000002, which --resume PATH names
     "missing": lambda d: shutil.rmtree(d),
     "a file": lambda d: (shutil.rmtree(d), d.write_text("x")),
     "an empty directory": lambda d: (shutil.rmtree(d), d.mkdir()),
-    "index empty": lambda d: (d / "index.json").write_text(""),
     "index cut": lambda d: os.truncate(d / "index.json", 1000),
     "index a number": lambda d: (d / "index.json").write_text("3"),
-    "index a word": lambda d: (d / "index.json").write_text('"x"'),
     "index binary": lambda d: (d / "index.json").write_bytes(bytes(range(256))),
-    "index a directory": lambda d: as_directory(d / "index.json"),
-    "format 9": lambda d: change_index(d, format=9),
-    "no format": lambda d: change_index(d, format=GONE),
-    "no files": lambda d: change_index(d, files=GONE),
-    "no tensors": lambda d: change_index(d, tensors=GONE),
-    "no meta": lambda d: change_index(d, meta=GONE),
-    "meta of a dump": lambda d: change_index(d, meta={}),
-    "one tensor missing": remove_a_tensor,
     "a shard missing": lambda d: (d / SHARD).unlink(),
-    "a shard empty": lambda d: (d / SHARD).write_bytes(b""),
     "a shard cut": lambda d: os.truncate(d / "rank_00000.safetensors", 999),
     "a shard's bit": lambda d: overwrite(d / SHARD, 3000, 0x7FFFFFFF),
     "a shard of step 1": lambda d: shutil.copy(d.parent / "step_000001/rank_00000.safetensors", d),
-    "a shard a directory": lambda d: as_directory(d / SHARD),
 }
 
 
@@ -209,10 +178,7 @@ def test_damaged_checkpoint_is_refused(name, copy):
     result = session(World(), [*argv, f"--resume={path}"])
     assert_refused(result, "step_000002")
     assert result["steps"] == []
-    if name not in ("one tensor missing", "meta of a dump"):  # these are sound, but do not fit this model
-        assert_refused(run_program(checkpoint.main, ["show", str(path)]), "step_000002")
-        one = str(path.with_name("step_000001"))
-        assert_refused(run_program(checkpoint.main, ["diff", one, str(path)]), "step_000002")
+    assert_refused(run_program(checkpoint.main, ["show", str(path)]), "step_000002")
     argv += ["--n-experts=2", f"--init-from={path}", f"--out={copy / 'new'}"]
     assert_refused(session(World(), argv), "step_000002")
     shutil.rmtree(copy / "new", ignore_errors=True)

@@ -434,7 +434,7 @@ def counts_after_a_resume(world, folder):
                                                 best={"step": 5, "val_loss": 1.25})
     model, data_parallel, opt = train.build(cfg, mesh, 50, world.device)
     opt.adam.step_count.fill_(5)
-    saver = Saver(folder, world.axis)
+    saver = Saver(folder, world.everyone)
     resume.save(cfg, mesh, data_parallel, opt, saver, state)
     assert saver.wait()
     model, data_parallel, opt = train.build(cfg, mesh, 50, world.device)

@@ -52,7 +52,7 @@ def train_steps(cfg, mesh, steps, path=None, start=None):
         stats.append(torch.stack(train_step(batches, step)[0]).tolist())
     model.provide_weights(model)
     if path:
-        saver = Saver(path, mesh.world)
+        saver = Saver(path, mesh.world.everyone)
         state = resume.State(at + steps, 8 * (at + steps), data="synthetic")
         resume.save(cfg, mesh, data_parallel, opt, saver, state)
         assert saver.wait()

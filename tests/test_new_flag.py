@@ -21,9 +21,8 @@ from model import GPT
 from parallel import make_mesh
 from pipeline import dropout_seeds, rank_layers
 from plan import estimate
-from runtime.changed_flags import changed_flags, check_shape
+from runtime.init_from import changed_flags, check_source, refuse_other_model
 from runtime.launch import World
-from runtime.resume import check_source
 
 ONE = make_mesh(World(), groups=False)
 
@@ -57,15 +56,17 @@ def test_a_checkpoint_with_a_flag_that_is_not_known_is_refused(kind):
         now = dataclasses.replace(cfg, resume="auto", **flags)
         return changed_flags(now, "step_1", meta, 1, "hash", 300)
 
-    words = "trained with --parallel-block True, which this code.*--resume-changed seed,parallel-block$"
+    words = "--parallel-block True .this run: no such flag.*--resume-changed seed,parallel-block, which"
     with pytest.raises(ValueError, match=words):
         changed(True, resume_changed="seed")
     with pytest.raises(ValueError, match="--resume-changed parallel-blok: give flags among"):
         changed(True, resume_changed="parallel-blok")
     assert changed(True, resume_changed="parallel-block") == {}
     assert changed(False) == {}
-    check_shape(cfg, "step_1", {"parallel_block": True})  # which leaves it to the others
-    with pytest.raises(ValueError, match="--parallel-block True, which this code does not know; use"):
+    refuse_other_model(cfg, "step_1", {"parallel_block": True})  # which leaves it to the others
+    with pytest.raises(ValueError, match="--norm-eps 1e-05 .this run: 1e-06"):  # one that names none has 1e-5
+        refuse_other_model(dataclasses.replace(cfg, norm_eps=1e-6), "step_1", {"n_layer": 4})
+    with pytest.raises(ValueError, match="--parallel-block True .this run: no such flag"):
         check_source(cfg, "step_1", {"bias": False, "parallel_block": True}, False)
 
 

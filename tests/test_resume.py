@@ -12,7 +12,6 @@ import signal
 import subprocess
 import sys
 import time
-import zlib
 from pathlib import Path
 from unittest import mock
 
@@ -42,9 +41,10 @@ MOE = ["--n-experts=4", "--top-k=2", "--router=sigmoid", "--router-bias-rate=0.0
 
 
 @pytest.mark.parametrize("n,zero,model", [
-    (1, 0, []), (1, 1, MOE), (2, 0, []), (2, 1, []), (2, 1, [*MOE, "--ep=2"]), (2, 3, []),
+    (1, 0, []), (1, 1, MOE), (2, 1, []), (2, 1, [*MOE, "--ep=2"]), (2, 3, []),
+    (2, 0, ["--n-layer=4", "--pp=2", "--pp-chunks=2", "--tied"]),
     pytest.param(2, 1, ["--cp=2"], marks=pytest.mark.long)],
-    ids=["1", "1moe", "2", "2zero", "2zero-moe-ep2", "2zero3", "2zero-cp2"])
+    ids=["1", "1moe", "2zero", "2zero-moe-ep2", "2zero3", "2pp", "2zero-cp2"])
 def test_resumed_equals_uninterrupted(n, zero, model, toy, tmp_path):
     """With dropout, evaluation and token files: weights, moments and every row of metrics.jsonl."""
     flags = [*model, f"--data={toy}", "--vocab-size=0", "--dropout=0.2", f"--zero={zero}", "--save-every=3",
@@ -62,7 +62,7 @@ def test_resumed_equals_uninterrupted(n, zero, model, toy, tmp_path):
         assert any(n.endswith("router.bias") and t.any() for n, t in final(half, 6)[0].items())
     assert rows(whole) == rows(half) and [r["step"] for r in rows(half)] == [1, 2, 3, 4, 5, 6]
     assert ["val_loss" in r for r in rows(half)] == [False, False, True] * 2
-    if model or zero > 1:
+    if n > 1 or model:
         return
     # A PATH outside --out gives only the later rows. A PATH inside --out replaces the later rows.
     go(n, tmp_path / "other", *flags, 6, f"--resume={whole}/step_000003")
@@ -72,16 +72,6 @@ def test_resumed_equals_uninterrupted(n, zero, model, toy, tmp_path):
     go(n, whole, *flags, 6, f"--resume={whole}/step_000003")
     assert rows(whole) == before
     same(whole, half, 6)
-
-
-def test_interleaved_stages_resume_bit_for_bit(tmp_path):
-    flags = ["--n-layer=4", "--pp=2", "--pp-chunks=2", "--tied", "--dropout=0.2", "--save-every=2",
-             "--eval-every=2", "--eval-iters=1", "--decay-steps=4", "--steps"]
-    go(2, tmp_path / "whole", *flags, 4)
-    go(2, tmp_path / "half", *flags, 2)
-    go(2, tmp_path / "half", *flags, 4, "--resume=auto")
-    same(tmp_path / "whole", tmp_path / "half", 4)
-    assert rows(tmp_path / "whole") == rows(tmp_path / "half")
 
 
 def test_resume_removes_the_rows_of_later_steps(tmp_path):
@@ -99,7 +89,7 @@ def test_the_rows_of_checkpoints_that_are_moved_aside_stay_beside_them(tmp_path)
         losses.append([row["loss"] for row in rows(tmp_path)])
         said = go(1, tmp_path, "--steps=4", "--save-every=2", f"--resume={tmp_path}/step_000002",
                   f"--lr={lr}")["out"]
-        assert f"(all rows until now are also in {copy})" in said
+        assert f"all rows until now are also in {copy}" in said
         copied, damaged = files.sound_rows(tmp_path / copy)
         assert [row["loss"] for row in copied] == losses[-1] and not damaged
     assert losses[0][:2] == losses[1][:2] and losses[0][3] != losses[1][3]
@@ -116,9 +106,6 @@ def test_going_on_from_another_folder_keeps_the_run_that_is_in_out(tmp_path):
     assert [r["step"] for r in rows(old)] == [1, 2, 3, 4]
     assert {path.name for path in old.glob("step_*")} == {"step_000002", "step_000004"}
     assert [r["step"] for r in rows(tmp_path / "b")] == [3]
-    for path in (tmp_path / "b").glob("step_*"):  # as if it had been stopped before its first checkpoint
-        shutil.rmtree(path)
-    assert "held another run" not in go(1, tmp_path / "b", *flags)["out"]
 
 
 def test_a_new_run_renames_the_directory_of_an_older_one(tmp_path):
@@ -265,10 +252,6 @@ def test_the_file_stop_is_looked_at_once_per_second_and_removed_at_the_start(mon
     assert stop.poll(World(), now[0]) is None  # within the same second
     now[0] += agree.LOOK_EVERY
     assert stop.poll(World(), now[0]) == "the file stop" and other.poll(World(), now[0]) is None
-    (tmp_path / "stop").unlink()
-    (tmp_path / "stop").mkdir()
-    with pytest.raises(ValueError, match="cannot be removed"):
-        stop.watch_file(tmp_path)
 
 
 @pytest.mark.parametrize("why", ["SIGTERM", "--max-minutes"])
@@ -295,7 +278,7 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_previous_one_used(tmp_path
         if kind == "gone":
             file.unlink()
         got = go(1, out, "--steps=6", "--resume=auto")
-        assert f"checkpoint {out}/step_000006" in got["err"] and file.name in got["err"], kind
+        assert f"{out}/step_000006" in got["err"] and file.name in got["err"], kind
         assert f"resumed {out}/step_000004" in got["out"]
         same(tmp_path / "whole", out, 6)
     # A damaged checkpoint that --resume names is an error: no other one replaces it
@@ -304,33 +287,9 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_previous_one_used(tmp_path
     assert err.startswith("nanoshard: ") and err.count("\n") == 1 and "rank_00000.safetensors" in err
 
 
-def test_an_unfinished_save_is_no_checkpoint(tmp_path):
-    """A crash during a save leaves a .tmp directory; a resume does not read it, and removes it."""
-    go(1, tmp_path / "a", "--steps=4", "--save-every=2")
-    shutil.copytree(tmp_path / "a", tmp_path / "b")
-    os.rename(tmp_path / "b" / "step_000004", tmp_path / "b" / "step_000004.tmp")
-    assert "resumed" in go(1, tmp_path / "b", "--steps=4", "--resume=auto")["out"]
-    assert sorted(p.name for p in (tmp_path / "b").glob("step_*")) == ["step_000002", "step_000004"]
-    same(tmp_path / "a", tmp_path / "b", 4)
-
-
-def test_keep_bounds_the_number_of_checkpoints(tmp_path):
-    go(2, tmp_path / "a", "--steps=5", "--save-every=1", "--keep=2")
-    assert sorted(p.name for p in (tmp_path / "a").glob("step_*")) == ["step_000004", "step_000005"]
-    go(1, tmp_path / "b", "--steps=5", "--save-every=1", "--keep=0")
-    assert len(checkpoint.steps(tmp_path / "b")) == 5
-    go(1, tmp_path / "c", "--steps=2", "--save-every=0")
-    assert checkpoint.steps(tmp_path / "c") == []
-
-
-GPT2 = ["--n-kv-head=2", "--norm=layer", "--mlp=gelu", "--pos=learned", "--bias", "--tied"]
-
-
-@pytest.mark.parametrize("family", [
-    pytest.param([], id="llama"), pytest.param(GPT2, id="gpt2", marks=pytest.mark.long)])
-def test_any_layout_loads_any_other(family, tmp_path):
+def test_any_layout_loads_any_other(tmp_path):
     """ZeRO-3 -> tp 2 with ZeRO-2 -> one rank -> pp 2 -> ZeRO-1 -> cp 2, in fp64: one rank's losses."""
-    flags = [*family, "--dtype=fp64", "--decay-steps=10", "--save-every=2", "--keep=0"]
+    flags = ["--dtype=fp64", "--decay-steps=10", "--save-every=2", "--keep=0"]
     go(1, tmp_path / "one", *flags, "--steps=12")
     chain = [(2, ["--zero=3"]), (2, ["--tp=2", "--zero=2"]), (1, []), (2, ["--pp=2"]), (2, ["--zero=1"]),
              (2, ["--cp=2"])]
@@ -349,10 +308,8 @@ def test_any_layout_loads_any_other(family, tmp_path):
 
 
 OTHER_SHAPES = [  # (name, value in the checkpoint, another one)
-    ("n_layer", 2, 3), ("n_head", 2, 4), ("n_kv_head", 1, 2), ("n_embd", 16, 32), ("ffn_hidden", 32, 64),
-    ("seq_len", 16, 8), ("norm", "rms", "layer"), ("mlp", "swiglu", "gelu"), ("pos", "rope", "learned"),
-    ("bias", False, True), ("tied", False, True), ("n_experts", 4, 0), ("n_experts", 4, 8),
-    ("n_shared_experts", 0, 1)]
+    ("n_layer", 2, 3), ("n_head", 2, 4), ("n_kv_head", 1, 2), ("ffn_hidden", 32, 64), ("tied", False, True),
+    ("norm", "rms", "layer"), ("n_experts", 4, 8)]
 
 
 def test_a_checkpoint_of_another_shape_is_refused(tmp_path):
@@ -367,12 +324,12 @@ def test_a_checkpoint_of_another_shape_is_refused(tmp_path):
     for name, there, here in OTHER_SHAPES:
         argv = [*base, *flags(**{name: here}), f"--out={tmp_path / 'new'}"]
         got = session(World(), [*argv, f"--resume={tmp_path}/run/step_000001"])
-        assert_refused(got, name.replace("_", "-"), str(there), str(here), "step_000001")
+        words = f"--{name.replace('_', '-')} {there} (this run: {here})"
+        assert_refused(got, words, "step_000001")
         assert got["steps"] == []
     argv = [*base, *flags(n_layer=3, ffn_hidden=64), f"--out={tmp_path / 'new'}"]  # all are named at once
     got = session(World(), [*argv, f"--resume={tmp_path}/run/step_000001"])
-    assert_refused(got, "has ffn-hidden 32, n-layer 2, the flags say ffn-hidden 64, n-layer 3; ",
-                   "give --ffn-hidden 32 --n-layer 2")
+    assert_refused(got, "--n-layer 2 (this run: 3), --ffn-hidden 32 (this run: 64); give the same")
     assert before and before == {p: p.stat().st_mtime_ns for p in (tmp_path / "run").rglob("step_*/*")}
 
 
@@ -471,28 +428,8 @@ def test_a_range_given_at_a_resume_equals_one_given_at_the_start(skips):
     same(folder / "skipped", folder / "rewound", 12)
 
 
-def test_a_range_of_past_steps_is_a_warning(tmp_path):
-    """One line from rank 0; none for steps that were skipped already, nor for a range with future steps."""
-    skip = "--train-range-to-skip"
-    go(2, tmp_path, "--steps=6", "--save-every=2", skip, 2, 3)
-    got = go(2, tmp_path, "--steps=7", "--resume=auto", skip, 2, 3, 6, 7)
-    assert got["err"] == "" and "skipping steps 2-3, 6-7" in got["out"]
-    got = go(2, tmp_path, "--steps=8", f"--resume={tmp_path}/step_000006", skip, 2, 4, 6, 6, 8, 8)
-    assert got["err"] == (f"nanoshard: {skip} 2 4 6 6 has no effect: this run goes on after step 6; "
-                          "--resume a checkpoint before step 2\n")
-
-
 # -----------------------------------------------------------------------------
 # Other flags than those of the checkpoint
-
-def change_meta(path, drop=(), **changes):
-    """Drop or change keys of the meta of a checkpoint and reseal it."""
-    body = json.loads((path / "index.json").read_text())
-    del body["crc32"]
-    body["meta"] = {k: v for k, v in {**body["meta"], **changes}.items() if k not in drop}
-    text = json.dumps(body, sort_keys=True)
-    (path / "index.json").write_text(f'{{"crc32": {zlib.crc32(text.encode())}, {text[1:]}')
-
 
 def history(out):
     return [json.loads(line) for line in (out / "history.jsonl").read_text().splitlines()]
@@ -512,12 +449,12 @@ def test_a_resume_with_another_meaning_is_refused(tmp_path):
                               ("router", "sigmoid", "softmax"), ("capacity-factor", 1.5, 0.0),
                               ("seq-len", 32, 16), ("norm", "layer", "rms")):
         err = refusal(f"--{flag}={here}")
-        assert f"{flag} {there}" in err and f"has {here}" in err, err
+        assert f"--{flag} {there} (this run: {here})" in err, err
         assert f"--resume-changed {flag}" in err
     other = ["--vocab-size=99", "--resume-changed"]  # of synthetic data, too
-    assert "trained with other data" in refusal(*other, "vocab-size")
-    assert "vocab-size 100" in refusal(*other, "data")
-    assert "mlp swiglu" in refusal("--mlp=gelu", "--resume-changed=seed")
+    assert "--data synthetic (synthetic-100) (this run" in refusal(*other, "vocab-size")
+    assert "--vocab-size 100" in refusal(*other, "data")
+    assert "--mlp swiglu" in refusal("--mlp=gelu", "--resume-changed=seed")
     for name in ("sed", "n-layer", "lr"):
         assert f"--resume-changed {name}" in refusal(f"--resume-changed={name}")
     assert go(2, tmp_path, *moe, "--seed=7", code=2)["err"] == refusal("--seed=7")
@@ -532,10 +469,11 @@ def test_data_that_were_prepared_again(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     text = "".join(f"Line {i * i} of a text.\n\n" for i in range(900))
 
-    def prepared(text, *more):
+    def prepared(text):
         Path("x.txt").write_text(text)
+        shutil.rmtree("data", ignore_errors=True)
         with contextlib.redirect_stdout(io.StringIO()):
-            prepare.main(["x.txt", "--name=mine", "--tokenizer=char", "--replace", *more])
+            prepare.main(["x.txt", "--name=mine", "--tokenizer=char"])
 
     def run(*flags):
         always = ["--data=data/mine", "--out=out", "--save-every=1", "--eval-every=0", "--vocab-size=0"]
@@ -545,20 +483,13 @@ def test_data_that_were_prepared_again(tmp_path, monkeypatch):
     assert run("--steps=1")["code"] == 0
     prepared(text[:9000])
     flags = ["--steps=2", "--resume=auto", "--seed=7"]
-    refused = run(*flags)
-    assert_refused(refused, "; give --resume-changed data,seed to go on with data ")
-    assert_refused(run(*flags, "--resume-changed=seed"), "--resume-changed seed,data to go on with")
+    assert_refused(run(*flags), "--data data/mine (", ", or --resume-changed data,seed, which goes on")
+    assert_refused(run(*flags, "--resume-changed=seed"), "--resume-changed seed,data, which")
     assert run(*flags, "--resume-changed=data,seed")["code"] == 0
-    prepared(f"{text}#", "--name=other")
-    assert_refused(run(*flags, "--steps=3", "--data=data/other"), "other data, data/mine, whose vocabulary "
-                   "is not that of data/other (22 symbols then, 23 now); give --data data/mine, or start")
-    for changed in ([], ["--resume-changed=vocab-size"]):
-        prepared(f"{text}#")
-        assert_refused(run(*flags, "--steps=3", *changed), "data/mine was prepared again since checkpoint "
-                       "out/step_000002, and its vocabulary differs (22 symbols then, 23 now), so this run "
-                       "cannot go on; start anew with another --out")
     prepared(text.replace("t", "!"))  # as many symbols, but others
-    assert_refused(run(*flags, "--steps=3"), "its vocabulary differs, so this run cannot go on")
+    refused = run(*flags, "--steps=3", "--resume-changed=data")
+    assert_refused(refused, "the tokens of data/mine are others than those of the run out; prepare the data "
+                   "with --tokenizer out")
 
 
 def test_a_rope_base_without_rope_is_no_change(tmp_path):
@@ -567,7 +498,7 @@ def test_a_rope_base_without_rope_is_no_change(tmp_path):
     go(1, tmp_path, *flags, "--steps=2", "--rope-base=500", "--resume=auto")
 
 
-def test_what_a_resume_may_change_is_printed_and_kept(tmp_path):
+def test_what_a_resume_may_change_is_printed_and_kept(tmp_path, capsys):
     go(1, tmp_path, "--steps=2")
     got = go(2, tmp_path, "--steps=3", "--lr=0.02", "--zero=1", "--resume=auto", "--log-every=2", "--plot")
     lines = [line for line in got["out"].splitlines() if line.startswith("resume: ")]
@@ -578,31 +509,8 @@ def test_what_a_resume_may_change_is_printed_and_kept(tmp_path):
     assert second["changed"]["lr"] == [0.01, 0.02]
     assert (first["config"]["lr"], second["config"]["lr"]) == (0.01, 0.02) and second["time"] > first["time"]
     a, b = tmp_path / "step_000002", tmp_path / "step_000003"
-    say = []
-    checkpoint.diff(a, b, say.append)
-    assert sum("'lr': 0.01" in line for line in say) == 1, say
-
-
-def test_a_checkpoint_and_a_run_without_flags_can_be_resumed(tmp_path):
-    """As written before flags and history.jsonl were: what is there is compared, config.json is kept."""
-    go(1, tmp_path, "--steps=2")
-    (tmp_path / "history.jsonl").unlink()
-    change_meta(tmp_path / "step_000002", drop=("flags", "vocab_size"))
-    flags = ["--resume=auto", "--steps=3", "--lr=0.5"]
-    assert "seed 1337" in go(1, tmp_path, *flags, "--seed=2", code=2)["err"]
-    assert "resume: " not in go(1, tmp_path, *flags)["out"]
-    assert [(r["step"], r["config"]["lr"]) for r in history(tmp_path)] == [(2, 0.5)]
-
-
-def test_foreign_flags_in_a_checkpoint_are_one_line(tmp_path):
-    go(1, tmp_path, "--steps=1")
-    for flags, word in (({"global_batch": 0}, "no run's"),
-                        ({"rope_base": "\x1b[2J"}, "rope-base"),
-                        ({"global_batch": 0, "micro_batch": 2, "tp": 0, "pp": 1}, "no run's")):
-        change_meta(tmp_path / "step_000001", flags=flags)
-        result = session(World(), [*TINY, f"--out={tmp_path}", "--steps=2", "--resume=auto"])
-        assert_refused(result, "step_000001", word)
-        assert "\x1b" not in result["err"]
+    checkpoint.diff(a, b)
+    assert capsys.readouterr().out.count("'lr': 0.01") == 1
 
 
 # -----------------------------------------------------------------------------

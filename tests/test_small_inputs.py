@@ -95,14 +95,6 @@ def test_rows_of_a_head_are_paired_as_llama_cpp_turns_them():
 # -----------------------------------------------------------------------------
 # Checkpoints
 
-def test_parts_that_are_there_are_not_waited_for(tmp_path):
-    """This test comes before those that save: they would wait ten minutes."""
-    (tmp_path / "rank_00000.json").write_text('{"rank": 0}')
-    assert checkpoint.wait_for_parts(tmp_path, checkpoint.Writers(size=1, timeout=0.0), None) == [{"rank": 0}]
-    with pytest.raises(TimeoutError, match="no part from rank_00001 after 0 s; not committed"):
-        checkpoint.wait_for_parts(tmp_path, checkpoint.Writers(size=2, timeout=0.0), None)
-
-
 def test_weights_that_are_not_finite_are_refused_and_moments_are_not(tmp_path):
     sound, nan = torch.ones(2), torch.tensor([1.0, math.nan])
     for step, weight, moment in ((1, sound, nan), (2, nan, sound)):
@@ -117,27 +109,6 @@ def test_weights_that_are_not_finite_are_refused_and_moments_are_not(tmp_path):
             assert requested[0][1].tolist() == [1, 1] and requested[1][1].isnan().tolist() == [False, True]
     for values, finite in (([], True), ([1.0, -2.0], True), ([math.inf], False), ([0.0, -math.inf], False)):
         assert checkpoint.is_finite(torch.tensor(values)) == finite
-
-
-def test_each_file_is_read_by_one_of_the_ranks(tmp_path):
-    tensor = torch.ones(4)
-    folder = tmp_path / "step_000001"
-    for rank in (1, 2, 3, 0):  # rank 0 commits
-        writers = checkpoint.Writers(rank, 4, "a")
-        checkpoint.save(tmp_path, 1, [(f"w{rank}", tensor, (4,), (0,))], {}, writers)
-    for rank in range(4):
-        file = folder / f"rank_{rank:05d}.safetensors"
-        whole = file.read_bytes()
-        file.write_bytes(whole[:-1] + b"\1")
-        files = checkpoint.read_index(folder)["files"]
-        with pytest.raises(ValueError, match=f"{file.name} differs from its crc32"):
-            checkpoint.check_files(folder, files, rank % 2, 2)
-        checkpoint.check_files(folder, files, 1 - rank % 2, 2)  # the other one does not read it
-        file.unlink()
-        with pytest.raises(ValueError, match=f"{file.name} is missing; use an older step_N"):
-            checkpoint.check(folder)
-        file.write_bytes(whole)
-    assert checkpoint.damage(folder) is None
 
 
 # -----------------------------------------------------------------------------

@@ -1,0 +1,232 @@
+"""What a run takes from another one: its weights (--init-from), and which of its flags may differ.
+
+    init_from      start from another run's weights; experts from a dense run; adapters on top of a base
+    changed_flags  the flags that differ from a checkpoint's; those that change the training are refused,
+                   unless --resume-changed names them. config.flag() says what each difference means
+    load_base      the weights that --lora leaves as they are
+"""
+import dataclasses
+import json
+from pathlib import Path
+
+import checkpoint
+from config import (
+    FLAGS,
+    MEANING,
+    SHAPE,
+    SILENT,
+    Config,
+    flags_of_kind,
+    has_effect,
+    pad_vocab,
+    typed,
+    unknown_flags,
+)
+from corpus.samples import first_folder, settled_doc_mask
+from corpus.tokenizer import refuse_other_tokens
+from ddp import frozen_parameters
+from runtime.adapters import base_path, reference
+from runtime.pieces import bucket_pieces, damage, load_pieces, own_pieces
+
+VOCABULARY = "wte.weight", "head.weight", "mlm.bias"  # their rows are symbols and padding
+DEFAULTS = json.loads(json.dumps(dataclasses.asdict(Config())))
+UNKNOWN = "no such flag"
+
+
+# -----------------------------------------------------------------------------
+# Flags that differ
+
+def differences(cfg, names, before, now=None):
+    """Return {flag: [the checkpoint's value, this run's]} of those flags that differ and have an effect.
+
+    before: {flag: value} of the checkpoint. A flag that it does not name had its default: the default of a
+    flag that came later is the model without it. now: of this run, those of cfg.
+    """
+    now = now or json.loads(json.dumps(dataclasses.asdict(cfg)))
+    before = {**DEFAULTS, **before}
+    changed = {}
+    for name in names:
+        if before[name] != now[name] and (name not in FLAGS or has_effect(name, cfg)):
+            changed[name] = [before[name], now[name]]
+    return changed
+
+
+def refuse(path, changed, allow=""):
+    """Raise ValueError if there are differences(). allow: what goes on with them."""
+    said = [f"{typed(name)} {there} (this run: {here})" for name, (there, here) in changed.items()]
+    if said:
+        raise ValueError(f"checkpoint {path} was trained with {', '.join(said)}; give the same{allow}")
+
+
+def refuse_other_model(cfg, path, before, may_differ=(), names=SHAPE):
+    """Raise ValueError, with all flags to give, if the model of a checkpoint has another shape than cfg's.
+
+    before: {flag: value} of the checkpoint. With RoPE no tensor depends on seq_len.
+    """
+    if before.get("pos", Config.pos) == "rope":
+        may_differ = (*may_differ, "seq_len")
+    refuse(path, differences(cfg, [name for name in names if name not in may_differ], before))
+
+
+def changed_flags(cfg, path, meta, n_ranks, data_id, vocab_size):
+    """Return {flag: [the checkpoint's value, cfg's]} where they differ, if it matters to the training.
+
+    meta: from the checkpoint. ValueError: --resume-changed has to allow it, or nothing can.
+    """
+    # The default of --doc-mask is not what older checkpoints had.
+    before = {"doc_mask": "off", **meta["shape"], **meta.get("flags", {})}
+    # The moments of one optimizer are not those of the other.
+    refuse_other_model(cfg, path, before, ["norm"], (*SHAPE, "optimizer"))
+    now = json.loads(json.dumps(dataclasses.asdict(cfg)))
+    if before["doc_mask"] != now["doc_mask"]:
+        for flags in (before, now):
+            if flags["doc_mask"] == "auto":
+                flags["doc_mask"] = settled_doc_mask(cfg.data, "auto")
+    folder = before.get("data")
+    before.update(seed=meta["seed"], ranks=meta["world"], data=meta["data"])
+    before["vocab_size"] = meta.get("vocab_size") or vocab_size
+    now.update(ranks=n_ranks, data=data_id, vocab_size=vocab_size or before["vocab_size"])
+    counted = [name for name in (*FLAGS, "ranks") if name not in SILENT]
+    changed = differences(cfg, counted, before, now)
+
+    allowed = [name.strip().lstrip("-").replace("-", "_") for name in cfg.resume_changed.split(",")]
+    allowed = list(filter(None, allowed))
+    unknown = unknown_flags(before, now)
+    for name in allowed:
+        if name not in (*MEANING, *unknown):
+            raise ValueError(f"--resume-changed {name.replace('_', '-')}: give flags among "
+                             f"{', '.join(MEANING).replace('_', '-')}; no other one needs it or could change")
+    asked = {name: [value, UNKNOWN] for name, value in unknown.items() if name not in allowed}
+    asked.update({name: changed[name] for name in MEANING if name in changed and name not in allowed})
+    names = ",".join([*allowed, *asked]).replace("_", "-")
+    if "data" in changed and cfg.data != "synthetic":
+        refuse_other_tokens(Path(path), first_folder(cfg.data), more=False)
+    if "data" in asked:
+        asked["data"] = [f"{folder} ({meta['data']})", f"{cfg.data} ({data_id})"]
+    refuse(path, asked, f", or --resume-changed {names}, which goes on with this run's")
+    return changed
+
+
+# -----------------------------------------------------------------------------
+# --init-from
+
+def init_from(model, opt, path):
+    """For --init-from: load the weights of a checkpoint, or of a run's newest one, and nothing else.
+
+    Rows of symbols that the checkpoint lacks keep their random start. From a dense model, every expert gets
+    the MLP, and routers keep their random start (sparse upcycling, arXiv:2212.05055).
+    Return one line that says so. Collective; ValueError: the checkpoint does not fit.
+    """
+    cfg = model.cfg
+    world = model.mesh.world
+    path, index = read(world, path)
+    meta = index["meta"]
+    upcycles = cfg.n_experts > 0 and not meta["shape"]["n_experts"]
+    check_source(cfg, path, meta["shape"], upcycles)
+    symbols = count_symbols(model, path, meta["vocab_size"])
+    # The checkpoint's moments are not read. A router's bias is not a weight: its rate may differ here.
+    unused = [name for name in index["tensors"] if "/" in name or name.endswith(".router.bias")]
+    if cfg.lora and not meta["shape"].get("lora"):
+        load_base(model, reference(path, index))
+        notes = [f"adapters start on top of {path}, which stays as it is"]
+    else:
+        load_pieces(world, path, index, weights_to_read(opt, symbols, upcycles), unused)
+        opt.masters_to_model()
+        notes = [f"starts from the weights of {path}, with a fresh optimizer"]
+        if cfg.lora:
+            load_base(model, meta["base"])
+            notes = [f"starts from the adapters of {path}, with a fresh optimizer, on top of "
+                     f"{model.base['path']}"]
+    if upcycles:
+        notes.append(f"each of {cfg.n_experts} experts starts as that model's MLP, routers start fresh")
+    if model.vocab_size > symbols:
+        notes.append(f"{model.vocab_size - symbols} symbols are new")
+    # A flag of experts says nothing about a dense model.
+    source = dataclasses.replace(cfg, n_experts=0, capacity_factor=0.0) if upcycles else cfg
+    names = [name for name in flags_of_kind("meaning") if name != "vocab_size"]
+    for name, (there, here) in differences(source, names, meta.get("flags", {})).items():
+        notes.append(f"{name.replace('_', '-')} {there} -> {here}")
+    return "; ".join(notes)
+
+
+def read(world, path):
+    """Return path, or the newest checkpoint under it, and its index. Collective; ValueError: damaged."""
+    found = None
+    if world.rank == 0:
+        found = str(checkpoint.latest(path))
+    found = world.everyone.broadcast(found)  # a path: that run may go on, so rank 0 chooses
+    wrong = damage(world.everyone, found)
+    if wrong is not None:
+        raise ValueError(wrong)
+    return found, checkpoint.read_index(found)
+
+
+def check_source(cfg, path, shape, upcycles):
+    """Raise ValueError unless a model of this shape can be the start of cfg's."""
+    if upcycles and shape["bias"]:
+        raise ValueError(f"--init-from {path} is a dense model with biases, and experts have none to take "
+                         "them; give a model without bias, or train without --n-experts")
+    refuse(path, {name: [value, UNKNOWN] for name, value in unknown_flags(shape).items()})
+    may_differ = ["n_experts", "n_shared_experts"] if upcycles else []
+    if cfg.lora and not shape.get("lora"):
+        may_differ.append("lora")
+    refuse_other_model(cfg, path, shape, may_differ)
+
+
+def count_symbols(model, path, symbols):
+    """Return how many symbols the vocabulary of a checkpoint has. ValueError: this model has fewer."""
+    # The last symbol of a masked language model is [MASK], so no new symbols can follow.
+    is_cut = model.cfg.objective == "mlm" and symbols < model.vocab_size
+    if symbols > model.vocab_size or is_cut:
+        raise ValueError(f"--init-from {path} has a vocabulary of {symbols}, the data {model.vocab_size}; "
+                         f"prepare the data with that run's tokenizer, or give --vocab-size {symbols}")
+    if model.cfg.lora and symbols < model.vocab_size:
+        raise ValueError(f"--init-from {path} has a vocabulary of {symbols}, the data {model.vocab_size}, "
+                         "and --lora trains no embedding; first give the base the new symbols, by a run "
+                         "without --lora, with --steps 1 --lr 0")
+    return symbols
+
+
+def weights_to_read(opt, symbols, upcycles):
+    """Return this rank's rectangles of the weights of a run whose vocabulary has so many symbols."""
+    requested = []
+    for name, own, full, where in own_pieces(opt.data_parallel, opt, {"": opt.masters}, owned_only=False):
+        if name in VOCABULARY:
+            rows = own[:max(0, symbols - where[0])]
+            requested.append((name, rows, (pad_vocab(symbols), *full[1:]), where))
+        elif not upcycles or ".moe." not in name:
+            requested.append((name, own, full, where))
+        elif len(full) == 3:  # (E, rows, columns) of w1, w2 or w3: a rectangle of one or several experts
+            dense = name.replace(".moe.", ".mlp.") + ".weight"
+            for part in own:
+                requested.append((dense, part, full[1:], where[1:]))
+    return requested
+
+
+# -----------------------------------------------------------------------------
+# --lora: the base's weights, which stay as they are
+
+def load_base(model, base, moved_to=""):
+    """Fill the weights that --lora freezes. Collective; ValueError, OSError: the base is not there.
+
+    base: its reference(). moved_to: --init-from, where the base is now if that is another place.
+    """
+    world = model.mesh.world
+    path = base_path(base, moved_to) if world.rank == 0 else None
+    path, index = read(world, path)
+    unused = [name for name in index["tensors"] if "/" in name]
+    load_pieces(world, path, index, frozen_pieces(model), unused)
+    model.base = reference(path, index)
+
+
+def frozen_pieces(model):
+    """Return the pieces of this rank's share of what --lora leaves as it is."""
+    pieces = []
+    sliced = set()
+    for bucket in model.data_parallel.frozen_buckets:
+        pieces += bucket_pieces(bucket, bucket.own, "", owned_only=False)
+        sliced.update(bucket.names)
+    for name, p in frozen_parameters(model):
+        if name not in sliced:
+            pieces.append((name, p.data, p.full_shape, p.offset))
+    return pieces
