@@ -29,14 +29,14 @@ if sys.flags.safe_path:  # python -I leaves out the program's own folder
     sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from interface.command_line import wrap, wrong_input
-from interface.files import load_json, new_part, remove_parts, set_aside, sync, write_whole
+from interface.files import load_json, new_part, remove_folder, remove_parts, set_aside, sync, write_whole
 from interface.paths import meant_run
 from interface.terminal import one_line, say
 
 FORMAT = 2
 HINT = "use an older step_N"
 LEFT_BEHIND = re.compile(r"step_[0-9]+(\.[0-9a-z]+)?\.(tmp|del)")  # by a save or prune that was killed
-OUR_FILES = re.compile(r"index\.json|rank_[0-9]+\.(json|safetensors)|\..*\.part")  # all that a save writes
+OUR_FILES = re.compile(r"index\.json|rank_[0-9]+\.(json|safetensors)")  # all that a save writes
 
 
 # -----------------------------------------------------------------------------
@@ -167,10 +167,7 @@ def wait_for_parts(tmp, size, timeout, stopped):
 def discard(folder):
     """Delete the directory of a checkpoint. If somebody put a file of his own there, both stay."""
     with suppress(OSError):
-        for path in Path(folder).iterdir():
-            if OUR_FILES.fullmatch(path.name):
-                path.unlink()
-        os.rmdir(folder)
+        remove_folder(folder, OUR_FILES)
 
 
 def prune(root, keep, best=None):

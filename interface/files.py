@@ -80,6 +80,18 @@ def whole_folder(out, only=""):
     sync(out.parent)
 
 
+def remove_folder(folder, names):
+    """Delete the files in a folder whose names match a pattern, and then the folder, if it is empty."""
+    with contextlib.suppress(FileNotFoundError):
+        for path in Path(folder).iterdir():
+            if path.is_file() and (names.fullmatch(path.name) or PART.fullmatch(path.name)):
+                path.unlink()
+        try:
+            os.rmdir(folder)
+        except OSError as e:
+            warn(f"{folder} stays: {e.strerror}")
+
+
 def remove_parts(folder):
     """Remove the files that new_part() made and that a killed process left."""
     for path in Path(folder).glob(".*.part"):
