@@ -348,7 +348,7 @@ def test_refused_starts(data, pretrained, tmp_path):
     def refused(*more, words):
         assert_refused(session(World(), [*flags, *more]), words)
     refused(f"--init-from={pretrained}", "--n-layer=3", words="--n-layer 2")
-    refused(f"--init-from={pretrained}", "--seq-len=64", words="--seq-len 48 (this run: 64)")
+    refused(f"--init-from={pretrained}", "--seq-len=64", words="give --seq-len 48")
     refused("--objective=mlm", words="has conversations")
     assert run_prepare(data / "text.txt", "--name", "other", "--vocab-size", 304, "--out", data,
                        "--val-fraction", 0.5)[0] == 0
