@@ -53,13 +53,12 @@ TEXTS = {"bench": (".py", ".sh", ".js", ".html", ".pbs", ".slurm"),
 
 # What is larger today: a number here only falls, and what is within its limit leaves the list.
 OVER = {
-    "ops, fast": (3276, 24), "runtime, interface": (6073, 33),
-    "corpus, cost, programs": (8599, 33), "house": (21547, 102), "bench": (4895, 23),
-    "tests": (30343, 111)}
+    "ops, fast": (3276, 24), "runtime, interface": (5666, 29),
+    "corpus, cost, programs": (8431, 33), "house": (20972, 98), "bench": (4895, 23),
+    "tests": (29955, 111)}
 LONG_FILES = {
-    "checkpoint.py": 602, "tests/test_chat.py": 612, "tests/test_checkpoint.py": 602,
-    "tests/test_model.py": 629, "tests/test_plan.py": 729, "tests/test_products.py": 664,
-    "tests/test_resume.py": 702}
+    "tests/test_chat.py": 612, "tests/test_model.py": 629, "tests/test_plan.py": 729,
+    "tests/test_products.py": 664, "tests/test_resume.py": 610}
 
 
 # -----------------------------------------------------------------------------
