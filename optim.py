@@ -142,12 +142,12 @@ class Optimizer:
         """
         loss = loss.double() / self.data_parallel.mesh.tp.size  # Every tp rank has the same loss.
         grads = [bucket.grad_total for bucket in self.data_parallel.buckets]
-        grad_squares = self.sum_of_squares(grads)
+        grad_squares = (self.squares(grads) * self.count_factors).sum()
         num_zeros = param_squares = torch.zeros_like(loss)
         if full:
             num_zeros = self.num_zeros()
-            weights = [m.own if isinstance(m, SplitMaster) else m for m in self.masters]
-            param_squares = self.sum_of_squares(weights)
+            squares = torch.cat([self.squares([whole(master)]) for master in self.masters])
+            param_squares = (squares * self.count_factors).sum()
 
         # Nobody votes in one process, in tests and in bench/.
         votes = [] if self.stop is None else self.stop.votes(loss.device)
@@ -158,13 +158,13 @@ class Optimizer:
         grad_norm = self.unscale(sums[1].sqrt())
         return StepStats(sums[0], grad_norm, num_zeros=sums[2], param_norm=sums[3].sqrt())
 
-    def sum_of_squares(self, slices):
-        """Return this rank's part of the sum of squares, () fp64. slices: one per bucket."""
+    def squares(self, slices):
+        """Return the sum of squares of each slice, (k,) fp64."""
         if self.adam.use_triton:  # torch sums 65,536 elements at a time, in fp32
             norms = torch._foreach_norm(slices, dtype=torch.float32)
         else:  # in fp64: a CPU's fp32 norm is a plain sum, 5e-5 off for a million elements
             norms = [torch.linalg.vector_norm(piece, dtype=torch.float64) for piece in slices]
-        return (torch.stack(norms).double().square() * self.count_factors).sum()
+        return torch.stack(norms).double().square()
 
     def num_zeros(self):
         """Return this rank's part of the number of gradients that are zero, () fp64."""

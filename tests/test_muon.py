@@ -270,7 +270,7 @@ def everything(opt):
     """Copies of masters, moments and the model's weights."""
     slices = [piece for moment in opt.moments().values() for piece in moment if piece is not None]
     flats = [bucket.flat for bucket in opt.data_parallel.buckets]
-    return [t.clone() for t in (*opt.masters, *slices, *flats)]
+    return [t.clone() for t in (*map(whole, opt.masters), *slices, *flats)]
 
 
 def poison(original, data_parallel, *, bad):
