@@ -5,16 +5,19 @@
     python plan.py dense-210m --zero 1 --scaling 1,2,4,8,64,512
     python plan.py smol-1.7b --gpus 8 --pp 4 --serve
 
-    1) the plan of one layout, from cost/: parameters, traffic, memory, step_time, idle
+    1) the plan of one layout, from cost/: parameters, memory, traffic, step_time, advice
     2) many layouts: the search, weak scaling
-    3) the command line; cost/plan_tables.py prints what is found, and a page in the browser draws it
+    3) the tables of a terminal
+    4) the program; with --serve a page in the browser draws a plan
 """
-import contextlib
 import dataclasses
+import functools
 import itertools
 import json
 import math
+import string
 import sys
+import textwrap
 from collections import Counter
 from pathlib import Path
 
@@ -36,9 +39,8 @@ from config import ceil_div
 from corpus.samples import batch_size, load_blend_meta, settled_doc_mask
 from cost import plan_page
 from cost.advice import idle_warnings
-from cost.gpus import GPUS, gpu_for
+from cost.gpus import GPUS
 from cost.memory import GIB, memory, saved_activations
-from cost.muon import muon_seconds
 from cost.parameters import (
     count_parameters,
     flops_per_token,
@@ -47,9 +49,9 @@ from cost.parameters import (
     micro_batches,
     stage_mesh,
 )
-from cost.plan_tables import print_plan, print_scaling, print_search
 from cost.step_time import (
     MOST_UNEVEN,
+    bubble,
     expected_choice,
     max_load_factor,
     stage_time,
@@ -59,13 +61,13 @@ from cost.traffic import bytes_between_nodes, reductions, traffic
 from fast.choose import needs_row_limit
 from interface.layout import check_layout
 from interface.serve import Server
-from interface.terminal import say
+from interface.terminal import columns, say
+from pipeline import timetable
 
 # -----------------------------------------------------------------------------
 # 1) The plan of one layout
 
 LAYOUT = ("tp", "cp", "pp", "pp_chunks", "ep", "zero", "shard", "micro_batch", "global_batch", "recompute")
-MOST_OPERATIONS = 10**6  # forwards of a schedule
 
 
 def check_gpus(cfg, gpus):
@@ -76,26 +78,7 @@ def check_gpus(cfg, gpus):
     mesh = stage_mesh(cfg, gpus, 0)
     batch = cfg.global_batch or cfg.micro_batch * mesh.dp.size
     check_layout(cfg, mesh, batch)
-    cfg = dataclasses.replace(cfg, global_batch=batch)
-    operations = micro_batches(cfg, mesh) * cfg.pp * cfg.pp_chunks
-    if cfg.pp > 1 and operations > MOST_OPERATIONS:
-        raise ValueError(f"a step of {operations:,} forwards (micro-batches * pp * pp-chunks) is too long, "
-                         f"the most are {MOST_OPERATIONS:,}; give a smaller --global-batch, or a larger "
-                         "--micro-batch")
-    return cfg, mesh
-
-
-def _groups_of_stages(cfg, gpus):
-    """Return lists of pipeline stages: the stages of one list hold equal parts of the model.
-
-    Such stages differ only in their position. The first of them has the most micro-batches in flight, so it
-    stands for all.
-    """
-    groups = {}
-    for stage in range(cfg.pp):
-        held = held_layers(cfg, stage_mesh(cfg, gpus, stage))
-        groups.setdefault(held, []).append(stage)
-    return list(groups.values())
+    return dataclasses.replace(cfg, global_batch=batch), mesh
 
 
 def estimate(cfg, gpus, gpu, vocab, uneven=False):
@@ -103,15 +86,21 @@ def estimate(cfg, gpus, gpu, vocab, uneven=False):
 
     cfg: a Config with a global batch. gpus: the number of GPUs. gpu: their kind, a name in
     cost.gpus.GPUS. vocab: the number of symbols, before padding. uneven: the time is that of the experts'
-    young routing, not of what it settles to. ValueError: see gpu_for.
+    young routing, not of what it settles to. ValueError: the GPU has no product that the flags ask for.
     """
-    chip = gpu_for(cfg, gpu)
-    groups = _groups_of_stages(cfg, gpus)
-    meshes = [stage_mesh(cfg, gpus, stages[0]) for stages in groups]
+    chip = GPUS[gpu]
+    if cfg.fp8 and not chip.fp8:
+        raise ValueError(f"--fp8: {gpu} cannot multiply fp8 numbers; leave out --fp8")
+    # Stages that hold equal parts of the model differ only in their position. The first of them has the
+    # most micro-batches in flight, so it stands for all.
+    groups = {}
+    for stage in range(cfg.pp):
+        groups.setdefault(held_layers(cfg, stage_mesh(cfg, gpus, stage)), []).append(stage)
+    meshes = [stage_mesh(cfg, gpus, stages[0]) for stages in groups.values()]
     choice = expected_choice(cfg, meshes[0], chip.node)
 
-    candidates = [memory(cfg, mesh, vocab, choice) for mesh in meshes]
-    fullest = max(candidates, key=lambda parts: sum(parts.values()))
+    needed = [memory(cfg, mesh, vocab, choice) for mesh in meshes]
+    fullest = max(needed, key=lambda parts: sum(parts.values()))
     used = sum(fullest.values())
     sent = [traffic(cfg, mesh, vocab, cfg.global_batch, choice) for mesh in meshes]
     between = [bytes_between_nodes(mesh, sent_here, lambda rank: rank // chip.node)
@@ -119,17 +108,13 @@ def estimate(cfg, gpus, gpu, vocab, uneven=False):
 
     block = saved_activations(cfg, meshes[0], max_load_factor(cfg, meshes[0], uneven=uneven), choice)
     of_stage = {}  # seconds of a micro-batch on each stage
-    for stages, mesh, sent_here in zip(groups, meshes, sent, strict=True):
+    for stages, mesh, sent_here in zip(groups.values(), meshes, sent, strict=True):
         seconds = stage_time(cfg, mesh, chip, vocab, block, sent_here, uneven=uneven)
         of_stage.update(dict.fromkeys(stages, seconds))
 
     largest = max(meshes, key=lambda mesh: sum(local_parameters(cfg, mesh, vocab).values()))
-    local = local_parameters(cfg, largest, vocab)
     step = step_time(cfg, largest, chip, vocab, max(of_stage.values()),
                      reductions(cfg, largest, vocab, choice))
-
-    step["optimizer"] += muon_seconds(cfg, largest, chip, vocab)
-
     total = sum(step.values())
     tokens = cfg.global_batch * cfg.seq_len
     full, causal = flops_per_token(cfg, vocab)
@@ -137,11 +122,14 @@ def estimate(cfg, gpus, gpu, vocab, uneven=False):
     return {
         "layout": {"gpus": gpus, "dp": meshes[0].dp.size, **{name: getattr(cfg, name) for name in LAYOUT}},
         "parameters": {"vocabulary": vocab, "total": count["total"], "embedding": count["embedding"],
-                       "active": count["matmul"], "per_rank": sum(local.values())},
+                       "active": count["matmul"],
+                       "per_rank": sum(local_parameters(cfg, largest, vocab).values())},
         "memory_gib": {part: nbytes / GIB for part, nbytes in fullest.items()},
         "memory": used / GIB, "fits": used <= chip.memory, "capacity_gib": chip.memory / GIB,
         "flops": {"full": full * tokens, "causal": causal * tokens},
-        "traffic_mb": _largest_traffic(sent), "between_nodes_mb": max(between) / 1e6,
+        "traffic_mb": {axis: max(stage.get(axis, 0) for stage in sent) / 1e6
+                       for axis in sorted(set().union(*sent))},  # of the stage that sends the most
+        "between_nodes_mb": max(between) / 1e6,
         "ms_parts": {part: seconds * 1e3 for part, seconds in step.items()}, "ms": total * 1e3,
         "tok_s_gpu": tokens / total / gpus,
         "tflops": full * tokens / total / gpus / 1e12,
@@ -149,23 +137,7 @@ def estimate(cfg, gpus, gpu, vocab, uneven=False):
         "stage_ms": [of_stage[stage] * 1e3 for stage in range(cfg.pp)]}
 
 
-def uneven_ms(cfg, gpus, gpu, vocab):
-    """Return the milliseconds of a step while the routing of experts is young and uneven.
-
-    None: no rank waits for the one with the most rows, or young routing was not measured over so many ranks.
-    For the arguments see estimate.
-    """
-    if not needs_row_limit(cfg, stage_mesh(cfg, gpus, 0)) or cfg.ep > MOST_UNEVEN:
-        return None
-    return estimate(cfg, gpus, gpu, vocab, uneven=True)["ms"]
-
-
-def _largest_traffic(sent):
-    """Return {axis name: MB of the stage that sends the most}. sent: {axis name: bytes} of each stage."""
-    axes = sorted(set().union(*sent))
-    return {axis: max(stage.get(axis, 0) for stage in sent) / 1e6 for axis in axes}
-
-
+@functools.cache
 def batch_schedule(samples, full, ramp=()):
     """Return {batch: number of steps with it} of a run that consumes at least `samples` sequences.
 
@@ -175,21 +147,10 @@ def batch_schedule(samples, full, ramp=()):
     done = 0
     while done < samples:
         batch = batch_size(done, full, ramp)
-        until = samples
-        if batch < full:
-            until = min(samples, _end_of_ramp_phase(batch, full, ramp))
-        count = ceil_div(until - done, batch)
+        count = ceil_div(samples - done, full) if batch == full else 1
         steps[batch] += count
         done += count * batch
     return steps
-
-
-def _end_of_ramp_phase(batch, full, ramp):
-    """Return the sequences after which the batch ramp leaves this batch."""
-    start, increment, samples = ramp
-    stages = (full - start) // increment
-    next_stage = (batch - start) // increment + 1
-    return ceil_div(next_stage * samples, stages)
 
 
 def training_cost(cfg, plan, vocab):
@@ -200,30 +161,16 @@ def training_cost(cfg, plan, vocab):
     """
     layout = {name: plan["layout"][name] for name in LAYOUT}
     gpus = plan["layout"]["gpus"]
-    full = layout["global_batch"]
-    samples = math.ceil(cfg.tokens / cfg.seq_len)
-    steps = batch_schedule(samples, full, cfg.rampup_batch_size)
+    steps = batch_schedule(math.ceil(cfg.tokens / cfg.seq_len), layout["global_batch"], cfg.rampup_batch_size)
     ms = 0
     for batch, count in steps.items():
         of_this_batch = plan
-        if batch != full:
+        if batch != layout["global_batch"]:
             smaller = dataclasses.replace(cfg, **{**layout, "global_batch": batch})
             of_this_batch = estimate(smaller, gpus, cfg.gpu, vocab)
         ms += count * of_this_batch["ms"]
     hours = ms / 3.6e6
     return {"steps": sum(steps.values()), "days": hours / 24, "gpu_hours": hours * gpus}
-
-
-def warnings(cfg, plan, gpu, vocab):
-    """Return a line for each cause that leaves a GPU idle, and one if the layout does not fit."""
-    mesh = stage_mesh(cfg, plan["layout"]["gpus"], 0)
-    lines = idle_warnings(cfg, mesh, gpu, vocab, plan["stage_ms"])
-    if not plan["fits"]:
-        lines.append(f"does not fit: {plan['memory']:.1f} of {plan['capacity_gib']:.1f} GiB; try --search")
-    return lines
-
-
-GPT2_SYMBOLS = 50257
 
 
 def from_data(cfg):
@@ -233,7 +180,7 @@ def from_data(cfg):
     A masked language model adds [MASK] to the symbols of the data.
     """
     mask = 1 if cfg.objective == "mlm" else 0
-    symbols, source = GPT2_SYMBOLS + mask, "GPT-2's; --data DIR or --vocab-size says another"
+    symbols, source = 50257 + mask, "GPT-2's; --data DIR or --vocab-size says another"
     if cfg.data == "synthetic":
         symbols, source = 256 + mask, "synthetic data"
     elif cfg.data:
@@ -254,7 +201,6 @@ SHORTEST_SHARE = 2048  # positions per rank: the search does not cut a sequence 
 
 
 def divisors(n):
-    """Return all divisors of n, smallest first."""
     return [d for d in range(1, n + 1) if n % d == 0]
 
 
@@ -273,34 +219,23 @@ def layouts(cfg, gpus, gpu):
     pp_sizes = [pp for pp in sizes if pp <= cfg.n_layer]
 
     for tp, cp, pp in itertools.product(tp_sizes, cp_sizes, pp_sizes):
-        stage_ranks = gpus // pp
-        if stage_ranks % (tp * cp):
+        if gpus % (tp * cp * pp):
             continue
-        dp = stage_ranks // (tp * cp)
-        options = itertools.product(_ep_sizes(cfg, stage_ranks), _micro_batch_sizes(batch, dp),
-                                    ("none", "selective", "full"), _shares(tp, dp * cp, GPUS[gpu].node),
-                                    _chunk_counts(cfg, pp))
-        for ep, micro_batch, recompute, (zero, shard), pp_chunks in options:
+        dp = gpus // (tp * cp * pp)
+        ep_sizes = [ep for ep in divisors(gpus // pp) if cfg.n_experts % ep == 0] if cfg.n_experts else [1]
+        mbs_sizes = [size for size in (1, 2, 4, 8, 16, 32, 64, 128) if batch % (size * dp) == 0]
+        chunks = [1, 2] if pp > 1 else [1]
+        for ep, micro_batch, recompute, (zero, shard), pp_chunks in itertools.product(
+                ep_sizes, mbs_sizes, ("none", "selective", "full"),
+                _shares(tp, dp * cp, GPUS[gpu].node), chunks):
             layout = dataclasses.replace(cfg, tp=tp, cp=cp, pp=pp, ep=ep, micro_batch=micro_batch,
                                          recompute=recompute, zero=zero, shard=shard, pp_chunks=pp_chunks,
                                          global_batch=batch)
             try:
-                layout, _ = check_gpus(layout, gpus)
+                check_gpus(layout, gpus)
             except ValueError:
                 continue
             yield layout
-
-
-def _ep_sizes(cfg, stage_ranks):
-    """Return the sizes of ep that divide the ranks of a stage and the experts."""
-    if not cfg.n_experts:
-        return [1]
-    return [ep for ep in divisors(stage_ranks) if cfg.n_experts % ep == 0]
-
-
-def _micro_batch_sizes(batch, dp):
-    """Return the sizes of micro-batches, powers of two up to 128, that fill a batch on dp replicas."""
-    return [2**i for i in range(8) if batch % (2**i * dp) == 0]
 
 
 def _shares(tp, replicas, node):
@@ -312,70 +247,178 @@ def _shares(tp, replicas, node):
     return pairs
 
 
-def _chunk_counts(cfg, pp):
-    """Return the possible numbers of chunks on a rank of the pipeline."""
-    if pp > 1 and 2 * pp <= cfg.n_layer:
-        return [1, 2]
-    return [1]
-
-
-def search(cfg, gpus, gpu, vocab):
-    """Return the plans of all layouts that the GPU's memory holds, fastest first; print its progress."""
-    found = list(layouts(cfg, gpus, gpu))
-    print(f"{len(found):,} layouts are tried", file=sys.stderr, flush=True)
-    plans = [estimate(layout, gpus, gpu, vocab) for layout in found]
-    return sorted((plan for plan in plans if plan["fits"]), key=lambda plan: plan["ms"])
-
-
-def scaling(cfg, counts, gpu, vocab):
-    """Return the plans of one layout on each number of GPUs, with the same work per GPU; dp grows.
-
-    ep is the largest divisor of cfg's ep that divides the ranks of a stage. In a model with experts, the plan
-    with the fastest ep follows, if that ep is different.
-    """
-    found = []
-    for gpus in counts:
-        batch = cfg.global_batch * gpus // counts[0]
-        stage_ranks = gpus // cfg.pp
-        own = math.gcd(cfg.ep, stage_ranks)
-        others = [ep for ep in _ep_sizes(cfg, stage_ranks) if ep != own] if cfg.n_experts else []
-        layout, _ = check_gpus(dataclasses.replace(cfg, ep=own, global_batch=batch), gpus)
-        plans = [estimate(layout, gpus, gpu, vocab)]
-        for ep in others:
-            with contextlib.suppress(ValueError):  # train.py would refuse an ep that nobody asked for.
-                layout, _ = check_gpus(dataclasses.replace(cfg, ep=ep, global_batch=batch), gpus)
-                plans.append(estimate(layout, gpus, gpu, vocab))
-        fastest = min((plan for plan in plans if plan["fits"]), key=lambda plan: plan["ms"], default=plans[0])
-        found.append(plans[0])
-        if fastest is not plans[0]:
-            found.append(fastest)
-    for plan in found:
-        plan["efficiency"] = plan["tok_s_gpu"] / found[0]["tok_s_gpu"]
-    return found
-
-
-# -----------------------------------------------------------------------------
-# 3) The command line
-
-def plan_one(cfg, vocab):
-    """Return (cfg with its global batch, the plan of its layout with all that is printed)."""
-    cfg, _ = check_gpus(cfg, cfg.gpus)
-    plan = estimate(cfg, cfg.gpus, cfg.gpu, vocab)
-    plan["ms_uneven"] = uneven_ms(cfg, cfg.gpus, cfg.gpu, vocab)
-    plan["warnings"] = warnings(cfg, plan, cfg.gpu, vocab)
-    plan.update(training_cost(cfg, plan, vocab))
-    return cfg, plan
-
-
-def plan_many(cfg, vocab):
-    """Return the plans of all layouts that fit. ValueError: none does."""
+def search(cfg, vocab):
+    """Return the plans of all layouts that the GPU's memory holds, fastest first. ValueError: none."""
     cfg = dataclasses.replace(cfg, pp_layers="")  # each layout has its own balance
-    plans = search(cfg, cfg.gpus, cfg.gpu, vocab)
+    found = list(layouts(cfg, cfg.gpus, cfg.gpu))
+    print(f"{len(found):,} layouts are tried", file=sys.stderr, flush=True)
+    plans = [estimate(layout, cfg.gpus, cfg.gpu, vocab) for layout in found]
+    plans = sorted((plan for plan in plans if plan["fits"]), key=lambda plan: plan["ms"])
     if not plans:
         raise ValueError(f"no layout of {cfg.preset} on {cfg.gpus} {cfg.gpu} fits; try more --gpus")
     for plan in plans:
         plan.update(training_cost(cfg, plan, vocab))
     return plans
+
+
+def scaling(cfg, counts, gpu, vocab):
+    """Return the plans of one layout on each number of GPUs, with the same work per GPU; dp grows.
+
+    ep is the largest divisor of cfg's ep that divides the ranks of a stage.
+    """
+    plans = []
+    for gpus in counts:
+        ep = math.gcd(cfg.ep, gpus // cfg.pp)
+        batch = cfg.global_batch * gpus // counts[0]
+        layout, _ = check_gpus(dataclasses.replace(cfg, ep=ep, global_batch=batch), gpus)
+        plans.append(estimate(layout, gpus, gpu, vocab))
+        plans[-1]["efficiency"] = plans[-1]["tok_s_gpu"] / plans[0]["tok_s_gpu"]
+    return plans
+
+
+# -----------------------------------------------------------------------------
+# 3) The tables of a terminal
+
+def page_width():
+    return min(100, columns())
+
+
+def print_table(title, rows):
+    """Print lists of strings: the first column is aligned left, the others right, closer if it is narrow."""
+    print(f"\n{title}")
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    gap = 2 if sum(widths) + 2 * len(widths) <= page_width() else 1
+    for first, *others in rows:
+        cells = [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
+        print((gap * " ").join(["", first.ljust(widths[0]), *cells]))
+
+
+def print_filled(text):
+    print(textwrap.fill(text, page_width(), subsequent_indent="    ", break_on_hyphens=False))
+
+
+def draw_schedule(ranks, chunks, num_micro_batches, width=100):
+    """Return one line per pipeline rank, which shows what the rank does when, from left to right.
+
+    F0 and B0 are the forward and the backward of micro-batch 0. With several chunks F0a is its forward
+    through chunk a. A backward takes twice as long as a forward.
+    """
+    table = timetable(ranks, chunks, num_micro_batches)
+    unit = len(f"F{num_micro_batches - 1} ") + (chunks > 1)  # columns of a forward
+    rows = [[" " * unit for _ in range(max(table))] for _ in range(ranks)]
+    for end, ops in table.items():
+        for row, op in zip(rows, ops, strict=True):
+            if op is None:
+                continue
+            name = f"{op.kind}{op.micro_batch}"
+            if chunks > 1:
+                name += string.ascii_lowercase[op.chunk % 26]
+            row[end - 1] = name.ljust(unit)
+            if op.kind == "B":  # its text fills two units
+                row[end - 2] = name.ljust(2 * unit - 1, "-") + " "
+                row[end - 1] = ""
+
+    lines = [f"  rank {rank:<4}" + "".join(row).rstrip() for rank, row in enumerate(rows)]
+    return [line if len(line) <= width else f"{line[:width - 4]} ..." for line in lines]
+
+
+def print_schedule(cfg):
+    count = micro_batches(cfg, stage_mesh(cfg, cfg.gpus, 0))
+    in_chunks = f" in {cfg.pp_chunks} chunks" if cfg.pp_chunks > 1 else ""
+    idle = bubble(cfg.pp, cfg.pp_chunks, count)
+    print(f"\nschedule of {count} micro-batches{in_chunks} over {cfg.pp} ranks:")
+    print(f"  predicted bubble {100 * idle:.1f} % of the work: the ranks idle "
+          f"{100 * idle / (1 + idle):.1f} % of the step")
+    print("\n".join(draw_schedule(cfg.pp, cfg.pp_chunks, count, page_width())))
+
+
+def print_plan(cfg, plan):
+    """Print what plan_one() returns."""
+    layout = {name: value for name, value in plan["layout"].items() if name != "gpus"}
+    if not cfg.shard:
+        del layout["shard"]
+    flags = ", ".join(f"{name} {value}" for name, value in layout.items())
+    print_filled(f"{cfg.preset} on {cfg.gpus} {cfg.gpu}: {flags}")
+    print_table("parameters", [(name, f"{n:,}") for name, n in plan["parameters"].items()])
+
+    parts = [(part, f"{gib:.2f}") for part, gib in plan["memory_gib"].items()]
+    print_table(f"memory of the fullest rank, GiB of {plan['capacity_gib']:.1f}",
+                [*parts, ("sum", f"{plan['memory']:.2f}")])
+
+    sent = [(axis, f"{megabytes:,.1f}") for axis, megabytes in plan["traffic_mb"].items()]
+    if cfg.gpus > GPUS[cfg.gpu].node:
+        sent.append(("of it to other nodes", f"{plan['between_nodes_mb']:,.1f}"))
+    print_table("sent per rank and step, MB", sent or [("none", "0")])
+
+    parts = [(part, f"{ms:,.1f}") for part, ms in plan["ms_parts"].items()]
+    parts.append(("sum", f"{plan['ms']:,.1f}"))
+    if plan["ms_uneven"] is not None:
+        parts.append(("sum while routing is uneven", f"{plan['ms_uneven']:,.1f}"))
+    print_table("milliseconds per step, expected", parts)
+
+    print_table("work", [("FLOPs per step, full attention", f"{plan['flops']['full']:.4g}"),
+                         ("FLOPs per step, causal", f"{plan['flops']['causal']:.4g}"),
+                         ("TFLOP/s per GPU", f"{plan['tflops']:.1f}"),
+                         ("MFU", f"{100 * plan['mfu']:.1f} %"),
+                         ("tokens/s per GPU", f"{plan['tok_s_gpu']:,.0f}")])
+    if cfg.pp > 1:
+        print_schedule(cfg)
+    if cfg.tokens:
+        ramp = ", with the ramp" if cfg.rampup_batch_size else ""
+        print_table(f"{cfg.tokens:.3g} tokens{ramp}", [("steps", f"{plan['steps']:,}"),
+                                                       ("days", f"{plan['days']:,.2f}"),
+                                                       ("GPU-hours", f"{plan['gpu_hours']:,.0f}")])
+    for line in plan["warnings"]:
+        print_filled(f"warning: {line}")
+
+
+def print_search(cfg, plans):
+    """Print what search() returns."""
+    first = "; the first 20" if len(plans) > 20 else ""
+    print(f"{cfg.preset} on {cfg.gpus} {cfg.gpu}: {len(plans)} layouts fit{first}")
+    names = ["dp", "cp", "tp", "pp", "pp_chunks", "ep", "zero", "shard", "micro_batch", "recompute"]
+    if not any(plan["layout"]["shard"] for plan in plans):
+        names.remove("shard")
+    short = {"pp_chunks": "chunks", "micro_batch": "mbs"}
+    rows = [("#", *(short.get(name, name) for name in names), "GiB", "ms", "TFLOP/s/GPU", "days")]
+    for i, plan in enumerate(plans[:20], 1):
+        flags = [str(plan["layout"][name]) for name in names]
+        days = f"{plan['days']:,.2f}" if cfg.tokens else "-"
+        rows.append((str(i), *flags, f"{plan['memory']:.1f}", f"{plan['ms']:,.1f}",
+                     f"{plan['tflops']:.1f}", days))
+    print_table("fastest first", rows)
+
+
+def print_scaling(cfg, plans):
+    """Print what scaling() returns."""
+    say(f"{cfg.preset}, zero {cfg.zero}, micro-batches of {cfg.micro_batch}: "
+        f"predicted for {cfg.gpu}, nodes of {GPUS[cfg.gpu].node}")
+    rows = [("GPUs", "dp", "ep", "GiB", "ms", "of it exposed sums", "ms/sample", "tok/s/GPU", "efficiency")]
+    for plan in plans:
+        layout = plan["layout"]
+        gib = f"{plan['memory']:.1f}" + ("" if plan["fits"] else " too many")
+        rows.append((str(layout["gpus"]), str(layout["dp"]), str(layout["ep"]), gib, f"{plan['ms']:.1f}",
+                     f"{plan['ms_parts']['reduce']:.1f}", f"{plan['ms'] / layout['global_batch']:.2f}",
+                     f"{plan['tok_s_gpu']:,.0f}", f"{100 * plan['efficiency']:.1f} %"))
+    print_table("weak scaling", rows)
+
+
+# -----------------------------------------------------------------------------
+# 4) The program
+
+def plan_one(cfg, vocab):
+    """Return (cfg with its global batch, the plan of its layout with all that is printed)."""
+    cfg, mesh = check_gpus(cfg, cfg.gpus)
+    plan = estimate(cfg, cfg.gpus, cfg.gpu, vocab)
+    plan["ms_uneven"] = None  # where a rank waits for the one with the most rows, and that was measured
+    if needs_row_limit(cfg, mesh) and cfg.ep <= MOST_UNEVEN:
+        plan["ms_uneven"] = estimate(cfg, cfg.gpus, cfg.gpu, vocab, uneven=True)["ms"]
+    plan["warnings"] = idle_warnings(cfg, mesh, cfg.gpu, vocab, plan["stage_ms"])
+    if not plan["fits"]:
+        plan["warnings"].append(
+            f"does not fit: {plan['memory']:.1f} of {plan['capacity_gib']:.1f} GiB; try --search")
+    plan.update(training_cost(cfg, plan, vocab))
+    return cfg, plan
 
 
 def answer(asked):
@@ -405,7 +448,7 @@ def main(argv=None, parsed=None):
         found = scaling(cfg, counts, cfg.gpu, vocab)
         print_found = print_scaling
     elif cfg.search:
-        found = plan_many(cfg, vocab)
+        found = search(cfg, vocab)
         print_found = print_search
     else:
         cfg, found = plan_one(cfg, vocab)

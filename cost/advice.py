@@ -10,44 +10,30 @@ def idle_warnings(cfg, mesh, gpu, vocab, stage_ms):
 
     mesh: that of rank 0. gpu: a name in GPUS. vocab: symbols, before padding. stage_ms: of each stage.
     """
-    return [*width_warnings(cfg),
-            *shape_warnings(cfg, mesh, gpu, vocab),
-            *pipeline_warnings(cfg, mesh, stage_ms),
-            *network_warnings(cfg, gpu)]
-
-
-def _round_up(n, multiple):
-    return ceil_div(n, multiple) * multiple
+    return [*width_warnings(cfg), *shape_warnings(cfg, mesh, GPUS[gpu], vocab),
+            *pipeline_warnings(cfg, mesh, stage_ms), *network_warnings(cfg, GPUS[gpu].node)]
 
 
 def width_warnings(cfg):
-    """Return which widths are not the multiples that a GPU's kernels need to be fast."""
-    head_dim = head_width(cfg)
-    widths = {"n-embd": cfg.n_embd, "head dim": head_dim,
-              f"ffn-hidden / tp {cfg.tp}": cfg.ffn_hidden // cfg.tp}
     lines = []
-    for name, n in widths.items():
-        fills_tiles = name != "head dim"  # it is no edge of a product's tiles
-        if n % 8:
-            lines.append(f"{name} is {n}, no multiple of 8: slower kernels; try {_round_up(n, 8)}")
-        elif n % 64 and fills_tiles:
-            lines.append(f"{name} is {n}, no multiple of 64: tiles are partly empty; try {_round_up(n, 64)}")
-        elif n % 128 and fills_tiles:
-            lines.append(f"{name} is {n}, no multiple of 128, the edge of a tile; try {_round_up(n, 128)}")
+    for name, n in {"n-embd": cfg.n_embd, f"ffn-hidden / tp {cfg.tp}": cfg.ffn_hidden // cfg.tp}.items():
+        for multiple, why in ((8, "slower kernels"), (64, "partly empty tiles"), (128, "the edge of a tile")):
+            if n % multiple:
+                better = ceil_div(n, multiple) * multiple
+                lines.append(f"{name} is {n}, no multiple of {multiple}: {why}; try {better}")
+                break
+    head_dim = head_width(cfg)
     if head_dim % 64:
-        lines.append(f"head dim {head_dim}: attention kernels pad it to {_round_up(head_dim, 64)}")
+        lines.append(f"head dim {head_dim}: attention kernels pad it to {ceil_div(head_dim, 64) * 64}")
     return lines
 
 
-def shape_warnings(cfg, mesh, gpu, vocab):
-    """Return which of a layout's matrix shapes leave a GPU's multiprocessors idle."""
-    chip = GPUS[gpu]
+def shape_warnings(cfg, mesh, chip, vocab):
     lines = []
     if vocab % 128:
         lines.append(f"the vocabulary {vocab} is padded to {pad_vocab(vocab)} rows")
     dense, experts = matmul_shapes(cfg, mesh)
-    distinct = dict.fromkeys((m, n, count) for m, n, _, count in dense + experts)
-    for m, n, count in distinct:
+    for m, n, count in dict.fromkeys((m, n, count) for m, n, _, count in dense + experts):
         used, whole = waves(m, n, count, chip)
         if used / whole < 0.8:
             lines.append(f"wave quantisation: {count} x ({m}, {n}) fill {used:.2f} of {whole} waves of "
@@ -59,7 +45,6 @@ def shape_warnings(cfg, mesh, gpu, vocab):
 
 
 def pipeline_warnings(cfg, mesh, stage_ms):
-    """Return where the stages of a pipeline wait for each other. stage_ms: of each stage."""
     lines = []
     mean = sum(stage_ms) / len(stage_ms)
     if max(stage_ms) > 1.05 * mean:
@@ -69,18 +54,14 @@ def pipeline_warnings(cfg, mesh, stage_ms):
     num_micro_batches = micro_batches(cfg, mesh)
     idle = bubble(cfg.pp, cfg.pp_chunks, num_micro_batches)
     if idle >= 1 / 4:
-        warning = (f"{num_micro_batches} micro-batches over {cfg.pp} ranks: the pipeline idles "
-                   f"{100 * idle / (1 + idle):.1f} % of the step")
-        more_chunks = [v for v in (2, 4) if v > cfg.pp_chunks and cfg.n_layer >= v * cfg.pp]
-        if more_chunks:
-            warning += f"; try --pp-chunks {more_chunks[0]}"
-        lines.append(warning)
+        line = (f"{num_micro_batches} micro-batches over {cfg.pp} ranks: the pipeline idles "
+                f"{100 * idle / (1 + idle):.1f} % of the step")
+        chunks = 2 * cfg.pp_chunks
+        lines.append(f"{line}; try --pp-chunks {chunks}" if cfg.n_layer >= chunks * cfg.pp else line)
     return lines
 
 
-def network_warnings(cfg, gpu):
-    """Return which axes reach over a node, where the network is slow."""
-    node = GPUS[gpu].node
+def network_warnings(cfg, node):
     lines = []
     if cfg.ep > node:
         lines.append(f"ep {cfg.ep} reaches over the node's {node} GPUs: rows travel by all_to_all on the "

@@ -16,33 +16,21 @@ class Gpu(NamedTuple):
     rails: int = 1    # GPUs of a node that have a network adapter each; a ring uses all of them
     node: int = 8     # GPUs of a node
     fp8: float = 0.0  # rate of a product of fp8 numbers over that of bf16; 0: the GPU has none
-    gelu: bool = False  # cuBLASLt has products with GELU for it (ops/gelu_mlp.py)
-    measured: float = 1.0  # time of dense products by the fastest algorithms (fast/products.py) over torch's
 
 
-# h200 and h100: the ceilings were measured on h200. bf16 products: 687 TFLOP/s for 8192^3, 495-605 for
-# 16384x512x1792, 587-683 for 16384x512x128256. Ring: 300-340 GB/s. HBM: 4.28 TB/s copied, and for h100
-# the same share of its 3.35 TB/s. The network is assumed: 80 % of 8 x 400 Gb/s per node. Nothing beyond
-# one node was measured. fp8: W3-8192's products have 1.57 to 2.03 times bf16's rate, each alone,
-# and 1.76 together. Less is taken: with 1.65 a step is already predicted 3 % too fast. Measured products: on
-# H100 all products together took 5 % less time in G2, 3 in WP, 2 in W1 and W3-8192, and 0 in BERT, which has
-# biases. On H200 they were not timed alone: steps were 3 % faster than predicted without this number. Tiles:
-# those in the names of cuBLAS' kernels for Llama 6.7B on H200.
+# Measured on H200 (bench/README.md, "The machine"); h100 has the same share of its memory's rate. Products of
+# fp8 have 1.57 to 2.03 times bf16's rate. The network is assumed: 80 % of 8 x 400 Gb/s per node.
 HOPPER = dict(peak=989e12, sms=132, sustained=0.735, tail=0.5, link=320e9, net=40e9, rails=8, fp8=1.65,
-              tiles=((128, 256), (256, 128), (192, 192)), gelu=True, measured=0.97)
-# a100: sustained, tail and link (what tensor parallelism gets, nothing hidden) come from 17 rows of
-# BLOOM's planning table with other models, 12288, 13312 and 13824 wide (tests/test_plan.py lists them).
-# They are the best of a grid, with an error of 4.6 % rms (5.0 with the parts of a step that were added
-# later). They describe that cluster and its software of 2022, and are too low for others. The network
-# is assumed: 80 % of 4 x 100 Gb/s per node of 8, and one rail, as when it was chosen. With 4 rails BLOOM's
-# layout would come 5th of 17, not 3rd.
+              tiles=((128, 256), (256, 128), (192, 192)))
+# sustained, tail and link (what tensor parallelism gets) are the best of a grid for 17 rows of BLOOM's
+# planning table with other models (tests/test_plan.py), with an error of 5 % rms. They describe that cluster
+# and its software of 2022. The network is assumed, 80 % of 4 x 100 Gb/s per node, and one rail: with 4
+# BLOOM's layout would come 5th of 17, not 3rd.
 AMPERE = dict(peak=312e12, sms=108, sustained=0.8, tail=2.0, tiles=((128, 256),), link=80e9, net=5e9)
-# a100-40x4: a node of Polaris. Its users published what nccl-tests printed in 2026: 205 GB/s over NVLink,
-# 28.5 between nodes. h100x4: four adapters of 400 Gb/s, of which 80 % are assumed. None was measured by us.
+# a100-40x4: a node of Polaris, with the rates that its users published of nccl-tests in 2026.
 AMPERE_X4 = {**AMPERE, "link": 205e9, "net": 28.5e9 / 4, "rails": 4, "node": 4}
 HOPPER_X4 = {**HOPPER, "rails": 4, "node": 4}
-# mi250x: half of a card of Frontier and LUMI-G; pvc: half of a card of Aurora (Max 1550). Peak and memory are
-# the vendors'. All else is assumed: a half of the peak, 80 % of the adapters' rate. Nothing was measured.
+# Half a card of Frontier and LUMI-G, and of Aurora. Peak and memory are the vendors', all else is assumed.
 ASSUMED = dict(sustained=0.5, tail=0.5, tiles=((128, 256),))
 MI250X = dict(peak=191.5e12, sms=110, link=40e9, net=10e9, rails=4, **ASSUMED)
 PVC = dict(peak=419e12, sms=64, link=20e9, net=13e9, rails=8, node=12, **ASSUMED)
@@ -59,14 +47,6 @@ GPUS = {
 NODE = 8  # GPUs of a node, where no kind is named
 
 
-def gpu_for(cfg, gpu):
-    """Return the Gpu of this name. ValueError: it has no product that the flags ask for."""
-    chip = GPUS[gpu]
-    if cfg.fp8 and not chip.fp8:
-        raise ValueError(f"--fp8: {gpu} cannot multiply fp8 numbers; leave out --fp8")
-    return chip
-
-
 def kind_of(name, gib):
     """Return a device's name in GPUS, or "" if it is none of them.
 
@@ -75,8 +55,7 @@ def kind_of(name, gib):
     """
     words = name.lower().replace("gpu max 1550", "pvc").replace("-", " ").split()
     is_hopper = "h100" in words or "h200" in words
-    is_card = "pcie" in words or "nvl" in words
-    if "mig" in words or (is_hopper and is_card):
+    if "mig" in words or is_hopper and ("pcie" in words or "nvl" in words):
         return ""
     found = [kind for kind in GPUS if kind.split("-")[0] in words]
     return min(found, key=lambda kind: abs(GPUS[kind].memory / 2**30 - gib), default="")

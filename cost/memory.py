@@ -1,14 +1,12 @@
 """The bytes that a rank needs on a GPU, before it runs: weights, gradients, optimizer, activations.
 
-Activations are counted tensor by tensor, as model.py and ops/ keep them for backward. plan.py prints
-the result.
+Activations are counted tensor by tensor, as model.py and ops/ keep them for backward.
 """
 import itertools
 import os
 from typing import NamedTuple
 
 from config import pad_vocab
-from cost.muon import muon_elements, workspace_bytes
 from cost.parameters import (
     dense_hidden,
     element_bytes,
@@ -20,6 +18,7 @@ from cost.parameters import (
     local_parameters,
     local_trained,
     micro_batches,
+    muon_shares,
     n_slices,
     owned_parameters,
     query_columns,
@@ -30,6 +29,8 @@ from cost.parameters import (
 )
 from cost.step_time import allocated_row_factor, expected_choice
 from fast.choose import choose, needs_row_limit
+from model import DTYPES
+from muon import batches_of, iteration_dtype
 from ops.accelerator import total_memory
 from ops.activations import GATED
 from pipeline import rank_layers, schedule
@@ -67,15 +68,16 @@ def saved_activations(cfg, mesh, load_factor=0.0, choice=None):
     peak = max(attention.peak, mlp.peak) + 2 * elements * element_bytes(cfg)[0]
     if cfg.dropout > 0:
         saved += 2 * elements / mesh.tp.size  # the masks of both residual branches, a byte per element
-    if not cfg.n_experts:
-        return BlockActivations(saved, remains, peak)
-
-    experts = _expert_activations(cfg, mesh, load_factor, choice)
-    return BlockActivations(saved + experts.saved, remains + experts.remains, peak + experts.peak)
+    if cfg.n_experts:
+        experts = _expert_activations(cfg, mesh, load_factor, choice or expected_choice(cfg, mesh))
+        saved += experts.saved
+        remains += experts.remains
+        peak += experts.peak
+    return BlockActivations(saved, remains, peak)
 
 
 def _attention_activations(cfg, mesh):
-    """Return the BlockActivations from a block's input to the input of norm2."""
+    """Of a block's input to the input of norm2."""
     weight_bytes, wide_bytes = element_bytes(cfg)
     rows = rank_tokens(cfg, mesh)
     C = cfg.n_embd
@@ -104,30 +106,29 @@ def _attention_activations(cfg, mesh):
         peak = 3 * whole_sequences  # gradients of both segments' keys and values, and their sum
     if cfg.zero < 3:
         saved += C * qkv  # wq, wk and wv concatenated
-    wide = 0
-    if cfg.qk_norm == "all":  # q and k widened, and the same divided by their mean square's root
-        wide = 2 * wide_bytes * rows * (q + kv)
-    softmax = 4 * rows * cfg.n_head / mesh.tp.size  # bytes of its log-sum-exp, in fp32
+    wide = 4 * rows * cfg.n_head / mesh.tp.size  # the softmax' log-sum-exp, in fp32
     remains = weight_bytes * rows * C / mesh.tp.size  # the block's input
     if cfg.recompute == "selective":
         # It keeps q k v, attention's output, and the product with wo as it is before the scatter.
-        remains += weight_bytes * rows * (qkv + q + C) + softmax
-    return BlockActivations(weight_bytes * saved + wide + softmax, remains, weight_bytes * peak)
+        remains += weight_bytes * rows * (qkv + q + C) + wide
+    if cfg.qk_norm == "all":  # q and k widened, and the same divided by their mean square's root
+        wide += 2 * wide_bytes * rows * (q + kv)
+    return BlockActivations(weight_bytes * saved + wide, remains, weight_bytes * peak)
 
 
 def _mlp_activations(cfg, mesh):
-    """Return the BlockActivations of the MLP or of the shared experts, with norm2's output."""
+    """Of the MLP or of the shared experts, with norm2's output."""
     hidden = dense_hidden(cfg) / mesh.tp.size
     if not hidden:
         return BlockActivations(0, 0, 0)
     weight_bytes, _ = element_bytes(cfg)
     rows = rank_tokens(cfg, mesh)
     C = cfg.n_embd
-    is_gated = cfg.mlp in GATED
+    gates = 2 if cfg.mlp in GATED else 1
 
     # Gate, up and their product (GEGLU also gelu(gate)), or the hidden layer before and after GELU.
     inner = rows * hidden * {"swiglu": 3, "geglu": 4}.get(cfg.mlp, 2)
-    concatenated = 2 * hidden * C if is_gated else 0  # w1 and w3
+    concatenated = 2 * hidden * C if gates == 2 else 0  # w1 and w3
     saved = rows * C + inner
     if cfg.zero < 3:
         saved += concatenated
@@ -138,7 +139,7 @@ def _mlp_activations(cfg, mesh):
     if cfg.recompute == "selective" and cfg.n_experts:
         remains = inner + concatenated  # the shared experts are not recomputed
     elif cfg.recompute == "selective":
-        remains = rows * hidden * (2 if is_gated else 1)  # the products with w1 and w3
+        remains = rows * hidden * gates  # the products with w1 and w3
         if not compiled_whole:
             # The product with w2 stays as it is before the scatter. Backward does not need it, so a
             # block that is compiled whole drops it.
@@ -148,70 +149,36 @@ def _mlp_activations(cfg, mesh):
     return BlockActivations(weight_bytes * saved, weight_bytes * remains, weight_bytes * inner)
 
 
-def _expert_activations(cfg, mesh, load_factor, choice=None):
-    """Return the BlockActivations of the router and the routed experts alone."""
-    choice = choice or expected_choice(cfg, mesh)
-    weight_bytes, _ = element_bytes(cfg)
+def _expert_activations(cfg, mesh, load_factor, choice):
+    """Of the router and the routed experts alone."""
+    weight_bytes, wide_bytes = element_bytes(cfg)
     C, F = cfg.n_embd, cfg.ffn_hidden
     n = rank_tokens(cfg, mesh) // mesh.tp.size
-    through_buffers = buffer_rows(cfg, mesh, choice) > 0
-    has_row_limit = needs_row_limit(cfg, mesh)
 
-    held = expert_rows(cfg, n)
-    if has_row_limit:
-        held = _rows_of_fullest_rank(cfg, mesh, load_factor, held, choice)
-    returned = n * cfg.top_k
-    router = _router_bytes(cfg, mesh, n, through_buffers)
-    if has_row_limit and choice.graph and not through_buffers:
-        # fast/padded.py sends messages of `held` rows, also on the way back.
-        router += 24 * (held - returned)
-        returned = held
-    recomputes = cfg.mlp == "swiglu" and cfg.dtype != "fp64"  # SwiGLUExperts keeps two of four
-    hidden_tensors = 2 if recomputes or cfg.mlp not in GATED else 4
-    row = hidden_tensors * F
-    if not through_buffers:
-        row += C  # the input of the experts
-    saved = router + weight_bytes * (held * row + returned * C)
-    remains = saved if cfg.recompute == "selective" else router
-    norm2_output = weight_bytes * n * C
-    return BlockActivations(saved, remains + norm2_output, weight_bytes * held * (2 * F + C))
-
-
-def _rows_of_fullest_rank(cfg, mesh, load_factor, balanced, choice):
-    """Return the most rows that a rank's dropless experts hold. balanced: the mean over the ranks."""
-    if load_factor:
-        return load_factor * balanced
-    # In a bad step the rows fill what a CUDA graph has for them. The first step does without a graph.
-    room = balanced * allocated_row_factor(cfg, mesh) if choice.graph else 0
-    return max(room, IMBALANCE * balanced)
-
-
-def _router_bytes(cfg, mesh, n, through_buffers):
-    """Return the bytes that the router of n rows keeps: its tensors, and which copy goes where."""
-    weight_bytes, wide_bytes = element_bytes(cfg)
-    kept = 2 * n * cfg.n_experts * wide_bytes
+    held = expert_rows(cfg, n)  # rows of this rank's experts
+    if needs_row_limit(cfg, mesh):
+        # In a bad step the rows fill what a CUDA graph has for them. The first step does without a graph.
+        room = allocated_row_factor(cfg, mesh) if choice.graph else 0
+        held *= load_factor or max(room, IMBALANCE)
+    # Of the router: its tensors, their input widened, and which copy goes where, in int64
+    router = 2 * n * cfg.n_experts * wide_bytes
     if wide_bytes > weight_bytes:
-        # The input, widened
-        kept += n * cfg.n_embd * wide_bytes
+        router += n * C * wide_bytes
     permutations = 3
-    if through_buffers:
+    if choice.symm_mem:
         permutations = 2
     elif mesh.ep.size > 1:
         permutations = 5
-    return kept + 8 * n * cfg.top_k * permutations  # int64
+    router += 8 * n * cfg.top_k * permutations
 
-
-def buffer_rows(cfg, mesh, choice):
-    """Return the rows of each symmetric-memory buffer through which rows reach the experts.
-
-    0 where there is none.
-    """
+    recomputes = cfg.mlp == "swiglu" and cfg.dtype != "fp64"  # SwiGLUExperts keeps two of four
+    row = (2 if recomputes or cfg.mlp not in GATED else 4) * F
     if not choice.symm_mem:
-        return 0
-    rows = expert_rows(cfg, rank_tokens(cfg, mesh) // mesh.tp.size)
-    if cfg.capacity_factor:
-        return rows
-    return rows * allocated_row_factor(cfg, mesh)
+        row += C  # the input of the experts
+    saved = router + weight_bytes * (held * row + n * cfg.top_k * C)
+    remains = saved if cfg.recompute == "selective" else router
+    norm2_output = weight_bytes * n * C
+    return BlockActivations(saved, remains + norm2_output, weight_bytes * held * (2 * F + C))
 
 
 # -----------------------------------------------------------------------------
@@ -236,17 +203,10 @@ def gradient_bytes(cfg, mesh, vocab_size, choice):
     whole = sum(n for axis, n in local.items() if axis not in sliced)
     unwidened = alone + sum(n for axis, n in copied.items() if axis not in sliced)
     slices = sum(n / n_slices(cfg, mesh, axis) for axis, n in {**copied, **sliced}.items())
-    slot = _largest_bucket(buckets, sliced)
-
-    total = (whole - unwidened) * sum_bytes + unwidened * weight_bytes
-    total += slices * sum_bytes
-    total += 2 * slot * (weight_bytes if copied else sum_bytes)
-    return total + _largest_bucket(buckets, copied) * weight_bytes
-
-
-def _largest_bucket(buckets, axes):
-    """Return the elements of the largest bucket that is reduced over one of the axes, or 0."""
-    return max((n for axis in axes for n in buckets[axis]), default=0)
+    slot = max((n for axis in sliced for n in buckets[axis]), default=0)
+    arriving = max((n for axis in copied for n in buckets[axis]), default=0)
+    return ((whole - unwidened + slices) * sum_bytes + unwidened * weight_bytes + arriving * weight_bytes
+            + 2 * slot * (weight_bytes if copied else sum_bytes))
 
 
 def state_bytes(cfg, mesh, vocab_size, choice):
@@ -254,12 +214,10 @@ def state_bytes(cfg, mesh, vocab_size, choice):
     weight_bytes, sum_bytes = element_bytes(cfg)
     local = local_parameters(cfg, mesh, vocab_size)
     owned = owned_parameters(cfg, mesh, local_trained(cfg, mesh, vocab_size))
-    master_bytes = sum_bytes if sum_bytes > weight_bytes else 0
-
-    of_muon = muon_elements(cfg, mesh, vocab_size)
-    masters = owned * master_bytes
-    if cfg.dtype == "bf16":  # Those of AdamW are half as long.
-        masters -= (owned - of_muon) * master_bytes / 2
+    of_muon = sum(elements for _, elements, _ in muon_shares(cfg, mesh, vocab_size))
+    masters = owned * (sum_bytes if sum_bytes > weight_bytes else 0)
+    if cfg.dtype == "bf16":  # Those of AdamW are the 16 bits that a weight lacks.
+        masters -= (owned - of_muon) * sum_bytes / 2
     moment_bytes = 2 if cfg.moments_dtype == "bf16" else sum_bytes
     moments = 2 * (owned - of_muon) * moment_bytes + of_muon * sum_bytes  # Muon has one moment, not two.
 
@@ -281,17 +239,12 @@ def state_bytes(cfg, mesh, vocab_size, choice):
 def blocks_in_flight(cfg, mesh):
     """Return how many activations of one block and micro-batch this rank keeps at once, at most."""
     sizes = [end - first for first, end in rank_layers(cfg, mesh.pp)]
-    if cfg.pp_chunks == 1:  # 1F1B: a stage begins as many as there are stages from it to the last
-        return sizes[0] * min(mesh.pp.size - mesh.pp.rank, micro_batches(cfg, mesh))
     # After the warm-up there are never more, so a few micro-batches are enough.
     few = min(micro_batches(cfg, mesh), 2 * mesh.pp.size)
     held = 0
     most = 0
     for op in schedule(mesh.pp.rank, mesh.pp.size, cfg.pp_chunks, few):
-        if op.kind == "F":
-            held += sizes[op.chunk]
-        else:
-            held -= sizes[op.chunk]
+        held += sizes[op.chunk] if op.kind == "F" else -sizes[op.chunk]
         most = max(most, held)
     return most
 
@@ -314,10 +267,7 @@ def _logits_bytes(cfg, mesh, vocab_size):
 
 
 def _backward_bytes(cfg, mesh, vocab_size, block):
-    """Return the bytes that the first block's backward needs besides the activations in flight.
-
-    block: its BlockActivations.
-    """
+    """Return the bytes that the first block's backward needs besides the activations in flight."""
     weight_bytes, _ = element_bytes(cfg)
     held = held_layers(cfg, mesh)
     needed = block.peak
@@ -325,16 +275,30 @@ def _backward_bytes(cfg, mesh, vocab_size, block):
         # There are a message to the next stage and one from it.
         needed += 2 * rank_tokens(cfg, mesh) * cfg.n_embd / mesh.tp.size * weight_bytes
 
-    table = pad_vocab(vocab_size) // mesh.tp.size * cfg.n_embd
     in_blocks = sum(local_trained(cfg, mesh, vocab_size).values())
-    if held.has_embedding and not cfg.lora:
-        in_blocks -= table
-    if held.has_head and not cfg.tied and not cfg.lora:
-        in_blocks -= table
+    if not cfg.lora:
+        tables = held.has_embedding + (held.has_head and not cfg.tied)
+        in_blocks -= tables * pad_vocab(vocab_size) // mesh.tp.size * cfg.n_embd
     needed += max(0, in_blocks) / held.blocks * weight_bytes  # gradients before they reach the bucket
     if cfg.recompute != "none":
         needed += block.saved - block.remains
     return needed
+
+
+def muon_workspace(cfg, mesh, vocab_size):
+    """Return the bytes that Muon's update needs for a moment, when no activations are left.
+
+    There are the vector of directions, under ZeRO twice more what is sent and received, and what the
+    iteration of a batch of matrices needs.
+    """
+    most = 0
+    for _, elements, owned in muon_shares(cfg, mesh, vocab_size):
+        matrices = max(owned, key=len)
+        batches = batches_of(matrices, elements)
+        vectors = 3 if len(owned) > 1 else 1
+        needed = max((len(batch) * matrices[batch[0]].workspace for batch in batches), default=0)
+        most = max(most, vectors * elements + needed)
+    return most * iteration_dtype(DTYPES[cfg.dtype]).itemsize
 
 
 def memory(cfg, mesh, vocab_size, choice=None):
@@ -359,9 +323,13 @@ def memory(cfg, mesh, vocab_size, choice=None):
     activations = blocks_in_flight(cfg, mesh) * kept
     logits = _logits_bytes(cfg, mesh, vocab_size) if held.has_head else 0
     workspace = max(0, _backward_bytes(cfg, mesh, vocab_size, block) - logits,
-                    workspace_bytes(cfg, mesh, vocab_size) - logits - activations)
-    buffers = held.blocks + 2  # one for each layer, two for all layers
-    symm_mem = buffers * buffer_rows(cfg, mesh, choice) * cfg.n_embd * weight_bytes
+                    muon_workspace(cfg, mesh, vocab_size) - logits - activations)
+    symm_mem = 0
+    if choice.symm_mem:  # One buffer of rows for each layer, two for all layers.
+        rows = expert_rows(cfg, rank_tokens(cfg, mesh) // mesh.tp.size)
+        if not cfg.capacity_factor:
+            rows *= allocated_row_factor(cfg, mesh)
+        symm_mem = (held.blocks + 2) * rows * cfg.n_embd * weight_bytes
     overhead = CONTEXT + FRAGMENTS * (activations + logits + workspace)
     state = state_bytes(cfg, mesh, vocab_size, choice)
     # A gradient that stays where backward wrote it has no memory before (LoneBucket). Backward makes
@@ -397,23 +365,10 @@ def check_memory(cfg, mesh, vocab_size, world):
         where = f"for the {world.local_size} rank(s) of this node"
     if needed > have > 0:
         raise ValueError(f"{what} {needed / GIB:,.1f} GiB {where}, which has {have / GIB:,.1f} GiB; try "
-                         f"{larger_zero(cfg, mesh)}--tp {2 * cfg.tp} or --pp {2 * cfg.pp} on more devices, "
-                         "--recompute full, or a smaller --micro-batch or --n-embd")
+                         "--zero 1 or 3, --tp or --pp on more devices, --recompute full, or a smaller "
+                         "--micro-batch or --n-embd")
 
 
 def host_memory():
     """Return the bytes of this machine's memory."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def larger_zero(cfg, mesh):
-    """Return the --zero, and a comma, that would share out more; "" if there is none."""
-    if mesh.dpcp.size == 1:  # there are no replicas to share with
-        return ""
-    if 0 < cfg.shard < mesh.dpcp.size:
-        return "a larger --shard, "
-    if not cfg.zero:
-        return "--zero 1, "
-    if cfg.zero < 3 and mesh.pp.size == 1:
-        return "--zero 3, "
-    return ""

@@ -17,7 +17,7 @@ import ddp
 from config import Config, head_width, n_masked, pad_vocab
 from model import DTYPES, GPT
 from moe import expert_capacity
-from muon import shapes_of
+from muon import owned_matrices, shapes_of
 from parallel import Axis, Mesh, make_mesh
 from pipeline import rank_layers
 from zero import uses_slot
@@ -29,9 +29,72 @@ _flags_of_any_layout = attrgetter(*(f.name for f in dataclasses.fields(Config)
                                     if f.name not in {*LAYOUT, "zero"}))
 
 # -----------------------------------------------------------------------------
-# The whole model
+# The model on the meta device
 
-_counted = {}  # {what the model depends on: what count_parameters returned}
+class BucketSize(NamedTuple):
+    """One bucket of a rank."""
+    axis: str      # the name of the axis whose ranks sum its gradients
+    decayed: bool
+    name: str      # of one of its parameters
+    elements: int  # of all its parameters
+    matrices: list  # (shape on this rank, full shape) of each, if Muon updates them
+    trained: bool  # False for weights that --lora freezes, which are in no bucket but ZeRO-3's
+    lone: bool  # whether one parameter fills it
+
+
+_built = {}  # {what a model depends on: (its BucketSizes, its numbers of parameters)}
+
+
+def _build(cfg, vocab_size, cut, lone_axes, first, blocks, zero=0):
+    """Return ([BucketSize], numbers of parameters) of a rank that holds these consecutive blocks.
+
+    The buckets are in the order in which backward fills them. cut: {axis that cuts the model: its size}.
+    lone_axes: the names of the axes of one rank.
+    """
+    # All layouts that cut the model alike share one entry. A search asks thousands of times, so the key is
+    # a plain tuple: to make another Config and to hash it takes half of a search.
+    key = (_flags_of_any_layout(cfg), vocab_size, *cut.items(), lone_axes, first, blocks, zero)
+    if key not in _built:
+        cfg = dataclasses.replace(cfg, **LAYOUT, zero=zero)
+        mesh = Mesh(*(Axis(name, size=cut.get(name, 1)) for name in Mesh.__annotations__))
+        with torch.device("meta"):
+            model = GPT(cfg, mesh, vocab_size, [(first, first + blocks)])
+        _built[key] = _bucket_sizes(cfg, model, lone_axes), _count(cfg, model, vocab_size)
+    return _built[key]
+
+
+def _bucket_sizes(cfg, model, lone_axes):
+    position = {name: i for i, (name, _) in enumerate(model.named_parameters())}
+    sizes = []
+    for named_parameters in (ddp.trained_parameters(model), ddp.frozen_parameters(model)):
+        groups = ddp.assign_buckets(named_parameters, cfg.zero, optimizer=cfg.optimizer, lone_axes=lone_axes)
+        # Backward reaches the first layers last, so it completes the bucket with the last name first.
+        groups.sort(key=lambda group: -position[group[-1][0]])
+        for group in groups:
+            name, first = group[0]
+            params = [p for _, p in group]
+            is_muons = ddp.updated_by(name, first, cfg.optimizer) == "muon"
+            sizes.append(BucketSize(first.reduction_axis, ddp.uses_weight_decay(first), name,
+                                    sum(p.numel() for p in params), shapes_of(params) if is_muons else [],
+                                    first.requires_grad, lone=len(group) == 1))
+    return sizes
+
+
+def _count(cfg, model, vocab_size):
+    found = Counter()
+    for name, p in model.named_parameters():
+        found["total"] += p.numel()
+        if name.startswith(("wte.", "wpe.")):
+            found["embedding"] += p.numel()
+        if ".lora." in name:
+            found["adapters"] += p.numel()
+        in_block = name.startswith("blocks.") and p.ndim > 1 and "router" not in name
+        if in_block and p.ndim == 3:  # of the experts' matrices, (E, out, in), a token meets top-k
+            found["matmul"] += p.numel() * cfg.top_k // cfg.n_experts
+        elif in_block or name == "mlm.dense.weight":
+            found["matmul"] += p.numel()
+    found["matmul"] += pad_vocab(vocab_size) * cfg.n_embd  # the head, which may be the embedding
+    return found
 
 
 def count_parameters(cfg, vocab_size):
@@ -41,45 +104,19 @@ def count_parameters(cfg, vocab_size):
     shared ones. The router is left out, as in the reports that we compare with. embedding: the input tables.
     adapters: those of --lora.
     """
-    key = _flags_of_any_layout(cfg), vocab_size
-    if key not in _counted:
-        _counted[key] = _count_on_meta(cfg, vocab_size)
-    return _counted[key]
+    _, count = _build(cfg, vocab_size, {}, tuple(Mesh.__annotations__), 0, cfg.n_layer)
+    return count
 
 
-def _count_on_meta(cfg, vocab_size):
-    """Count the parameters of a model of one block, and those of the block as often as there are blocks."""
-    with torch.device("meta"):
-        model = GPT(dataclasses.replace(cfg, **LAYOUT, zero=0, n_layer=1), one_rank(), vocab_size, [(0, 1)])
-    found = Counter()
-    for name, p in model.named_parameters():
-        in_block = name.startswith("blocks.")
-        n = p.numel() * (cfg.n_layer if in_block else 1)
-        found["total"] += n
-        if name.startswith(("wte.", "wpe.")):
-            found["embedding"] += n
-        if ".lora." in name:
-            found["adapters"] += n
-        is_matrix = name == "mlm.dense.weight" or in_block and p.ndim > 1 and "router" not in name
-        if is_matrix:  # of the experts' matrices, (E, out, in), a token meets top-k
-            found["matmul"] += n * cfg.top_k // cfg.n_experts if p.ndim == 3 else n
-    found["matmul"] += pad_vocab(vocab_size) * cfg.n_embd  # the head, which may be the embedding
-    return found
-
-
-def one_rank(**sizes):
-    """Return the mesh of one rank; sizes: of the axes that cut the model, where others have ranks."""
-    return Mesh(*(Axis(name, size=sizes.get(name, 1)) for name in Mesh.__annotations__))
-
+# -----------------------------------------------------------------------------
+# Work
 
 def dense_hidden(cfg):
     """Return the hidden width of the MLP that every token passes.
 
     In a model with experts these are the shared experts, side by side; 0 if there are none.
     """
-    if cfg.n_experts:
-        return cfg.n_shared_experts * cfg.ffn_hidden
-    return cfg.ffn_hidden
+    return cfg.ffn_hidden * (cfg.n_shared_experts if cfg.n_experts else 1)
 
 
 def query_columns(cfg):
@@ -96,13 +133,13 @@ def flops_per_token(cfg, vocab_size):
     head sees the masked tokens only: the result is the mean over all tokens. A weight that --lora
     freezes has no gradient, so it costs 4 operations in the place of 6.
     """
-    C, V = cfg.n_embd, pad_vocab(vocab_size)
     attention = 12 * cfg.n_layer * query_columns(cfg) * attended_length(cfg)
     count = count_parameters(cfg, vocab_size)
     each = 4 if cfg.lora else 6
     products = each * count["matmul"] + (6 - each) * count["adapters"]
     if cfg.objective == "mlm":
-        products -= each * (1 - n_masked(cfg.seq_len) / cfg.seq_len) * C * (V + C)
+        head = cfg.n_embd * (pad_vocab(vocab_size) + cfg.n_embd)
+        products -= each * (1 - n_masked(cfg.seq_len) / cfg.seq_len) * head
         return products + attention, products + attention
     return products + attention, products + attention / 2
 
@@ -205,69 +242,20 @@ def held_layers(cfg, mesh):
     return HeldLayers(blocks, has_embedding=stages[0][0] == 0, has_head=stages[-1][1] == cfg.n_layer)
 
 
-class BucketSize(NamedTuple):
-    """One bucket of this rank."""
-    axis: str      # the name of the axis whose ranks sum its gradients
-    decayed: bool
-    name: str      # of one of its parameters
-    elements: int  # of all its parameters
-    matrices: tuple = ()  # (shape on this rank, full shape) of each, if Muon updates them
-    trained: bool = True  # False for weights that --lora freezes, which are in no bucket but ZeRO-3's
-    lone: bool = False  # whether one parameter fills it
-
-
-def _build_buckets(cfg, mesh, vocab_size, first, blocks, lone_axes):
-    """Return the BucketSize of each bucket of a rank that holds these consecutive blocks.
-
-    lone_axes: the names of the layout's axes of one rank.
-    """
-    with torch.device("meta"):
-        model = GPT(cfg, mesh, vocab_size, [(first, first + blocks)])
-    position = {name: i for i, (name, _) in enumerate(model.named_parameters())}
-    sizes = []
-    for named_parameters in (ddp.trained_parameters(model), ddp.frozen_parameters(model)):
-        groups = ddp.assign_buckets(named_parameters, cfg.zero, optimizer=cfg.optimizer, lone_axes=lone_axes)
-        # Backward reaches the first layers last, so it completes the bucket with the last name first.
-        groups.sort(key=lambda group: -position[group[-1][0]])
-        for group in groups:
-            name, first = group[0]
-            params = [p for _, p in group]
-            matrices = shapes_of(params) if ddp.updated_by(name, first, cfg.optimizer) == "muon" else ()
-            sizes.append(BucketSize(first.reduction_axis, ddp.uses_weight_decay(first), name,
-                                    sum(p.numel() for p in params), tuple(matrices), first.requires_grad,
-                                    lone=len(group) == 1))
-    return sizes
-
-
-_built = {}  # {what the buckets depend on: what _build_buckets returned}
-
-
 def _buckets(cfg, mesh, vocab_size):
     """Return the BucketSize of each of this rank's buckets, in the order in which backward fills them."""
     held = held_layers(cfg, mesh)
-    first = _representative_first_block(cfg, held)
-    # All layouts that cut the model alike share one entry of the cache. A search asks thousands of
-    # times, so the key is a plain tuple: to make another Config and to hash it takes half of a search.
-    zero = 0 if cfg.zero == 1 else cfg.zero
+    # Consecutive blocks stand for those of this rank, since nothing depends on their numbers.
+    first = 1
+    if held.has_embedding:
+        first = 0
+    elif held.has_head:
+        first = cfg.n_layer - held.blocks
     cut = {name: getattr(mesh, name).size for name in ("tp", "cp", "ep")}
     lone_axes = tuple(name for name in Mesh.__annotations__ if getattr(mesh, name).size == 1)
-    key = (_flags_of_any_layout(cfg), zero, *cut.values(), vocab_size, first, held.blocks, lone_axes)
-    if key not in _built:
-        cut_alike = dataclasses.replace(cfg, **LAYOUT, zero=zero)
-        _built[key] = _build_buckets(cut_alike, one_rank(**cut), vocab_size, first, held.blocks, lone_axes)
-    return _built[key]
-
-
-def _representative_first_block(cfg, held):
-    """Return the first of consecutive blocks that stand for those of this rank.
-
-    Nothing depends on the numbers of the blocks, except whether embedding and head are there.
-    """
-    if held.has_embedding:
-        return 0
-    if held.has_head:
-        return cfg.n_layer - held.blocks
-    return 1
+    zero = 0 if cfg.zero == 1 else cfg.zero
+    buckets, _ = _build(cfg, vocab_size, cut, lone_axes, first, held.blocks, zero)
+    return buckets
 
 
 def local_buckets(cfg, mesh, vocab_size):
@@ -282,20 +270,26 @@ def local_buckets(cfg, mesh, vocab_size):
     return sizes
 
 
-def muon_buckets(cfg, mesh, vocab_size):
-    """Return {axis name: [BucketSize]} of the buckets that Muon updates, {} with AdamW alone."""
-    found = {}
+def muon_shares(cfg, mesh, vocab_size):
+    """Return (shard, elements of this rank's slices, [Matrices of each rank]) of Muon's buckets, by axis."""
+    by_axis = {}
     for bucket in _buckets(cfg, mesh, vocab_size):
         if bucket.matrices:
-            found.setdefault(bucket.axis, []).append(bucket)
+            by_axis.setdefault(bucket.axis, []).append(bucket)
+    found = []
+    for name, buckets in by_axis.items():
+        shard = getattr(mesh, name).sharing(cfg.zero).shard
+        lengths = [ddp.padded_elements(bucket.elements, shard.size) // shard.size for bucket in buckets]
+        owned = owned_matrices([bucket.matrices for bucket in buckets], lengths, shard.size)
+        found.append((shard, sum(lengths), owned))
     return found
 
 
 def local_parameters(cfg, mesh, vocab_size):
     """Return {name of the axis whose ranks hold the same: parameters on this rank}."""
-    held = {}
+    held = Counter()
     for bucket in _buckets(cfg, mesh, vocab_size):
-        held[bucket.axis] = held.get(bucket.axis, 0) + bucket.elements
+        held[bucket.axis] += bucket.elements
     return held
 
 
@@ -313,30 +307,24 @@ def sharded_parameters(cfg, mesh, vocab_size, trained_alone=False):
     """
     sharded = Counter()
     parts = [Counter() for _ in range(cfg.n_layer + 2)]
-    if cfg.zero < 3:
-        return sharded, parts
-    for bucket in _buckets(cfg, mesh, vocab_size):
+    for bucket in _buckets(cfg, mesh, vocab_size) if cfg.zero == 3 else []:
         axis = getattr(mesh, bucket.axis)
         if not (bucket.decayed and uses_slot(axis)):
             continue
         if trained_alone and not bucket.trained:
             continue
         n = ddp.padded_elements(bucket.elements, axis.sharing().shard.size)
+        module, number = bucket.name.split(".")[:2]
+        part = 0  # the embedding
+        if module == "blocks":
+            part = int(number) + 1
+        elif module in ("head", "mlm"):
+            part = -1
         sharded[bucket.axis] += n
-        parts[_part_of(bucket.name)][bucket.axis] += n
-        if cfg.tied and bucket.name.startswith("wte."):  # the head reads the embedding, too
+        parts[part][bucket.axis] += n
+        if cfg.tied and module == "wte":  # the head reads the embedding, too
             parts[-1][bucket.axis] += n
     return sharded, parts
-
-
-def _part_of(name):
-    """Return the part of the model that a parameter belongs to, as an index of sharded_parameters."""
-    module, number = name.split(".")[:2]
-    if module == "blocks":
-        return int(number) + 1
-    if module in ("head", "mlm"):
-        return -1
-    return 0
 
 
 def owned_parameters(cfg, mesh, local):
@@ -353,11 +341,10 @@ def n_slices(cfg, mesh, axis):
 
 
 def unwidened_gradients(mesh, local, choice):
-    """Return the numbers of parameters whose gradient keeps the model's dtype.
+    """Return the numbers of parameters whose gradient keeps the model's dtype: nothing is added to it here.
 
-    Nothing is added to such a gradient on this rank. The first number is that of all axes of one rank.
-    The second is {axis name: parameters that travel as peer copies}. local: local_trained. choice: a
-    fast.choose.Choice.
+    The first number is that of all axes of one rank. The second is {axis name: parameters that travel as
+    peer copies}. local: local_trained. choice: a fast.choose.Choice.
     """
     alone, copied = 0, {}
     for name, n in local.items():

@@ -15,7 +15,8 @@ MOST_GPUS = 2**17
 class PlanFlags(Config):
     """train.py's flags say what runs; these say where, and what is to be printed."""
     gpus: int = 1  # GPUs in all
-    gpu: Literal[tuple(GPUS)] = "h200"  # kind of GPU; x4: four to a node, as on Polaris, else eight
+    # kind of GPU; x4: four to a node. a100-40x4: Polaris; mi250x, pvc: half a card of Frontier, of Aurora
+    gpu: Literal[tuple(GPUS)] = "h200"
     tokens: float = 0.0  # tokens to train on: prints the steps and days that they take; 0 prints none
     search: bool = False  # rank every layout that fits into memory, fastest first
     scaling: str | None = None  # numbers of GPUs such as 1,8,64: a plan for each, with the same work per GPU
@@ -26,10 +27,6 @@ class PlanFlags(Config):
     RANGES = {"gpus": (1, MOST_GPUS), "tokens": (0, 10**18), "port": (0, 65535)}
 
 
-ABOUT = ("Predict what a training run will cost before it runs: parameters, memory, bytes sent and "
-         "milliseconds per step.")
-
-
 def arguments(argv):
     """Return (PlanFlags, [numbers of GPUs of --scaling]).
 
@@ -37,7 +34,9 @@ def arguments(argv):
     """
     # Without --data, the plan is that of no data: it must not depend on what lies in a folder.
     no_data = {} if given(argv, "config") else {"data": ""}
-    cfg = parse(argv, cls=PlanFlags, prog="plan.py", about=ABOUT, **no_data)
+    about = ("Predict what a training run will cost before it runs: parameters, memory, bytes sent and "
+             "milliseconds per step.")
+    cfg = parse(argv, cls=PlanFlags, prog="plan.py", about=about, **no_data)
     if cfg.search and cfg.scaling is not None:
         raise ValueError("--search ranks the layouts of one number of GPUs, and --scaling plans one layout; "
                          "leave out one of them")
@@ -47,11 +46,9 @@ def arguments(argv):
     if needed > 1 and not (given(argv, "gpus") or cfg.scaling or cfg.search):
         raise ValueError(f"--gpus is missing, the number of GPUs, which this layout needs {needed} of; try "
                          f"--gpus {needed}")
-    if cfg.scaling is None:
-        return cfg, []
     counts = []
-    for word in cfg.scaling.split(","):
-        if not re.fullmatch(" *[0-9]{1,7} *", word) or not 1 <= int(word) <= MOST_GPUS:
+    if cfg.scaling is not None:
+        if not re.fullmatch("[1-9][0-9]{0,5}(,[1-9][0-9]{0,5})*", cfg.scaling):
             raise ValueError(f"--scaling takes numbers of GPUs such as 1,2,4,8, not {cfg.scaling!r}")
-        counts.append(int(word))
+        counts = [int(word) for word in cfg.scaling.split(",")]
     return cfg, counts

@@ -2,9 +2,8 @@
 import dataclasses
 import typing
 
-from config import Config, typed
+from config import typed
 from cost.parameters import micro_batches, stage_mesh
-from cost.plan_flags import PlanFlags
 from cost.step_time import bubble
 from interface.command_line import help_comments
 from interface.presets import PRESETS
@@ -23,9 +22,11 @@ MOST_MICRO_BATCHES, MOST_RANKS = 24, 32  # that are drawn
 
 def settings(cfg):
     """Return what the page begins with. cfg: the PlanFlags of the command line."""
-    comments = help_comments(Config) | help_comments(PlanFlags)
+    comments = {}
+    for cls in reversed(type(cfg).__mro__[:-1]):
+        comments |= help_comments(cls)
     fields = {}
-    for field in dataclasses.fields(PlanFlags):
+    for field in dataclasses.fields(cfg):
         choices = typing.get_args(field.type)  # of a Literal
         if field.type is bool:
             choices = ("true", "false")
@@ -51,7 +52,7 @@ def as_word(value):
 
 def other_words(cfg):
     """Return the words of the command line that the form has no field for."""
-    usual = PlanFlags(**PRESETS[cfg.preset], preset=cfg.preset, data="")
+    usual = type(cfg)(**PRESETS[cfg.preset], preset=cfg.preset, data="")
     words = []
     for name, value in vars(cfg).items():
         if name in (*IN_FORM, "serve", "port") or value == getattr(usual, name):

@@ -4,8 +4,7 @@
            + gradients to fp32 + communication that compute does not hide + optimizer
 
 The comment beside each constant says where it was measured: ceilings, single kernels, traces. None of
-them was fitted to the milliseconds of a step on H200; tests/test_plan.py compares with 24 measured
-steps. plan.py prints the result.
+them was fitted to the milliseconds of a step on H200 but where it says so.
 """
 import math
 
@@ -23,6 +22,7 @@ from cost.parameters import (
     kv_width,
     local_trained,
     micro_batches,
+    muon_shares,
     n_slices,
     owned_parameters,
     query_columns,
@@ -46,13 +46,10 @@ GROUPED = 0.5  # of peak, experts: 445 TFLOP/s at 1024 rows each, less the time 
 # Other kernels
 ATTENTION = 0.34  # of peak, causal FLOPs: cuDNN SDPA both ways, 340 TFLOP/s on h200 at 2048 tokens
 SHORT = 0.2 / 1024  # the same per token of short sequences: 200 TFLOP/s at 1024, in G2's trace
-# From 2048 to 8192 tokens the rate of attention alone grew by 1.35 to 1.38 with heads of 128, and by 1.06
-# with heads of 64. Less is taken for all heads, and no growth beyond.
-LONG_SEQUENCES = 2048, 8192  # tokens between which the rate grows
-GROWTH = 0.16  # exponent: the rate at 8192 tokens is 1.25 times that at 2048
+LONG = 2048, 8192  # tokens between which the rate grew by 1.35 with heads of 128, and by 1.06 with 64
+GROWTH = 0.16  # exponent: for all heads the rate at 8192 tokens is 1.25 times that at 2048
 # With cp a segment of queries meets the keys of all segments before it. cuDNN does not take that mask.
-# SEGMENT and its growth were fitted to the two rows with --cp of bench/README.md, segments of 4096 and 16384
-# tokens. At 2048 tokens without cp the flash kernel alone had about the same rate, 170 to 190 TFLOP/s.
+# SEGMENT and its growth were fitted to the two rows with --cp of bench/README.md, segments of 4096 and 16384.
 SEGMENT = 0.18  # of peak
 SEGMENTS = 4096, 16384  # tokens of a segment, between which the rate grows
 SEGMENT_GROWTH = 0.25  # exponent: the rate at 16384 tokens is 1.41 times that at 4096
@@ -79,9 +76,8 @@ KERNEL_GAP = 1.5e-3 / 1223  # s between two of these kernels
 LAUNCH = {True: 0.2e-3, False: 0.5e-3}  # s of host per block, compiled or not, without a CUDA graph
 # The fullest of `ep` ranks has 1 + SKEW sqrt((ep - 1) / E) times the mean number of rows: the deviation
 # of a sum of E / ep of E loads. SKEW comes from the row limits, 1.1 times the need, on which W2b had
-# settled on real tokens at steps 200 and 300: 1.79 and 1.77 for ep 4, 1.54 and 1.56 for ep 2 (SKEW 2.8
-# to 3.4). That is the worst layer. The mean layer has about a third of the excess, if loads are normal:
-# the largest of 4 is 1.03 deviations above the mean, the largest of 24 layers x 4 ranks 2.5.
+# settled on real tokens at steps 200 and 300. That is the worst layer. The mean layer has about a third of
+# the excess, if loads are normal: the largest of 4 is 1.03 deviations above the mean, of 24 x 4 it is 2.5.
 SKEW = 3.05
 # While routing is young it is uneven: of the rows that the fullest rank could have beyond its share, (ep - 1)
 # times the mean number, it has this part in the mean layer. In steps 30 to 60 of W2b on text it was 0.43 for
@@ -98,15 +94,12 @@ def peak_flops(device):
 
 
 def expected_choice(cfg, mesh, node=NODE):
-    """Return the fast.choose.Choice of a run on GPUs.
-
-    Only the GPUs of one node, `node` of them, reach each other's memory.
-    """
+    """Return the fast.choose.Choice of a run on GPUs, of which `node` reach each other's memory."""
     return choose(cfg, mesh, torch.device("cuda"), lambda mesh, axis, device: axis.size <= node)
 
 
 # -----------------------------------------------------------------------------
-# The experts' rows
+# The experts' rows, over the balanced number
 
 def max_load_factor(cfg, mesh, worst=False, uneven=False):
     """Return the rows of the fullest ep rank over the mean: in the mean layer, or in the worst one.
@@ -115,10 +108,10 @@ def max_load_factor(cfg, mesh, worst=False, uneven=False):
     """
     if not needs_row_limit(cfg, mesh):
         return 1.0
-    settled_excess = SKEW * math.sqrt((mesh.ep.size - 1) / cfg.n_experts)
+    most_excess = mesh.ep.size - 1
+    settled_excess = SKEW * math.sqrt(most_excess / cfg.n_experts)
     if not worst:
         settled_excess /= 3
-    most_excess = mesh.ep.size - 1
     if uneven:
         young_excess = most_excess if worst else UNEVEN * most_excess
         return 1 + max(settled_excess, young_excess)
@@ -126,15 +119,12 @@ def max_load_factor(cfg, mesh, worst=False, uneven=False):
 
 
 def row_limit_factor(cfg, mesh, uneven=False):
-    """Return the rows at which the buffers of a CUDA graph settle (fast/graph.py), over the balanced number.
-
-    uneven: those at which they stand while routing is young.
-    """
+    """Return the rows at which the buffers of a CUDA graph settle (fast/graph.py)."""
     return min(1.1 * max_load_factor(cfg, mesh, worst=True, uneven=uneven), mesh.ep.size)
 
 
 def allocated_row_factor(cfg, mesh):
-    """Return the rows for which there are buffers, over the balanced number.
+    """Return the rows for which there are buffers.
 
     They begin at --ep-slack, and grow if a step needs more, which is while routing is young. Over more ranks
     than it was measured on, those are counted that it settles to.
@@ -144,7 +134,7 @@ def allocated_row_factor(cfg, mesh):
 
 
 # -----------------------------------------------------------------------------
-# Compute
+# Matrix products
 
 def waves(m, n, count, gpu):
     """Return how many waves the output tiles of `count` products (m, n) fill, and how many they take.
@@ -203,76 +193,55 @@ def matmul_shapes(cfg, mesh):
     return dense, experts
 
 
-def dense_matmuls(cfg, mesh, gpu):
-    """Return the seconds of one block's dense products in a forward."""
-    dense, _ = matmul_shapes(cfg, mesh)
-    seconds = sum(matmul_seconds(m, n, k, gpu, count) for m, n, k, count in dense)
-    return seconds / gpu.fp8 if cfg.fp8 else seconds
+def product_seconds(cfg, mesh, gpu, load=1.0):
+    """Return the seconds of one block's matrix products, forward and backward of one micro-batch.
 
-
-def expert_matmuls(cfg, mesh, gpu, uneven=False):
-    """Return the seconds of one block's experts in a forward, on the rank with the most rows."""
+    --recompute full runs the forward once more. A weight that is not trained has no gradient. load: rows of
+    this rank's experts over the balanced number.
+    """
     weight_bytes, _ = element_bytes(cfg)
-    _, experts = matmul_shapes(cfg, mesh)
-    load = max_load_factor(cfg, mesh, uneven=uneven)
-    seconds = 0.0
+    dense, experts = matmul_shapes(cfg, mesh)
+    passes = 2 if cfg.lora else 3
+    if cfg.recompute == "full":
+        passes += 1
+    seconds = sum(matmul_seconds(*shape, gpu, count) for *shape, count in dense)
+    if cfg.fp8:
+        seconds /= gpu.fp8
     for m, n, k, count in experts:
         if cfg.capacity_factor:
             seconds += matmul_seconds(m, n, k, gpu, count)
         else:
             seconds += 2 * count * m * n * k / (GROUPED * gpu.peak) * load
         seconds += count * n * k * weight_bytes / gpu.hbm  # each weight is read for few rows
-    return seconds
+    return passes * seconds
 
 
-def product_seconds(cfg, mesh, gpu, uneven=False):
-    """Return the seconds of one block's matrix products, forward and backward of one micro-batch.
-
-    --recompute full runs the forward once more. A weight that is not trained has no gradient.
-    """
-    forwards = 2 if cfg.recompute == "full" else 1
-    backwards = 1 if cfg.lora else 2
-    seconds = (forwards + backwards) * dense_matmuls(cfg, mesh, gpu)
-    if cfg.n_experts:
-        seconds += (forwards + 2) * expert_matmuls(cfg, mesh, gpu, uneven)
-    return seconds
-
+# -----------------------------------------------------------------------------
+# Other kernels
 
 def attention_seconds(cfg, mesh, gpu):
     """Return the seconds of one block's attention, forward and backward of one micro-batch."""
     keys = attended_length(cfg)
     if cfg.objective == "mlm":
         keys *= 2  # without the causal mask a query meets as many keys as in a sequence twice as long
-    flops = 6 * rank_tokens(cfg, mesh) * keys * query_columns(cfg) / mesh.tp.size  # causal: half of 12
-    return flops / (attention_rate(cfg, mesh, keys) * gpu.peak)
-
-
-def attention_rate(cfg, mesh, keys):
-    """Return the rate of attention, as a share of a GPU's peak. keys: twice those that a query meets."""
+    ceiling, (begin, end), growth, length = ATTENTION, LONG, GROWTH, keys
     if mesh.cp.size > 1:
-        begin, end = SEGMENTS
-        segment = cfg.seq_len / (2 * mesh.cp.size)
-        return min(SEGMENT, SHORT * keys) * (min(max(segment, begin), end) / begin) ** SEGMENT_GROWTH
-    begin, end = LONG_SEQUENCES
-    return min(ATTENTION, SHORT * keys) * (min(max(keys, begin), end) / begin) ** GROWTH
+        length = cfg.seq_len / (2 * mesh.cp.size)
+        ceiling, (begin, end), growth = SEGMENT, SEGMENTS, SEGMENT_GROWTH
+    rate = min(ceiling, SHORT * keys) * (min(max(length, begin), end) / begin) ** growth
+    flops = 6 * rank_tokens(cfg, mesh) * keys * query_columns(cfg) / mesh.tp.size  # causal: half of 12
+    return flops / (rate * gpu.peak)
 
 
-def block_seconds(cfg, mesh, gpu, saved, uneven=False):
-    """Return the seconds of the kernels of one block, forward and backward of one micro-batch.
+def other_seconds(cfg, mesh, gpu, saved, load=1.0):
+    """Return the seconds of what a block computes besides its products with whole matrices, both ways.
 
-    saved: bytes that the block keeps for backward. --recompute full runs the forward once more: a whole
-    pass of the matrix products, and a third of everything else.
+    saved: bytes that the block keeps for backward.
     """
-    times = 4 / 3 if cfg.recompute == "full" else 1
-    other = other_seconds(cfg, mesh, gpu, saved, uneven)
-    return product_seconds(cfg, mesh, gpu, uneven) + times * other
-
-
-def other_seconds(cfg, mesh, gpu, saved, uneven=False):
-    """Return the seconds of what a block computes besides its products with whole matrices, both ways."""
     weight_bytes, _ = element_bytes(cfg)
     n = rank_tokens(cfg, mesh) // mesh.tp.size
-    seconds = attention_seconds(cfg, mesh, gpu)
+    seconds = attention_seconds(cfg, mesh, gpu) + TOUCHES * saved / gpu.hbm
+    seconds += GAP * (2 if cfg.n_experts else 1)  # twice for experts: a guess, not in a trace
     if not cfg.compile:  # torch's kernels go over a block's rows more often: bench/ladder.py's W1, G2, W2b
         passes = 12 if cfg.norm == "layer" else 47
         seconds += passes * (2 * n * cfg.n_embd * weight_bytes / gpu.hbm + KERNEL_GAP)
@@ -281,20 +250,15 @@ def other_seconds(cfg, mesh, gpu, saved, uneven=False):
         if cfg.lora:  # six narrow products and two sums go over a matrix' inputs and outputs
             seconds += 6 * rows * (outputs + inputs) * weight_bytes / gpu.hbm
         if cfg.fp8:  # numbers are rounded: the largest is looked for, each is read and written both ways
-            rounded = 6 * rows * (outputs + inputs) + 8 * outputs * inputs
-            seconds += rounded / (STREAM * gpu.hbm)
-    gaps = 2 if cfg.n_experts else 1  # twice for experts: a guess, not in a trace
-    seconds += TOUCHES * saved / gpu.hbm + GAP * gaps
-    if not cfg.n_experts:
-        return seconds
-
-    routed = expert_rows(cfg, n) * max_load_factor(cfg, mesh, uneven=uneven)
-    if cfg.mlp == "swiglu":
-        # The hidden layer is not kept: it is written and read, and both again in backward.
-        seconds += 4 * routed * cfg.ffn_hidden * weight_bytes / gpu.hbm
-    if mesh.ep.size > 1:
-        # Rows are put into order by expert and back, besides what is kept: read and written, gradients too.
-        seconds += 8 * routed * cfg.n_embd * weight_bytes / gpu.hbm
+            seconds += (6 * rows * (outputs + inputs) + 8 * outputs * inputs) / (STREAM * gpu.hbm)
+    if cfg.n_experts:
+        routed = expert_rows(cfg, n) * load * weight_bytes
+        if cfg.mlp == "swiglu":
+            # The hidden layer is not kept: it is written and read, and both again in backward.
+            seconds += 4 * routed * cfg.ffn_hidden / gpu.hbm
+        if mesh.ep.size > 1:
+            # Rows are put into order by expert and back: read and written, gradients too.
+            seconds += 8 * routed * cfg.n_embd / gpu.hbm
     return seconds
 
 
@@ -309,7 +273,7 @@ def head_seconds(cfg, mesh, gpu, vocab_size):
         weight_bytes, _ = element_bytes(cfg)
         passes = 2 * weight_bytes / ENTROPY  # the cross-entropy reads and writes logits
     else:
-        passes = 14 * 4  # 14 passes in fp32 (vocab.vocab_cross_entropy)
+        passes = 14 * 4  # 14 passes in fp32 (layers.vocab_cross_entropy)
     times = 2 if cfg.lora else 3
     return times * products + rows * v * passes / gpu.hbm
 
@@ -381,10 +345,9 @@ def exposed_seconds(mesh, gpu, reductions, slowest, overlap):
             nbytes = getattr(reduction, kind)
             if not nbytes:
                 continue
-            axis = axes[name]
-            stride = stride_of(axis, mesh)
-            trip = LATENCY + ring_latency(axis, stride, gpu)
-            transfer = nbytes / ring_bandwidth(axis, stride, gpu)
+            stride = stride_of(axes[name], mesh)
+            trip = LATENCY + ring_latency(axes[name], stride, gpu)
+            transfer = nbytes / ring_bandwidth(axes[name], stride, gpu)
             whole += transfer + reduction.calls * trip
             tail += transfer * reduction.last + trip
         exposed += whole - overlap * min(whole - tail, slowest * share)
@@ -409,68 +372,80 @@ def stage_time(cfg, mesh, gpu, vocab_size, block, sent, *, uneven=False):
     with the experts' rows balanced. uneven: while routing is young.
     """
     choice = expected_choice(cfg, mesh, gpu.node)
-    varies = needs_row_limit(cfg, mesh)
-    limit = row_limit_factor(cfg, mesh, uneven) if varies and choice.graph else 0.0
-    waits = varies and not limit  # all_to_all asks the host how many rows travel
-    direct = choice.symm_mem and not waits
     held = held_layers(cfg, mesh)
-
-    per_block = block_seconds(cfg, mesh, gpu, block.saved, uneven)
+    load = max_load_factor(cfg, mesh, uneven=uneven)
+    # --recompute full runs the forward once more, a third of all but the products, which say it themselves.
+    times = 4 / 3 if cfg.recompute == "full" else 1
+    per_block = product_seconds(cfg, mesh, gpu, load)
+    per_block += times * other_seconds(cfg, mesh, gpu, block.saved, load)
     if cfg.recompute == "selective":
         per_block += 2 * (block.saved - block.remains) / gpu.hbm  # a guess
-    forwards = 4 / 3 if cfg.recompute == "full" else 1
     device = held.blocks * per_block
     if held.has_head:
         device += head_seconds(cfg, mesh, gpu, vocab_size)
 
+    # Without a graph the host launches kernels, and all_to_all asks it how many rows travel.
     host = 0.0
-    if waits or not choice.graph:
-        launches = held.blocks * forwards * (2 if cfg.n_experts else 1)
-        host = LAUNCH[cfg.compile] * launches
+    if not choice.graph:
+        host = LAUNCH[cfg.compile] * held.blocks * times * (2 if cfg.n_experts else 1)
 
     per_micro_batch = {axis: nbytes / micro_batches(cfg, mesh) for axis, nbytes in sent.items()}
     if "ep" in per_micro_batch:
-        # Where messages have a fixed size, zeros fill what the rows leave.
-        has_fixed_size = limit and not direct
-        per_micro_batch["ep"] *= limit if has_fixed_size else max_load_factor(cfg, mesh, uneven=uneven)
-    return max(device, host) + communication_seconds(cfg, mesh, gpu, held.blocks, per_micro_batch, direct)
+        per_micro_batch["ep"] *= load
+        if needs_row_limit(cfg, mesh) and choice.graph and not choice.symm_mem:
+            # Messages have a fixed size: zeros fill what the rows leave.
+            per_micro_batch["ep"] *= row_limit_factor(cfg, mesh, uneven) / load
+    messages = communication_seconds(cfg, mesh, gpu, held.blocks, per_micro_batch, choice.symm_mem)
+    return max(device, host) + messages
 
 
 def step_time(cfg, mesh, gpu, vocab_size, slowest, reductions):
     """Return {part: seconds} of an optimizer step.
 
     slowest: seconds of the slowest rank's micro-batch. reductions: {axis name: Reduction} (cost.traffic).
-    The update is AdamW's; cost.muon.muon_seconds has what Muon adds.
     """
     num_micro_batches = micro_batches(cfg, mesh)
     choice = expected_choice(cfg, mesh, gpu.node)
     local = local_trained(cfg, mesh, vocab_size)
     alone, copied = unwidened_gradients(mesh, local, choice)
-    gradient_bytes = _bytes_of_sums(cfg, mesh, local, alone, copied)
     weight_bytes, sum_bytes = element_bytes(cfg)
-    gradient_bytes -= 2 * weight_bytes * uncopied_gradients(cfg, mesh, vocab_size, choice)
-    adam_bytes = owned_parameters(cfg, mesh, local) * ADAM - alone * 4
-    if cfg.dtype == "bf16":
-        adam_bytes -= 2 * owned_parameters(cfg, mesh, local)
-    if cfg.moments_dtype == "bf16":  # Two moments are read and written, each with 2 bytes.
-        adam_bytes -= 4 * (sum_bytes - 2) * owned_parameters(cfg, mesh, local)
-    # From ZeRO-2 on gradients are sent in every micro-batch, before that in the last one. With --shard
-    # the replicas' sums are always sent in the last one, and never as copies.
+    summed = _bytes_of_sums(cfg, mesh, local, alone, copied)
+    summed -= 2 * weight_bytes * uncopied_gradients(cfg, mesh, vocab_size, choice)
+
+    # From ZeRO-2 on gradients are sent in every micro-batch, before that in the last one.
     beside = slowest * num_micro_batches if cfg.zero > 1 else slowest
-    overlap = COPIED if copied else HIDDEN
-    between = {name: reduction for name, reduction in reductions.items() if name.endswith(".replicas")}
-    inside = {name: reduction for name, reduction in reductions.items() if name not in between}
-    reduce = exposed_seconds(mesh, gpu, inside, beside, overlap)
-    reduce += exposed_seconds(mesh, gpu, between, slowest, HIDDEN)
+    reduce = exposed_seconds(mesh, gpu, reductions, beside, COPIED if copied else HIDDEN)
+
     compute = num_micro_batches * slowest
-    gradients = gradient_bytes / (STREAM * gpu.hbm)
+    gradients = summed / (STREAM * gpu.hbm)
     # Each backward adds its gradients to the sums, and the next stage waits for that, too.
     idle = bubble(mesh.pp.size, cfg.pp_chunks, num_micro_batches) * (compute + gradients)
+    update = owned_parameters(cfg, mesh, local) * adam_bytes(cfg) - alone * 4
     return {"compute": compute,
             "bubble": idle,
             "gradients": gradients,
             "reduce": reduce,
-            "optimizer": adam_bytes / (STREAM * gpu.hbm)}
+            "optimizer": update / (STREAM * gpu.hbm) + muon_seconds(cfg, mesh, gpu, vocab_size)}
+
+
+def adam_bytes(cfg):
+    """Return the bytes per parameter that AdamW moves."""
+    _, sum_bytes = element_bytes(cfg)
+    nbytes = ADAM
+    if cfg.dtype == "bf16":  # A master is the 16 bits that a weight lacks.
+        nbytes -= 2
+    if cfg.moments_dtype == "bf16":  # Two moments are read and written, each with 2 bytes.
+        nbytes -= 4 * (sum_bytes - 2)
+    return nbytes
+
+
+def muon_seconds(cfg, mesh, gpu, vocab_size):
+    """Return the seconds of Muon's products on the busiest rank, beyond what AdamW would take."""
+    seconds = 0.0
+    for _, _, owned in muon_shares(cfg, mesh, vocab_size):
+        work = max(sum(matrix.work for matrix in matrices) for matrices in owned)
+        seconds += 2 * work / (gpu.peak * gpu.sustained)
+    return seconds
 
 
 def _bytes_of_sums(cfg, mesh, local, alone, copied):

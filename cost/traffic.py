@@ -6,7 +6,6 @@ test compares the two, and a run prints both after its first step.
 from collections import Counter
 from typing import NamedTuple
 
-from cost.muon import muon_traffic
 from cost.parameters import (
     element_bytes,
     expert_rows,
@@ -16,22 +15,17 @@ from cost.parameters import (
     local_buckets,
     local_trained,
     micro_batches,
+    muon_shares,
     rank_tokens,
     sharded_parameters,
     unwidened_gradients,
 )
 from cost.step_time import expected_choice
 from ddp import padded_elements
+from model import DTYPES
+from muon import iteration_dtype, length_of, steps_per_gram
 from optim import VOTES, StepStats
 from zero import uses_slot
-
-
-def ring_share(axis):
-    """Return the part of a tensor that each rank sends in an all-gather or a reduce-scatter over axis.
-
-    An all-reduce is both, so it sends twice as much.
-    """
-    return (axis.size - 1) / axis.size
 
 
 def traffic(cfg, mesh, vocab_size, batch, choice=None):
@@ -51,12 +45,12 @@ def traffic(cfg, mesh, vocab_size, batch, choice=None):
         sent["ep"] += num_micro_batches * held.blocks * dispatch_bytes(cfg, mesh)
     if cfg.router_bias_rate > 0:
         # moe.update_router_bias: an all-reduce of E fp64 counts per layer and step
-        sent["stage"] += 2 * ring_share(mesh.stage) * held.blocks * cfg.n_experts * 8
+        sent["stage"] += 2 * mesh.stage.ring * held.blocks * cfg.n_experts * 8
     sent["pp"] += num_micro_batches * pipeline_bytes(cfg, mesh, held)
-    sent.update(muon_traffic(cfg, mesh, vocab_size))
+    sent.update(muon_bytes(cfg, mesh, vocab_size))
     # The bytes of fp64 that Optimizer.stats all-reduces
     statistics = 8 * (len(StepStats._fields) + VOTES)
-    sent["world"] += 2 * ring_share(mesh.world) * statistics
+    sent["world"] += 2 * mesh.world.ring * statistics
     return {axis: nbytes for axis, nbytes in sent.items() if nbytes}
 
 
@@ -87,84 +81,75 @@ def bytes_between_nodes(mesh, sent, node_of):
     return sum(nbytes * share_between_nodes(axes[name], node_of) for name, nbytes in sent.items())
 
 
-def tensor_parallel_bytes(cfg, mesh, held):
-    """Return the bytes that a rank sends over tp for one micro-batch, both ways.
+# -----------------------------------------------------------------------------
+# One micro-batch, forward and backward. held: the rank's cost.parameters.HeldLayers.
 
-    held: the rank's cost.parameters.HeldLayers.
-    """
+def tensor_parallel_bytes(cfg, mesh, held):
     weight_bytes, wide_bytes = element_bytes(cfg)
     has_mlp = not cfg.n_experts or cfg.n_shared_experts > 0
     # Attention and the MLP gather and scatter (B*T, C) once each. Backward does both adjoints.
     calls = held.blocks * ((8 if has_mlp else 4) + _recomputed_calls(cfg, has_mlp))
     if held.has_embedding:
         calls += 2  # its scatter, and the adjoint
+        if cfg.lora:  # Nothing is trained before the first block's gather, so two adjoints are left out.
+            calls -= 2
     if held.has_head:
         calls += 2  # its gather, and the adjoint
 
-    gathered = rank_tokens(cfg, mesh) * cfg.n_embd * weight_bytes
-    nbytes = calls * gathered
+    nbytes = calls * rank_tokens(cfg, mesh) * cfg.n_embd * weight_bytes
     if held.has_head:  # cross-entropy over the vocabulary: all-reduces of a maximum and two sums per row
         nbytes += 2 * 3 * head_rows(cfg, mesh) * wide_bytes
     nbytes += held.blocks * 2 * cfg.n_experts * wide_bytes  # all-reduce of the router's counts
     if cfg.qk_norm == "all":  # all-reduce of two sums per row, and of their gradients
         times = 2 if cfg.recompute == "none" else 3
         nbytes += held.blocks * times * 2 * 2 * rank_tokens(cfg, mesh) * wide_bytes
-    return ring_share(mesh.tp) * nbytes
+    return mesh.tp.ring * nbytes
 
 
 def _recomputed_calls(cfg, has_mlp):
     """Return the gathers and scatters of one block that recomputation repeats.
 
-    It stops at the last tensor that backward needs, before the last branch's scatter.
+    It stops at the last tensor that backward needs.
     """
     if cfg.recompute == "none":
         return 0
-    if cfg.recompute == "selective":
-        return 2 if cfg.n_experts else 3
-    return 3 if has_mlp else 2
+    if cfg.n_experts:  # attention's two; the shared experts' gather
+        return 3 if has_mlp and cfg.recompute == "full" else 2
+    # A norm behind the MLP needs what the last scatter gives.
+    return 3 if cfg.norm_place == "before" else 4
 
 
 def context_parallel_bytes(cfg, mesh):
-    """Return the bytes that a rank sends over cp for one block and one micro-batch, both ways.
-
-    Keys and values of whole sequences are gathered, once more when backward runs the attention again,
-    and their gradients are reduce-scattered. --recompute selective keeps the attention's output, but
-    not the gathered keys and values that backward needs.
+    """Of one block. Keys and values of whole sequences are gathered, once more when backward runs the
+    attention again, and their gradients are reduce-scattered. --recompute selective keeps the attention's
+    output, but not the gathered keys and values that backward needs.
     """
     weight_bytes, wide_bytes = element_bytes(cfg)
     gathered = cfg.micro_batch * cfg.seq_len * 2 * kv_width(cfg, mesh) * weight_bytes
     calls = 2 if cfg.recompute == "none" else 3
     counts = 2 * cfg.n_experts * wide_bytes  # all-reduce of the router's counts
-    return ring_share(mesh.cp) * (calls * gathered + counts)
+    return mesh.cp.ring * (calls * gathered + counts)
 
 
 def dispatch_bytes(cfg, mesh):
-    """Return the bytes that a rank sends over ep for one layer of experts and one micro-batch.
-
-    Rows go to the experts and back in forward, in backward and, under --recompute full, in the second
-    forward.
-    """
+    """Of one layer of experts: rows go there and back, in forward, backward and a second forward."""
     weight_bytes, _ = element_bytes(cfg)
     trips = 6 if cfg.recompute == "full" else 4
     rows = expert_rows(cfg, rank_tokens(cfg, mesh) // mesh.tp.size)
     counts = 0 if cfg.capacity_factor else 8 * cfg.n_experts  # dropless: E int64 say how many rows come
-    return ring_share(mesh.ep) * (trips * rows * cfg.n_embd * weight_bytes + counts)
+    return mesh.ep.ring * (trips * rows * cfg.n_embd * weight_bytes + counts)
 
 
 def pipeline_bytes(cfg, mesh, held):
-    """Return the bytes that a rank sends over pp for one micro-batch.
-
-    Each stage sends an activation to the next stage and its gradient to the stage before.
-    """
+    """Each stage sends an activation to the next stage and its gradient to the stage before."""
     weight_bytes, _ = element_bytes(cfg)
-    messages = 2 * cfg.pp_chunks
-    if held.has_embedding:
-        messages -= 1
-    if held.has_head:
-        messages -= 1
+    messages = 2 * cfg.pp_chunks - held.has_embedding - held.has_head
     n = rank_tokens(cfg, mesh) // mesh.tp.size
     return messages * n * cfg.n_embd * weight_bytes
 
+
+# -----------------------------------------------------------------------------
+# One step: gradients and weights, and Muon's matrices
 
 class Reduction(NamedTuple):
     """The sums over one axis in a step, and what follows them."""
@@ -196,27 +181,39 @@ def reductions(cfg, mesh, vocab_size, choice=None, batch=0):
         n = sum(padded_elements(bucket, shard.size) for bucket in buckets)
         last = buckets[-1] / n
         if shard.size > 1:
-            scattered = ring_share(shard) * n  # elements
             grad_bytes = weight_bytes if name in copied else sum_bytes
             times = num_micro_batches if cfg.zero > 1 and uses_slot(axis) else 1
-            gradients = scattered * grad_bytes * times
-            gathered = n - sharded[name] + num_micro_batches * _zero_3_gathers(cfg, parts, name)
-            weights = scattered / n * gathered * weight_bytes
-            found[shard.name] = Reduction(gradients, weights, len(buckets), last)
+            # ZeRO-3 gathers the embedding, the last block and the head once in a micro-batch, the other
+            # blocks in forward and again in backward.
+            of_zero_3 = sum(part[name] for part in parts + parts[1:cfg.n_layer])
+            gathered = n - sharded[name] + num_micro_batches * of_zero_3
+            found[shard.name] = Reduction(shard.ring * n * grad_bytes * times,
+                                          shard.ring * gathered * weight_bytes, len(buckets), last)
         if replicas.size > 1:
-            gradients = 2 * ring_share(replicas) * n / shard.size * sum_bytes
+            gradients = 2 * replicas.ring * n / shard.size * sum_bytes
             found[replicas.name] = Reduction(gradients, 0, len(buckets), last)
     return found
 
 
-def _zero_3_gathers(cfg, parts, axis):
-    """Return the elements that ZeRO-3 gathers over an axis in one micro-batch.
+def muon_bytes(cfg, mesh, vocab_size):
+    """Return {axis name: bytes that Muon sends in an update}.
 
-    The embedding, the last block and the head are gathered once. The other blocks are gathered in
-    forward and again in backward. parts: cost.parameters.sharded_parameters.
+    Over the shard of a bucket, under ZeRO, the elements of matrices go to their owners, and updates come
+    back. Over tp, matrices that tp cuts have all-reduces of their Gram matrices and of their norms.
     """
-    elements = 0
-    for i, part in enumerate(parts):
-        is_gathered_twice = 0 < i < cfg.n_layer
-        elements += part[axis] * (2 if is_gathered_twice else 1)
-    return elements
+    nbytes = iteration_dtype(DTYPES[cfg.dtype]).itemsize
+    _, norm_bytes = element_bytes(cfg)
+    sent = Counter()
+    for shard, _, owned in muon_shares(cfg, mesh, vocab_size):
+        rank = shard.rank
+        for owner, matrices in enumerate(owned):
+            for matrix in matrices:
+                for holder, part in matrix.parts.items():
+                    if holder != owner and rank in (holder, owner):
+                        sent[shard.name] += length_of(part) * nbytes
+        for matrix in owned[rank]:
+            if matrix.cut is not None:
+                side, other = matrix.sides
+                summed = len(steps_per_gram(side, other)) * side * side * nbytes + norm_bytes
+                sent["tp"] += 2 * mesh.tp.ring * summed
+    return sent

@@ -25,9 +25,8 @@ from torch.utils._pytree import tree_leaves
 import muon
 from corpus.samples import Synthetic
 from cost.gpus import GPUS
-from cost.memory import state_bytes
-from cost.muon import muon_seconds, workspace_bytes
-from cost.step_time import expected_choice
+from cost.memory import muon_workspace, state_bytes
+from cost.step_time import expected_choice, muon_seconds
 
 # The learning rate of Muon's matrices differs from AdamW's, so that a confusion shows.
 FLAGS = dict(optimizer="muon", momentum=0.9, muon_lr_factor=1.5, micro_batch=2)
@@ -193,7 +192,7 @@ def test_the_update_needs_the_memory_that_the_planner_counts():
     with LiveBytes() as seen:
         group.orthogonalise(vector)
     peak = seen.peak + vector.nbytes
-    counted = workspace_bytes(cfg, mesh, cfg.vocab_size)
+    counted = muon_workspace(cfg, mesh, cfg.vocab_size)
     assert 0.8 * counted < peak <= counted <= 4 * vector.numel(), (peak, counted, vector.numel())
 
 
@@ -338,8 +337,8 @@ def test_the_planner_counts_one_moment_of_muons_matrices():
     assert state_bytes(plain, mesh, cfg.vocab_size, choice)["optimizer"] - counted == 4 * elements
     group = opt.muon.groups[0]
     needs = [len(batch) * group.matrices[batch[0]].workspace for batch in group.batches]
-    assert workspace_bytes(cfg, mesh, cfg.vocab_size) == 4 * (elements + max(needs))
-    assert workspace_bytes(plain, mesh, cfg.vocab_size) == muon_seconds(plain, mesh, GPUS["h200"], 100) == 0
+    assert muon_workspace(cfg, mesh, cfg.vocab_size) == 4 * (elements + max(needs))
+    assert muon_workspace(plain, mesh, cfg.vocab_size) == muon_seconds(plain, mesh, GPUS["h200"], 100) == 0
     assert muon_seconds(cfg, mesh, GPUS["h200"], 100) > 0
 
 

@@ -33,13 +33,10 @@ from cost.parameters import (
     uncopied_gradients,
     unwidened_gradients,
 )
-from cost.plan_tables import page_width
 from cost.step_time import expected_choice, peak_flops
 from cost.traffic import traffic
 from ddp import Bucket, DataParallel, assign_buckets, trained_parameters
 from fast.buckets import LoneBucket
-from fast.choose import Choice
-from fast.padded import PaddedAllToAll
 from interface.command_line import NO_READER, parse
 from interface.presets import PRESETS
 from model import GPT
@@ -137,13 +134,10 @@ FAMILY.update({"swiglu, cp": dict(cp=2), "gelu, cp": dict(FAMILY["gelu"], cp=2)}
 # Both ranks of cp hold the same values here; flash attention needs no mask
 @mock.patch.object(attention, "gather_segments", lambda kv, axis: torch.cat([kv, kv]))
 @mock.patch("torch.nn.attention.bias.causal_lower_right", lambda *sizes: None)
-def kept_bytes(cfg, mesh, rows_in_use=0):
+def kept_bytes(cfg, mesh):
     """Return bytes that autograd keeps of a block, besides its weights and rope's table."""
     torch.set_default_dtype(torch.bfloat16)
     block = model_.Block(cfg, mesh)
-    if rows_in_use:
-        block.moe.dispatcher = PaddedAllToAll(cfg, mesh)
-        block.moe.dispatcher.rows_in_use = rows_in_use
     torch.set_default_dtype(torch.float32)
     for p in block.parameters():
         torch.nn.init.normal_(p, std=0.02)
@@ -174,18 +168,6 @@ def test_saved_activations_are_what_autograd_keeps(family):
     cfg = Config(**{**BLOCK, **FAMILY[family]})
     mesh = make_mesh(World(size=cfg.cp), cp=cfg.cp, groups=False)
     assert saved_activations(cfg, mesh).saved == pytest.approx(kept_bytes(cfg, mesh), rel=0.03)
-
-
-def kept_with_padding(world):
-    cfg = Config(**{**BLOCK, "micro_batch": 2}, n_experts=8, top_k=2, ep=2, ep_slack=2.0)
-    mesh, rows = make_mesh(world, ep=2, n_experts=8), int(2 * 64 * cfg.top_k * cfg.ep_slack)
-    predicted = saved_activations(cfg, mesh, choice=Choice(True, False, False, False)).saved
-    return kept_bytes(cfg, mesh, rows), predicted
-
-
-def test_messages_of_a_fixed_size_are_kept_with_their_padding():
-    for kept, predicted in run_ranks(2, kept_with_padding):
-        assert predicted == pytest.approx(kept, rel=0.01)
 
 
 class Kept(TorchDispatchMode):
@@ -303,16 +285,16 @@ def test_synthetic_tokens_are_as_uneven_as_young_text():
     """The sum of uneven routing, which was made for text, is within a tenth of the dropless row over ep."""
     [(flags, gpus, ms)] = [row[:3] for row in measured_rows() if crowded(row[0]) and "capacity" not in row[0]]
     cfg, _ = plan.check_gpus(parse(flags.split()), gpus)
-    assert plan.uneven_ms(cfg, gpus, "h200", cfg.vocab_size) == pytest.approx(ms, rel=0.1)
+    assert plan.estimate(cfg, gpus, "h200", cfg.vocab_size, uneven=True)["ms"] == pytest.approx(ms, rel=0.1)
     assert plan.estimate(cfg, gpus, "h200", cfg.vocab_size)["ms"] < 0.8 * ms
 
 
 def test_uneven_routing_has_a_sum_where_it_was_measured():
     """Not over more than eight ranks, not with a capacity, and not on one rank, where nobody waits."""
     def ms(gpus, *flags):
-        cfg, _ = plan.check_gpus(parse(["moe-4b", f"--ep={gpus}", *flags]), gpus)
-        return plan.uneven_ms(cfg, gpus, "h200", cfg.vocab_size)
-    assert ms(2) and ms(4) and ms(8)
+        cfg, _ = plan.arguments(["moe-4b", f"--ep={gpus}", f"--gpus={gpus}", *flags])
+        return plan.plan_one(cfg, cfg.vocab_size)[1]["ms_uneven"]
+    assert ms(4) and ms(8)
     assert ms(1) is None and ms(16) is None and ms(4, "--capacity-factor=1") is None
 
 
@@ -342,18 +324,6 @@ def test_adapters_and_all_weights_within_a_twentieth_of_measured(flags, ms):
     """docs/chat.md has the measurements."""
     cfg, _ = plan.check_gpus(parse(flags.split()), 1)
     assert plan.estimate(cfg, 1, "h200", cfg.vocab_size)["ms"] == pytest.approx(ms, rel=0.05)
-
-
-def test_recomputation_runs_each_product_once_more():
-    """Two products of each matrix become three if it is frozen, and three become four if it is trained."""
-    h200 = GPUS["h200"]
-    for flags, times in ((dict(lora=16), 2), ({}, 3)):
-        cfg = preset("llama-3.2-1b", **flags)
-        again = dataclasses.replace(cfg, recompute="full")
-        product = step_time.dense_matmuls(cfg, ONE, h200)
-        for which, passes, share in ((cfg, times, 1), (again, times + 1, 4 / 3)):
-            other = step_time.block_seconds(which, ONE, h200, 1e9) - passes * product
-            assert other == pytest.approx(share * step_time.other_seconds(cfg, ONE, h200, 1e9))
 
 
 @pytest.mark.parametrize("flags, gpus, single", [
@@ -456,6 +426,12 @@ LAYOUTS = [dict(BASE, tp=2, pp=2), dict(BASE, tp=4, recompute="full"), dict(BASE
            dict(EXPERTS, objective="mlm", tp=4, ep=2, capacity_factor=1.0),
            dict(WIDE, objective="mlm", tp=2, zero=3, tied=True, bias=True),
            dict(BASE, objective="mlm", cp=2, tp=2, zero=1, bias=True)]
+# A norm behind the MLP needs the scatter again; adapters leave the embedding's gradient out.
+LAYOUTS += [dict(BASE, tp=2, norm_place=place, recompute=recompute)
+            for place in ("after", "both") for recompute in ("selective", "full")]
+LAYOUTS += [dict(EXPERTS, tp=2, ep=2, norm_place="both", capacity_factor=1.0, n_shared_experts=1,
+                 recompute="full"),
+            dict(BASE, tp=2, lora=2), dict(BASE, tp=2, pp=2, lora=2, recompute="full")]
 # Muon: matrices to their owners and back, sums of Gram matrices
 LAYOUTS += [dict(BASE, optimizer="muon", **layout) for layout in
             (dict(tp=2), dict(zero=1), dict(tp=2, zero=2), dict(pp=2, cp=2, zero=1))]
@@ -606,19 +582,6 @@ def test_the_ramp_is_in_the_days(capsys):
                          for p in plans)
 
 
-def test_scaling_leaves_out_an_ep_that_nobody_gave(capsys):
-    """With 12 experts on 12 GPUs ep could also be 3, which the groups of --shard 2 do not fit."""
-    flags = "moe-4b --n-experts 12 --top-k 2 --ep 2 --zero 1 --shard 2 --micro-batch 1 --global-batch 12"
-    (own, *_) = planned(capsys, *flags.split(), "--scaling", "12")
-    assert (own["layout"]["ep"], own["layout"]["shard"]) == (2, 2)
-
-
-def test_the_search_is_not_mixed_with_scaling(capsys):
-    with pytest.raises(SystemExit):
-        plan.main(["tiny", "--search", "--scaling", "1,2"])
-    assert "--search ranks the layouts of one number of GPUs, and --scaling" in capsys.readouterr().err
-
-
 def test_weak_scaling(capsys):
     plan.main(["dense-210m", "--zero", "1", "--scaling", "1,8,64", "--json"])
     plans = json.loads(capsys.readouterr().out)
@@ -627,9 +590,9 @@ def test_weak_scaling(capsys):
     got = [p["efficiency"] for p in plans]
     assert got[0] == 1 and 0.9 < got[2] < got[1] < 1.02  # ZeRO: each of more GPUs steps less
     assert plans[1]["ms"] == planned(capsys, "dense-210m", "--zero", "1", "--gpus", "8")["ms"]
-    plan.main(["moe-4b", "--ep", "4", "--scaling", "1,2,16"])  # where another ep is faster, that too
+    plan.main(["moe-4b", "--ep", "4", "--scaling", "1,2,16"])
     rows = [line.split() for line in capsys.readouterr().out.splitlines() if "%" in line]
-    assert [r[:3] for r in rows[:3]] == [["1", "1", "1"], ["2", "2", "2"], ["16", "16", "4"]]
+    assert [r[:3] for r in rows] == [["1", "1", "1"], ["2", "2", "2"], ["16", "16", "4"]]
 
 
 def test_a_closed_pipe_ends_it_quietly(tmp_path):
@@ -675,31 +638,12 @@ def test_buffers_of_experts_are_planned_as_large_as_they_grow():
     assert small["memory"] == also["memory"] < large["memory"]
 
 
-def test_help_says_what_it_does_and_lists_both_kinds_of_flags(capsys):
-    with pytest.raises(SystemExit) as exit_:
-        plan.main(["gpt2", "--help"])
-    said = " ".join(capsys.readouterr().out.split())
-    assert exit_.value.code == 0
-    for part in ("Predict what a training run will cost", "--gpu h200",
-                 "[a100-40 | a100-40x4 | a100-80 | h100 | h100x4 | h200 | mi250x | pvc]",
-                 "--search", "same work per GPU", "--n-layer 12 transformer blocks"):
-        assert part in said, part
-
-
 @pytest.mark.parametrize("argv,part", [
     ("tiny --gpus 2 --pp 2 --zero 3", "--zero 3 does not go with --pp 2"),
     ("tiny-moe --tp 2 --ep 4 --pp 2", "--gpus is missing, the number of GPUs, which this layout needs 8"),
-    ("dense-210m --gpus 6 --tp 4", "6 ranks do not divide by tp 4"),
-    ("tiny --gpus 6 --cp 4", "6 ranks do not divide by tp 1 * cp 4 * pp 1; start a multiple of 4 ranks"),
-    ("tiny --gpus 2 --cp 2 --recompute selective", "--recompute selective does not go with --cp 2"),
-    ("tiny --gpus 3 --cp 3", "seq-len 128 does not divide by 2 * cp 3 segments; try --seq-len 132"),
-    ("tiny --gpu v100", "invalid choice"),
-    ("tiny --gpus 0", "at least 1"), ("tiny --scaling 1,x", "numbers of GPUs"),
-    ("tiny --scaling 0", "numbers of GPUs"), ("tiny --scaling=", "numbers of GPUs"),
-    ("tiny --scaling 1,,2", "numbers of GPUs"), ("tiny --tokens nan", "at least 0"),
-    ("tiny --gpus 99999999", "at most"), ("tiny --n-layr 3", "--n-layer"), ("nothing", "no preset"),
-    ("bloom-176b --n-layer 20 --gpus 4 --gpu a100-40 --search", "fits; try more --gpus"),
-    ("tiny --gpus x", "--gpus: invalid literal for int()")])
+    ("dense-210m --gpus 6 --tp 4", "6 ranks do not divide by tp 4"), ("tiny --gpu a100", "'a100-40x4'"),
+    ("tiny --scaling 1,x", "numbers of GPUs"), ("tiny --search --scaling 1,2", "leave out one of them"),
+    ("bloom-176b --n-layer 20 --gpus 4 --gpu a100-40 --search", "fits; try more --gpus")])
 def test_wrong_flags_are_one_line(argv, part, capsys):
     with pytest.raises(SystemExit) as exit_:
         plan.main(argv.split())
@@ -723,7 +667,3 @@ def test_eight_gpus_are_one_node_or_two(capsys):
     assert one["between_nodes_mb"] == 0 < two["between_nodes_mb"] and one["ms"] < two["ms"]
 
 
-def test_a_flag_in_a_warning_stays_on_one_line(monkeypatch, capsys):
-    monkeypatch.setattr(plan, "warnings", lambda *args: ["x" * (page_width() - 22) + " --global-batch"])
-    plan.main(["tiny", "--data", "synthetic"])
-    assert "--global-batch" in capsys.readouterr().out
