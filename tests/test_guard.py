@@ -66,12 +66,6 @@ def refused_steps(values, sigma=6.0):
     return out, state
 
 
-def test_a_run_that_gave_up_at_its_start_is_told_of_the_rate_first():
-    words = give_up_message([], 2, 50, "not finite", 1000)
-    assert "saved before\nnanoshard: try a lower --lr; or, to go round them, the same command" in words
-    assert words.endswith("--train-range-to-skip 1 152")
-
-
 def stream(n):
     """Return [(loss, gradient norm)] of n steps of a healthy run."""
     rng = random.Random(0)
@@ -84,7 +78,7 @@ def test_detector_finds_the_spikes_and_nothing_else():
     for step in (200, 201, 202):
         values[step] = values[step][0] * 2, values[step][1]
     values[300] = math.nan, math.nan
-    values[600] = values[600][0], 40.0
+    values[600] = values[600][0], 2.0  # a spike of the norm, and no loss is so small
     found, state = refused_steps(values)
     assert found == [200, 201, 202, 300, 600]  # none of the steps after the NaN
     assert state.skipped == 4 and state.nan_steps == 1 and state.streak == 0
@@ -120,13 +114,11 @@ def test_the_message_names_a_checkpoint_and_a_range_to_skip():
     paths = [Path(f"out/x/step_{s:06d}") for s in (1005, 1000, 900, 800)]
     text = give_up_message(paths, 1001, 1008, "spike", 5000)
     assert "steps 1001 to 1008" in text and "last good checkpoint is out/x/step_001000" in text
-    assert text.endswith("--resume out/x/step_000900 --train-range-to-skip 951 1151")
-    assert "--lr" not in text
-    without = give_up_message([], 1001, 1008, "spike", 5000)
-    assert "no checkpoint" in without and "a lower --lr; or" in without
-    assert without.endswith("--train-range-to-skip 951 1151")
+    assert text.endswith("--resume out/x/step_000900 --train-range-to-skip 951 1151; or try a lower --lr")
+    without = give_up_message([], 2, 50, "spike", 5000)
+    assert "no checkpoint" in without and "the same command with --train-range-to-skip 1 152;" in without
     short = give_up_message(paths, 1001, 1008, "spike", 1151)  # 1,001 + 150: no step would be left
-    assert short.endswith("--train-range-to-skip 951 1008; if that does not help, a lower --lr")
+    assert "--train-range-to-skip 951 1008;" in short
 
 
 # --skip-spikes=20: the window of 16 steps is short, and the loss of these runs falls fast
@@ -186,7 +178,7 @@ def test_eight_refused_steps_in_a_row_end_the_run(tmp_path, sigma):
     assert rows(tmp_path)[-1]["step"] == 14
     assert "steps 7 to 14 were not taken (not finite: " in got["err"]
     assert f"the last good checkpoint is {tmp_path}/step_000006" in got["err"]
-    assert f"--resume {tmp_path}/step_000006 --train-range-to-skip 7 14; if" in got["err"]
+    assert f"--resume {tmp_path}/step_000006 --train-range-to-skip 7 14; or" in got["err"]
     fix = [f"--resume={tmp_path}/step_000006", "--train-range-to-skip", 7, 19]
     go_small(2, tmp_path, *flags, *fix, plan=bad)
     assert rows(tmp_path)[-1]["step"] == 30 and rows(tmp_path)[-1]["nan_steps"] == 0
