@@ -9,8 +9,7 @@ from pool import ROOT
 import plan
 from cost import step_time, traffic
 from cost.gpus import GPUS
-from cost.muon import muon_elements
-from cost.parameters import local_trained, owned_parameters, stage_mesh
+from cost.parameters import local_trained, muon_shares, owned_parameters, stage_mesh
 from cost.step_time import KERNEL_GAP
 from cost.step_time import UNEVEN as UNEVEN_PART
 from interface.command_line import parse
@@ -48,7 +47,7 @@ def bytes_of_whole_masters(row):
     if not row.whole or cfg.dtype != "bf16":
         return 0
     owned = owned_parameters(cfg, mesh, local_trained(cfg, mesh, cfg.vocab_size))
-    of_muon = muon_elements(cfg, mesh, cfg.vocab_size) if cfg.optimizer == "muon" else 0
+    of_muon = sum(elements for _, elements, _ in muon_shares(cfg, mesh, cfg.vocab_size))
     return 2 * (owned - of_muon)
 
 
