@@ -177,7 +177,8 @@ def give_up_message(checkpoints, first, last, reason, steps, starts_from=""):
         command += "with "
     end = last if first + 150 >= steps else first + 150  # A wide range would leave no step to train.
     return (f"nanoshard: gave up: steps {first} to {last} were not taken ({reason or 'not finite'}); "
-            f"{newest}\nnanoshard: to go round them, {command}--train-range-to-skip {begin} {end}; or try a lower --lr")
+            f"{newest}\n"
+            f"nanoshard: to go round them, {command}--train-range-to-skip {begin} {end}; or try a lower --lr")
 
 
 def _step(path):
