@@ -37,7 +37,6 @@ from interface.terminal import columns, printable
 
 AT_END = ("loss", "val_loss", "grad_norm", "lr", "tok_s", "ms", "mem_gb")  # a text file for each, in OUT
 NO_PLOTEXT = "plotext is not installed: no plots (pip install 'plotext<6')"
-LETTERS = string.ascii_lowercase  # marks of several runs, without colours
 THIN_LINE = "\u28c0"  # in the legend: a piece of plotext's finest line
 CLEAR_SCREEN = "\x1b[H\x1b[J"
 Runs = tyro.conf.Positional[Annotated[tuple[str, ...], tyro.conf.arg(metavar="RUN...")]]
@@ -120,12 +119,12 @@ def load_bars(layers, width=40):
     n_experts = len(loads[0])
     by_expert = list(zip(*loads, strict=True))  # E x L
     means = [sum(load) / len(load) * n_experts for load in by_expert]
-    heaviest = [max(load) * n_experts for load in by_expert]
     longest = max(*means, 1.0)
     lines = ["expert load, 1.00 is balanced"]
-    for expert, (mean, most) in enumerate(zip(means, heaviest, strict=True)):
+    for expert, (mean, load) in enumerate(zip(means, by_expert, strict=True)):
         bar = "#" * round(width * mean / longest)
-        lines.append(f"expert {expert:3d} {bar:{width}s} {mean:.2f}  (heaviest layer {most:.2f})")
+        lines.append(f"expert {expert:3d} {bar:{width}s} {mean:.2f}  "
+                     f"(heaviest layer {max(load) * n_experts:.2f})")
     return "\n".join(lines)
 
 
@@ -163,47 +162,28 @@ def write_plots(out, rows, show):
 
 
 # -----------------------------------------------------------------------------
-# train.py --list writes nothing. A folder that is not a run is left out. A run with foreign files is shown as
-# far as the files can be read.
+# train.py --list writes nothing. A folder that is not a run is left out.
 
-ROW = "{:{width}s} {:>16s} {:>13s} {:>8s} {:>8s} {:>8s}"  # with the flags below it, because both are long
-LONGEST_NAME = 41  # columns of a run's name, in a wide terminal
-
-
-def row_of_list(name, *cells):
-    """Return a row of --list: a name that is longer than its column has a line of its own."""
-    width = max(16, min(LONGEST_NAME, columns() - 58))  # the other columns have 58
-    if len(name) > width:
-        name += f"\n{'':{width}s}"
-    return ROW.format(name, *cells, width=width)
+ROW = "{:41s} {:>16s} {:>13s} {:>8s} {:>8s}"  # with the flags below it, because both are long
 
 
 def print_runs(folder):
     """Print the table of the runs in a folder, a Path. ValueError: there is no such folder."""
     if not folder.is_dir():
         raise ValueError(f"--list {folder}: there is no such folder; give one folder of runs, such as out")
-    table, left_out = table_of_runs(folder)
-    lines = [f"no runs in {printable(str(folder))}"]
-    if table:
-        lines = [row_of_list("run", "state", "steps", "loss", "val_loss", "size"), *table]
-    print("\n".join(lines + left_out))
-
-
-def table_of_runs(folder):
-    """Return the lines of each run in a folder, and a line for each of its folders that cannot be read."""
     table = []
-    left_out = []
     for path in [folder, *sorted(folder.iterdir())]:
-        try:
+        with contextlib.suppress(OSError):
             if path.is_dir() and paths.is_run(path):
                 table.append(describe(path))
-        except OSError as e:
-            left_out.append(printable(f"{path.name} is left out: {e.strerror}"))
-    return table, left_out
+    if not table:
+        print(f"no runs in {printable(str(folder))}")
+    else:
+        print("\n".join([ROW.format("run", "state", "steps", "loss", "val_loss"), *table]))
 
 
 def describe(run):
-    """Return the lines of one run: state, last step and losses, size; below them its flags."""
+    """Return the lines of one run: state, last step and losses; below them its flags."""
     rows = []
     flags = {}
     with contextlib.suppress(ValueError, OSError):
@@ -211,22 +191,16 @@ def describe(run):
         flags = load_json(run / "config.json")
     if not isinstance(flags, dict):
         flags = {}
-
     asked = flags.get("steps", "?")
     last = max((row["step"] for row in rows), default=0)
-    name = printable(run.name)
-    steps = printable(f"{last}/{asked}")[:13]
-    line = row_of_list(name, state(run, last, asked), steps, last_value(rows, "loss"),
-                      last_value(rows, "val_loss"), f"{size_on_disk(run) / 1e6:.1f} MB")
+    line = ROW.format(printable(run.name), state(run, last, asked), printable(f"{last}/{asked}")[:13],
+                      last_value(rows, "loss"), last_value(rows, "val_loss"))
     text = textwrap.fill(describe_flags(flags), min(96, columns() - 4), break_on_hyphens=False)
     return line + "\n" + textwrap.indent(text, "    ")
 
 
 def state(run, last, asked):
-    """Return a run's state in words.
-
-    last: the last step that the run logged. asked: the number of steps that were asked for.
-    """
+    """Return a run's state in words. last: the last step that it logged. asked: --steps."""
     if in_use(run):
         return "running"
     if last == asked:
@@ -239,22 +213,8 @@ def state(run, last, asked):
 
 
 def last_value(rows, metric):
-    """Return a metric's last finite value as text, or "-" if there is none."""
     values = points(rows, metric)
-    if not values:
-        return "-"
-    _, value = values[-1]
-    return f"{value:.5g}"
-
-
-def size_on_disk(run):
-    """Return the bytes of all files of a run. A file that vanishes in the meantime does not count."""
-    size = 0
-    for folder, _, names in os.walk(run):
-        for name in names:
-            with contextlib.suppress(OSError):
-                size += os.lstat(Path(folder, name)).st_size
-    return size
+    return f"{values[-1][1]:.5g}" if values else "-"
 
 
 def words_of_flag(name, value):
@@ -282,29 +242,22 @@ def describe_flags(flags):
 # The command
 
 def read(flags):
-    """Return {metric: [(label, mark, [(step, value)])]} of all runs.
-
-    ValueError: there is nothing to draw.
-    """
+    """Return {metric: [(label, mark, [(step, value)])]} of all runs. ValueError: nothing to draw."""
     metrics = flags.metric.split(",")
-    has_several = len(flags.runs) > 1
     found = {}
-    for run, letter in zip(flags.runs, itertools.cycle(LETTERS), strict=False):
+    for run, letter in zip(flags.runs, itertools.cycle(string.ascii_lowercase), strict=False):
         path = metrics_file(run)
         rows, _ = sound_rows(path)
         for metric in metrics:
-            if not flags.follow:
-                check_metric(path, rows, metric)
+            if not flags.follow and metric != "val_loss" and not any(metric in row for row in rows):
+                keys = {key for row in rows for key, value in row.items() if type(value) in (int, float)}
+                raise ValueError(f"{path} has no {metric}; it has {', '.join(sorted(keys)) or 'no rows'}")
             shares_plot = metric == "val_loss" and "loss" in metrics  # with the loss
-            title = "loss" if shares_plot else metric
-            if has_several:
-                mark = letter.upper() if shares_plot else letter
-                label = f"{run} {metric}"
-            else:
-                mark = "x" if shares_plot else ""
-                label = metric
+            mark, label = "x" if shares_plot else "", metric
+            if len(flags.runs) > 1:
+                mark, label = letter.upper() if shares_plot else letter, f"{run} {metric}"
             values = points(rows, metric, flags.steps)
-            found.setdefault(title, []).append((label, mark, values))
+            found.setdefault("loss" if shares_plot else metric, []).append((label, mark, values))
     return found
 
 
@@ -318,20 +271,6 @@ def metrics_file(run):
     return path
 
 
-def folder_of(run):
-    """Return the directory of a run. run: as in metrics_file."""
-    return metrics_file(run).parent
-
-
-def check_metric(path, rows, metric):
-    """Raise ValueError if no row has this metric. A run without an evaluation may lack val_loss."""
-    if metric == "val_loss" or any(metric in row for row in rows):
-        return
-    keys = {key for row in rows for key, value in row.items() if type(value) in (int, float)}
-    there = ", ".join(sorted(keys - {"step"})) or "no rows"
-    raise ValueError(f"{path} has no {metric}; it has {there}")
-
-
 def picture(found, path, log):
     """Write the plots to a file of matplotlib's kinds (png, svg, pdf). ValueError: no matplotlib."""
     try:
@@ -342,29 +281,21 @@ def picture(found, path, log):
     column = figure.subplots(len(found), squeeze=False)[:, 0]
     for axes, (title, series) in zip(column, found.items(), strict=True):
         for label, mark, values in series:
-            steps = [step for step, _ in values]
-            heights = [value for _, value in values]
-            axes.plot(steps, heights, "x" if is_dots(mark) else "-", label=label)
+            axes.plot([step for step, _ in values], [value for _, value in values],
+                      "x" if is_dots(mark) else "-", label=label)
         axes.set(title=title, xlabel="step", yscale="log" if log else "linear")
         axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
     with must_write(path, "--png"), new_part(path) as part:
         figure.savefig(part, format=path.suffix[1:])
 
 
-def check_picture(path):
-    """ValueError unless --png names a new file, or a picture that matplotlib drew."""
-    if path.suffix not in (".png", ".svg", ".pdf"):
-        raise ValueError(f"--png {path} is no .png, .svg or .pdf; give such a name")
-    if os.path.lexists(path) and (path.is_symlink() or b"atplotlib" not in path.read_bytes()):
-        raise ValueError(f"--png {path} is there already and was not drawn by matplotlib; give a new file")
-
-
-def check_page(path):
-    """ValueError unless --html names a new file, or a page of ours."""
-    if path.suffix != ".html":
-        raise ValueError(f"--html {path} is no .html; give such a name")
-    if os.path.lexists(path) and (path.is_symlink() or report.GENERATOR.encode() not in path.read_bytes()):
-        raise ValueError(f"--html {path} is there already and is no page of ours; give a new file")
+def check_file(flag, name, kinds, mark):
+    """ValueError unless a flag names a new file of these kinds, or one of ours, which has the mark."""
+    path = Path(name)
+    if name and path.suffix not in kinds:
+        raise ValueError(f"{flag} {name} is no {' or '.join(kinds)}; give such a name")
+    if name and os.path.lexists(path) and (path.is_symlink() or mark not in path.read_bytes()):
+        raise ValueError(f"{flag} {name} is there already and is none of ours; give a new file")
 
 
 def read_flags(argv):
@@ -377,43 +308,25 @@ def read_flags(argv):
     if flags.steps and flags.steps[0] > flags.steps[1]:
         first, last = flags.steps
         raise ValueError(f"--steps {first} {last} ends before it begins; try --steps {last} {first}")
-    if flags.png:
-        check_picture(Path(flags.png))
-    if flags.html:
-        check_page(Path(flags.html))
+    check_file("--png", flags.png, (".png", ".svg", ".pdf"), b"atplotlib")
+    check_file("--html", flags.html, (".html",), report.GENERATOR.encode())
     return flags
 
 
-def nothing_to_draw(flags):
-    """Return the line in the place of plots: there is no row, or none that can be drawn."""
-    for run in flags.runs:
-        rows, _ = sound_rows(metrics_file(run))
-        if rows and flags.metric == "val_loss" and not any("val_loss" in row for row in rows):
-            return "no evaluation yet: train.py --eval-every says after which steps one comes\n"
-        if rows:
-            first, last = flags.steps or (0, 10**15)
-            steps = [row["step"] for row in rows if isinstance(row.get("step"), int)]
-            if steps and not any(first <= step <= last for step in steps):
-                return (f"no row can be drawn: {run} has rows of steps {steps[0]} to {steps[-1]}, and none "
-                        f"in --steps {first} {last}\n")
-            return ("no row can be drawn: a value has to be a number below 1e290 (with --log above 0) of a "
-                    "step in --steps\n")
-    return "no rows yet\n"
-
-
 def show_once(flags):
-    """Print the plots of all runs as they are now. With --png, also write them as a picture."""
+    """Print the plots of all runs as they are now, and write those of --png and --html."""
     found = read(flags)
-    size = flags.width, flags.height
-    text = "".join(draw(title, series, size, flags.log) for title, series in found.items())
+    text = "".join(draw(title, series, (flags.width, flags.height), flags.log)
+                   for title, series in found.items())
     if flags.follow and sys.stdout.isatty():
         sys.stdout.write(CLEAR_SCREEN)
-    print(text or nothing_to_draw(flags), end="", flush=True)
+    print(text or "nothing to draw yet: no row has a number of these metrics, of a step in --steps\n", end="",
+          flush=True)
     if flags.png:
         picture(found, Path(flags.png), flags.log)
     if flags.html:
         with must_write(flags.html, "--html"):
-            report.write_report(flags.html, [report.read_run(folder_of(run)) for run in flags.runs])
+            report.write_report(flags.html, [report.read_run(metrics_file(run).parent) for run in flags.runs])
 
 
 def main(argv=None):

@@ -398,8 +398,6 @@ def run(flags, world):
             peers.append(training.peer)
             return training
     row = measure(world, flags.workload, train_flags(flags, world.size), flags.steps, make=make)
-    for key in ("peer", "ratio_to_peer"):  # of another lease
-        del row[key]
     count = peers[0].count if peers else row["parameters"]
     beside = peers[0].beside if peers else {}
     if math.isnan(row["mfu"]):

@@ -1,11 +1,11 @@
 """How fast is each layout, and how well does it scale? python bench/scaling.py out/*      (the runs' folders)
 
 The table has a row per run, of any launcher and any number of hosts: medians over the later rows of its
-metrics.jsonl, memory, the loss at the end, on a known GPU what plan.py predicts, and the efficiency: tokens
-per second and rank relative to the run with the fewest ranks. A run that went on in another layout has a row
-for each: RUN@100 is after step 100. The table says whether a run shows weak scaling (the same batch per rank)
-or strong scaling (the same global batch). Each model has a plot.
---published prints Megatron-LM's table of BERT 345M next to plan.py's prediction and to runs of bert-345m.
+metrics.jsonl, memory of the fullest and of the emptiest rank, the loss at the end, on a known GPU what
+plan.py predicts, and the efficiency: tokens per second and rank relative to the run with the fewest ranks.
+A run that went on in another layout has a row for each: RUN@100 is after step 100. The table says whether a
+run shows weak scaling (the same batch per rank) or strong scaling (the same global batch). Each model has a
+plot. --published prints Megatron-LM's table of BERT 345M next to plan.py's prediction and to runs of it.
 """
 import dataclasses
 import json
@@ -40,7 +40,7 @@ COLUMNS = {  # title: (key of the row, format). A column that says nothing of an
     "s/it": ("seconds", ".4f"), "plan s/it": ("planned_seconds", ".4f"),
     "ms/sample": ("ms_per_sample", ".2f"), "tok/s/GPU": ("tok_s_gpu", ",.0f"), "TFLOP/s": ("tflops", ".3g"),
     "mfu %": ("mfu", ".1f"), "eff %": ("eff", ".1f"), "scaling": ("kind", "s"), "comm %": ("comm", ".1f"),
-    "loss": ("loss", ".4f"), "valid.": ("val_loss", ".4f")}
+    "loss": ("loss", ".4f"), "valid.": ("val_loss", ".4f"), "min GiB": ("mem_gb_min", ".2f")}
 PLAIN = {"nodes": 1, "tp": 1, "pp": 1, "cp": 1, "ep": 1, "zero": 0}  # of a run without this axis
 
 
@@ -95,7 +95,7 @@ def row_of(name, cfg, timed, rows, share):
                model=" ".join(f"{cfg.get(k)}" for k in MODEL),
                device=cfg.get("machine", {}).get("device", ""))
     row.update(seconds=row["ms"] / 1e3, ms_per_sample=row["ms"] / row["batch"])
-    for key in ("mem_gb", "tflops", "loss", "val_loss"):
+    for key in ("mem_gb", "mem_gb_min", "tflops", "loss", "val_loss"):
         found = [r[key] for r in rows if key in r]
         if found:
             row[key] = found[-1]

@@ -1,4 +1,4 @@
-"""The workloads of bench/README.md on this host's GPUs, compared with other trainers and with its ceilings.
+"""The workloads of bench/README.md on this host's GPUs, beside its ceilings.
 
     torchrun --nproc-per-node 4 bench/speed.py W1 W2b G2 --json bench/results/4gpu.jsonl   (or mpiexec)
     python bench/speed.py W2b --flags "--data data/stdlib"                                 (one GPU)
@@ -28,7 +28,6 @@ from timing import gpu_milliseconds, synchronize
 from training import Training, gpu_memory, portable
 from tyro.conf import Positional
 
-from config import SHAPE, flags_of_kind
 from cost.gpus import kind_of
 from cost.parameters import count_parameters, flops_per_token
 from cost.step_time import peak_flops
@@ -58,22 +57,6 @@ WORKLOADS = {  # flags of train.py; G2 as nanoGPT trains it: no bias, no dropout
 LAYOUTS = {  # on several GPUs; others: --zero 1
     "W2a": "--ep {gpus} --zero 1", "W2b": "--ep {gpus} --zero 1", "7B": "--zero 3",
     "8B": "--zero 3"}
-PEERS = {  # (workload, GPUs): the fastest other trainer on H200s, its highest tokens/s per GPU
-    ("W1", 1): ("torchtitan", 307.1e3), ("W1", 2): ("torchtitan", 286.4e3),
-    ("W1", 4): ("torchtitan", 271.1e3),
-    ("W2b", 1): ("HF, bf16 only", 141.8e3), ("W2b", 2): ("HF, bf16 only, no ep", 121.1e3),
-    ("W2b", 4): ("HF, bf16 only, no ep", 118.1e3), ("W2a", 4): ("Megatron", 41.4e3),
-    ("W3", 1): ("torchtitan", 51.3e3), ("W3", 2): ("torchtitan", 46.7e3), ("W3", 4): ("torchtitan", 48.96e3),
-    ("W3-8192", 1): ("torchtitan", 43.1e3), ("W3-8192", 2): ("torchtitan", 40.6e3),
-    ("W3-8192", 4): ("torchtitan", 41.6e3),
-    ("G2", 1): ("nanoGPT", 535.9e3), ("G2", 2): ("nanoGPT", 501.0e3), ("G2", 4): ("nanoGPT", 505.7e3),
-    ("G2-32", 1): ("nanoGPT", 514.6e3), ("G2-32", 2): ("nanoGPT", 473.2e3),
-    ("G2-32", 4): ("nanoGPT", 478.2e3),
-    ("7B", 2): ("torchtitan", 10.085e3),
-    ("BERT", 1): ("HF, bf16 only", 147.7e3), ("BERT", 2): ("HF", 146.5e3),
-    ("SC", 1): ("nanoGPT", 1981.2e3),
-    ("WP", 1): ("nanoGPT", 714.3e3), ("WP", 2): ("nanoGPT", 678.3e3), ("WP", 4): ("nanoGPT", 692.5e3),
-}
 
 
 @dataclass(frozen=True)
@@ -174,22 +157,6 @@ def planned_ms(cfg, world, vocab):
     return estimate(cfg, world.size, gpu, vocab)["ms"] if gpu else None
 
 
-def peer_of(name, cfg, world):
-    """Return (who, tokens/s per GPU) of the fastest other trainer on this workload, or ("none", None).
-
-    PEERS has those that ran on H200, with the workload's own model, batch and numbers. On another GPU, and
-    with flags that change one of these, nothing is comparable.
-    """
-    on_h200 = "h200" in device_name(world.device).lower()
-    if name not in WORKLOADS or not on_h200:
-        return "none", None
-    own = parse(WORKLOADS[name].split(), data="synthetic")
-    compared = (*SHAPE, *flags_of_kind("meaning"), "micro_batch", "global_batch", "dtype", "dropout", "lora",
-                "optimizer")
-    is_own = all(getattr(cfg, flag) == getattr(own, flag) for flag in compared)
-    return PEERS.get((name, world.size), ("none", None)) if is_own else ("none", None)
-
-
 def forget_memory(device):
     """Return what torch's allocator keeps, and count its maxima from here on."""
     if device.type != "cpu":
@@ -222,10 +189,8 @@ def measure(world, name, train_flags, steps, profile=False, *, make=Training):
     redone, slack = training.overflows()
     tokens = training.batch * cfg.seq_len / world.size
     full, causal = (tokens * f / ms / 1e9 for f in flops_per_token(cfg, training.vocab))
-    peer, theirs = peer_of(name, cfg, world)
-    rate = tokens / ms * 1e3
     return {"workload": name, "flags": train_flags, "gpus": world.size, "ms": ms, "planned_ms": planned,
-            "tok_s_gpu": rate, "tflops": full, "tflops_causal": causal,
+            "tok_s_gpu": tokens / ms * 1e3, "tflops": full, "tflops_causal": causal,
             "mfu": full * 1e12 / (peak_flops(world.device) or float("nan")),
             "reserved_gib": reserved, "allocated_gib": allocated, "windows_gib": symmetric,
             "first_step_s": first_step, "loss": losses,
@@ -233,7 +198,6 @@ def measure(world, name, train_flags, steps, profile=False, *, make=Training):
             "graph": training.graph, "attention": training.attention, "measured": training.measured,
             "redone": redone, "slack": slack,
             "windows": windows,
-            "peer": peer, "ratio_to_peer": rate / theirs if theirs else None,
             "torch": torch.__version__, "time": time.strftime("%Y-%m-%d %H:%M")}
 
 
@@ -249,7 +213,6 @@ def times_of(windows):
 
 def show(r, machine):
     """Print a row of measure(), folded."""
-    ratio = "" if r["ratio_to_peer"] is None else f"; {r['ratio_to_peer']:.2f} x {r['peer']}"
     beside = f" and {r['windows_gib']:.1f} of symmetric memory" if r["windows_gib"] else ""
     planned = "" if r["planned_ms"] is None else f" (plan.py: {r['planned_ms']:.2f} ms)"
     redone = "" if r["slack"] is None else (f", {r['redone']} steps redone, "
@@ -258,13 +221,13 @@ def show(r, machine):
         f"{r['tok_s_gpu'] / 1e3:.1f} k tok/s/GPU, "
         f"{r['tflops']:.0f} TFLOP/s ({r['tflops_causal']:.0f} causal), MFU {100 * r['mfu']:.1f} %, "
         f"{r['tflops_causal'] / machine['matmul_tflops']:.2f} of the matmul ceiling, "
-        f"{r['reserved_gib']:.1f} GiB{beside}, first step {r['first_step_s']:.1f} s{redone}{ratio}")
+        f"{r['reserved_gib']:.1f} GiB{beside}, first step {r['first_step_s']:.1f} s{redone}")
 
 
 def main(argv=None):
     argv = join_value(sys.argv[1:] if argv is None else argv, "--flags")
-    flags = read_flags(Flags, argv, "speed.py WORKLOAD...", "Time train.py's step on the workloads "
-                       "and compare it with the fastest other trainer on the same kind of GPU. Needs a GPU.")
+    flags = read_flags(Flags, argv, "speed.py WORKLOAD...", "Time train.py's step on the workloads. "
+                       "Needs a GPU.")
     world = launch(timeout=300)
     with world.everyone.input():
         if world.device.type == "cpu":

@@ -116,7 +116,9 @@ def metrics_row(cfg, world, state, clock, batch, stats, refusal):
         row.update(rates(cfg, world, mean_batch, ms, state.vocab_size))
     nbytes = most_memory(world.device)
     if nbytes is not None:
-        [row["mem_gb"]] = world.everyone.maximum([nbytes / 2**30])  # one number from each rank to all
+        gib = nbytes / 2**30
+        most, least = world.everyone.maximum([gib, -gib])  # two numbers from each rank to all
+        row.update(mem_gb=most, mem_gb_min=-least)
     return row
 
 

@@ -261,7 +261,6 @@ def test_train_flags_of_a_workload_may_begin_with_dashes():
     assert argv == ["W1", "--flags=--ep 2", "--steps", "4", "W2b"]
     flags = command_line(speed.Flags, ["W1", "W2b", *argv[1:4]], "speed.py", "")
     assert (flags.workloads, flags.flags, flags.steps) == (("W1", "W2b"), "--ep 2", 4)
-    assert {name for name, _ in speed.PEERS} <= speed.WORKLOADS.keys()
 
 
 def test_young_routing_is_told_from_settled_routing():
@@ -308,25 +307,10 @@ def test_a_row_of_speed_has_the_time_that_plan_expects(monkeypatch, capsys):
     window = {"ms": 43.0, "steps": [30, 60], "paths": {"graph": 1.0}}
     row = dict.fromkeys(("tok_s_gpu", "tflops", "tflops_causal", "mfu", "reserved_gib", "first_step_s"), 1.0)
     row |= {"workload": "W1", "flags": "", "windows": [window], "windows_gib": 0, "slack": None,
-            "redone": None, "ratio_to_peer": None}
+            "redone": None}
     for planned, words in ((41.234, "(plan.py: 41.23 ms)"), (None, "in steps 30 to 60, 0.0 k")):
         speed.show({**row, "planned_ms": planned}, {"matmul_tflops": 700})
         assert words in capsys.readouterr().out.replace("\n     ", "")
-
-
-@pytest.mark.parametrize("name, flags, gpus, gpu, peer", [
-    ("W1", "", 1, "NVIDIA H200", "torchtitan"),
-    ("W2b", "--ep 4 --zero 1 --data data/stdlib", 4, "NVIDIA H200", "HF, bf16 only, no ep"),
-    ("W1", "", 8, "NVIDIA H200", "none"), ("W1", "", 1, "NVIDIA H100 80GB HBM3", "none"),
-    ("W1", "--ffn-hidden 3072", 1, "NVIDIA H200", "none"), ("W2b", "--top-k 2", 1, "NVIDIA H200", "none"),
-    ("W1", "--micro-batch 16", 1, "NVIDIA H200", "none"), ("W1", "--dtype fp32", 1, "NVIDIA H200", "none"),
-    ("llama-8b", "", 1, "NVIDIA H200", "none")])
-def test_a_ratio_is_to_a_peer_of_the_same_model_on_the_same_kind_of_gpu(name, flags, gpus, gpu, peer,
-                                                                        monkeypatch):
-    monkeypatch.setattr(speed, "device_name", lambda device: gpu)
-    own = speed.WORKLOADS.get(name, speed.LLAMA_8B)
-    who, rate = speed.peer_of(name, parse([*own.split(), *flags.split()], data="synthetic"), World(size=gpus))
-    assert who == peer and (rate is None) == (peer == "none")
 
 
 def test_all_rows_of_a_moe_layer_run(monkeypatch, capsys):

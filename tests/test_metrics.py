@@ -312,9 +312,9 @@ def test_a_row_after_several_steps_of_a_growing_batch(monkeypatch):
         "param_norm": 12.0, "ms": 50.0, "ms_per_sample": 10.0, "tok_s": pytest.approx(3 * per_rank),
         "tok_s_gpu": pytest.approx(per_rank), "tflops": pytest.approx(per_rank * 1000 / 1e12),
         "tflops_causal": pytest.approx(per_rank * 600 / 1e12), "mfu": pytest.approx(per_rank * 1000 / 4e12),
-        "mem_gb": 0.75}
+        "mem_gb": 0.75, "mem_gb_min": 0.75}
     counts = {"step", "tokens", "samples", "global_batch", "lr", "skipped", "nan_steps", "skip_reason",
-              "mem_gb"}
+              "mem_gb", "mem_gb_min"}
     idle = SimpleNamespace(steps=0, samples=0, per_step=lambda: 50.0)
     for given, reason, why in ((None, None, "range"), (stats, "spike: so", "spike: so"),
                                (stats._replace(loss=torch.tensor(math.nan).double()), None,

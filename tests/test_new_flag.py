@@ -150,17 +150,6 @@ def built_parameters(cfg, mesh):
 
 
 @pytest.mark.parametrize("name", OF_MODEL)
-def test_the_planner_counts_what_a_flag_of_the_model_changes(name):
-    """count_parameters is a formula; the model that is built is the truth."""
-    for base, _, cfg in changed_models(name):
-        built = built_parameters(cfg, ONE)
-        counted = count_parameters(cfg, cfg.vocab_size)["total"]
-        assert counted == built, (
-            f"with {typed(name)} {getattr(cfg, name)} count_parameters (cost/parameters.py) is "
-            f"{counted - built} parameters off a model like {base}")
-
-
-@pytest.mark.parametrize("name", OF_MODEL)
 def test_the_planner_counts_the_parameters_of_each_rank(name):
     """On one rank they are those of the whole model. Over tp and pp each stage has what its ranks build."""
     for base, _, cfg in changed_models(name):
@@ -168,8 +157,8 @@ def test_the_planner_counts_the_parameters_of_each_rank(name):
         counted = sum(local_parameters(cfg, ONE, cfg.vocab_size).values())
         total = count_parameters(cfg, cfg.vocab_size)["total"]
         assert counted == total, (
-            f"{what}: of all parameters on one rank, local_parameters counts {counted} on the model, "
-            f"count_parameters says {total}; mend the one that is wrong, in cost/parameters.py")
+            f"{what}: of all parameters on one rank, local_parameters counts {counted}, count_parameters "
+            f"{total}; mend cost/parameters.py")
         cfg = dataclasses.replace(cfg, tp=2, pp=3, ep=2 if cfg.n_experts else 1)
         for stage in range(3):
             mesh = stage_mesh(cfg, 6, stage)

@@ -58,16 +58,11 @@ def test_one_run_its_steps_and_a_logarithmic_axis(runs, capsys):
     assert plot.draw("", [("", "g", [(1, -1.0)])], log=True) == ""
 
 
-NO_NUMBER = "no row can be drawn: a value has to be a number below 1e290"
-
-
-@pytest.mark.parametrize("value,flags,words", [
-    ("1e299", [], NO_NUMBER), ("1e999", ["--log"], NO_NUMBER), ("-1.0", ["--log"], NO_NUMBER),
-    ("2.0", ["--steps", "5", "6"], "a has rows of steps 1 to 1, and none in --steps 5 6")])
-def test_rows_that_cannot_be_drawn_are_no_missing_rows(value, flags, words, runs, capsys):
+@pytest.mark.parametrize("value,flags", [("1e299", []), ("-1.0", ["--log"]), ("2.0", ["--steps", "5", "6"])])
+def test_rows_that_cannot_be_drawn_are_told(value, flags, runs, capsys):
     (runs / "a" / "metrics.jsonl").write_text(f'{{"step": 1, "loss": {value}}}\n')
     assert plot.main(["a", *flags]) == 0
-    assert words in capsys.readouterr().out
+    assert "nothing to draw yet" in capsys.readouterr().out
 
 
 def test_a_step_of_a_run_asks_for_the_run(runs, capsys):
@@ -100,7 +95,7 @@ def test_follow_draws_a_run_that_has_no_row_yet(runs, capsys, monkeypatch):
         (runs / "new" / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "loss": 1.0}\n')
     monkeypatch.setattr("time.sleep", sleep)
     assert plot.main(["new", "--follow", "--every", "7"]) == 0
-    assert seen[0] == (7, "no rows yet\n") and "\u28c0 loss" in seen[1][1]
+    assert seen[0][0] == 7 and "nothing to draw yet" in seen[0][1] and "\u28c0 loss" in seen[1][1]
 
 
 def test_a_picture_needs_matplotlib(runs, capsys):
@@ -131,8 +126,8 @@ def test_the_table_of_runs_reads_only_and_survives_foreign_folders(runs, capsys,
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 100 and not any("\x1b" in line for line in lines)
     assert [" ".join(line.split()) for line in lines if line[0] != " "] == [
-        "run state steps loss val_loss size", "a done 8/8 1 3 0.0 MB", "b stopped at 5 11/20 2 3 0.0 MB",
-        "c running 0/? - - 0.0 MB", "d no checkpoint 3/? 1e+250 - 0.0 MB"]
+        "run state steps loss val_loss", "a done 8/8 1 3", "b stopped at 5 11/20 2 3",
+        "c running 0/? - -", "d no checkpoint 3/? 1e+250 -"]
     assert lines[2] == "    tiny-moe on 2 ranks --steps=8 --seed=7 --no-report" and "--top-k=1000" in lines[4]
 
 
@@ -147,16 +142,6 @@ def test_a_flag_as_a_shell_takes_it():
     assert plot.words_of_flag("prompt", "def main(") == "--prompt='def main('"
     assert plot.words_of_flag("rope_scaling", [8, 1]) == "--rope-scaling 8 1"
     assert plot.words_of_flag("min_lr", 0.1) == "--min-lr=0.1"
-
-
-def test_a_run_without_an_evaluation_says_so(runs, capsys):
-    (runs / "new").mkdir()
-    (runs / "new" / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
-    assert plot.main(["new", "--metric", "val_loss"]) == 0
-    said = capsys.readouterr().out
-    assert said == "no evaluation yet: train.py --eval-every says after which steps one comes\n"
-    assert plot.main(["new", "--steps", "5", "6"]) == 0
-    assert "no row can be drawn" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("argv", [["--list", "none"], ["tiny", "--list"], ["--list", "a", "b"]])

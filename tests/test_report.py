@@ -102,7 +102,7 @@ def test_two_runs_side_by_side(tmp_path, monkeypatch, capsys):
         assert row in rows
     assert plot.main(["b", "--html", "x.html"]) == 0  # a page of ours may be written again
     (tmp_path / "mine.html").write_text("<p>mine</p>")
-    refused = {"mine.html": "no page of ours", "x.txt": ".html",
+    refused = {"mine.html": "none of ours", "x.txt": ".html",
                "no/x.html": "; give another --html"}
     for name, words in refused.items():
         with pytest.raises(SystemExit) as end:
