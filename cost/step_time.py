@@ -224,10 +224,15 @@ def attention_seconds(cfg, mesh, gpu):
     keys = attended_length(cfg)
     if cfg.objective == "mlm":
         keys *= 2  # without the causal mask a query meets as many keys as in a sequence twice as long
-    ceiling, (begin, end), growth, length = ATTENTION, LONG, GROWTH, keys
+    ceiling = ATTENTION
+    begin, end = LONG
+    growth = GROWTH
+    length = keys
     if mesh.cp.size > 1:
+        ceiling = SEGMENT
+        begin, end = SEGMENTS
+        growth = SEGMENT_GROWTH
         length = cfg.seq_len / (2 * mesh.cp.size)
-        ceiling, (begin, end), growth = SEGMENT, SEGMENTS, SEGMENT_GROWTH
     rate = min(ceiling, SHORT * keys) * (min(max(length, begin), end) / begin) ** growth
     flops = 6 * rank_tokens(cfg, mesh) * keys * query_columns(cfg) / mesh.tp.size  # causal: half of 12
     return flops / (rate * gpu.peak)
