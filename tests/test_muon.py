@@ -27,6 +27,7 @@ from corpus.samples import Synthetic
 from cost.gpus import GPUS
 from cost.memory import muon_workspace, state_bytes
 from cost.step_time import expected_choice, muon_seconds
+from ops import split_master
 
 # The learning rate of Muon's matrices differs from AdamW's, so that a confusion shows.
 FLAGS = dict(optimizer="muon", momentum=0.9, muon_lr_factor=1.5, micro_batch=2)
@@ -269,7 +270,7 @@ def everything(opt):
     """Copies of masters, moments and the model's weights."""
     slices = [piece for moment in opt.moments().values() for piece in moment if piece is not None]
     flats = [bucket.flat for bucket in opt.data_parallel.buckets]
-    return [t.clone() for t in (*map(whole, opt.masters), *slices, *flats)]
+    return [t.clone() for t in (*map(split_master.whole, opt.masters), *slices, *flats)]
 
 
 def poison(original, data_parallel, *, bad):
