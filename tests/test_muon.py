@@ -303,7 +303,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(dtype):
         torch.testing.assert_close(mine, theirs, rtol=0, atol=0 if dtype != "fp16" else 1e-3)
         assert not torch.equal(mine, old)
     for bucket in data_parallel.buckets:
-        assert torch.equal(bucket.own, split_master.whole(bucket.master).to(bucket.own.dtype)), "the rounded masters"
+        assert torch.equal(bucket.own, split_master.whole(bucket.master).to(bucket.own.dtype))
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
