@@ -146,10 +146,6 @@ class Range(NamedTuple):
     high: float = 2**63 - 1
 
 
-class ChangedFile(ValueError):
-    """Somebody cut or changed a file while a run reads it: one rank learns of it, in the middle of a step."""
-
-
 def load_json(path):
     """Return what a UTF-8 JSON file holds. ValueError: it is no JSON; the line names it."""
     data = Path(path).read_bytes()
@@ -329,7 +325,8 @@ def unlock():
         if _made is not None and os.listdir(_made) == [".lock"]:
             (_made / ".lock").unlink()
             _made.rmdir()
-        _held.close()
+        with contextlib.suppress(OSError):  # a full disk
+            _held.close()
     _held = _made = None
 
 

@@ -27,9 +27,8 @@ from corpus import samples
 from corpus.shards import verify
 from corpus.tokenizer import prompt_tokenizer
 from cost.memory import check_memory
-from interface.files import ChangedFile
 from interface.layout import check_layout
-from interface.terminal import complain, one_line, say
+from interface.terminal import one_line, say
 from ops import fp8
 from ops.checksum import checksum
 from optim import VOTES
@@ -70,12 +69,6 @@ def started(argv=None):
             except SystemExit as leaving:  # everyone.input() has printed why
                 traceback.clear_frames(leaving.__traceback__)  # they may hold process groups
                 code = leaving.code
-            except ChangedFile as error:
-                if world.size > 1:
-                    raise  # what launch() has installed ends all ranks
-                traceback.clear_frames(error.__traceback__)
-                complain(f"nanoshard: {one_line(error)}")
-                code = Outcome.WRONG_INPUT
             launch.shutdown(world)
     if code:
         raise SystemExit(int(code))

@@ -28,7 +28,6 @@ from datetime import timedelta
 from typing import Any, NamedTuple
 
 from config import Outcome, ceil_div
-from interface.files import ChangedFile
 from interface.terminal import complain, one_line, say, visible
 from runtime.everyone import Everyone
 
@@ -297,22 +296,17 @@ PEER_LOST = ("closed by peer", "reset by peer", "remote process exited", "was li
 def end_all_on_exception(rank, comm):
     """Make an exception on one rank end all ranks, with one traceback. comm: MPI's communicator, or None.
 
-    For a file that was changed under the run it is one line, and exit code 2. Without this, mpiexec waits for
-    the ranks that still run, and each rank that loses its connection to the failed one prints a traceback as
-    well. The process ends without destructors, because those of the process groups would wait or abort. What
-    is written to sys.stderr here torch would keep until after the abort.
+    Without this, mpiexec waits for the ranks that still run, and each rank that loses its connection to the
+    failed one prints a traceback as well. The process ends without destructors, because those of the process
+    groups would wait or abort. What is written to sys.stderr here torch would keep until after the abort.
     """
     def hook(kind, value, trace):
-        code = int(Outcome.FAILED)
         text = str(value)
         is_lost = any(words in text for words in PEER_LOST)
         if is_lost:  # another rank has failed and prints why
             time.sleep(3)  # the launcher has this long to end this rank before it prints, too
             text = (f"nanoshard: rank {rank} lost a peer ({one_line(text)[:160]}): see its error; without "
                     "one it was killed\n")
-        elif issubclass(kind, ChangedFile):
-            code = int(Outcome.WRONG_INPUT)
-            text = f"nanoshard: rank {rank}: {one_line(text)}\n"
         else:
             text = visible("".join(traceback.format_exception(kind, value, trace)))
         with contextlib.suppress(OSError):
@@ -320,8 +314,8 @@ def end_all_on_exception(rank, comm):
             sys.__stderr__.flush()
         time.sleep(0.2)  # mpiexec must pass the text on before it learns of the abort
         if comm is not None and not is_lost:
-            comm.Abort(code)
-        os._exit(code)
+            comm.Abort(int(Outcome.FAILED))
+        os._exit(int(Outcome.FAILED))
 
     sys.excepthook = hook
 

@@ -11,7 +11,6 @@ from types import SimpleNamespace
 import pytest
 
 from config import Config
-from interface.files import ChangedFile
 from interface.layout import check_batch, check_ramp
 from runtime import launch, session
 
@@ -106,7 +105,6 @@ def leave(code):
 
 @pytest.mark.parametrize("error,code,said", [
     (RuntimeError("broken\x1b[31m"), 1, "Traceback (most recent call last):\n"),
-    (ChangedFile("a.bin was cut"), 2, "nanoshard: rank 3: a.bin was cut\n"),
     (RuntimeError("Connection closed by peer"), 1, "nanoshard: rank 3 lost a peer (Connection closed by")])
 @pytest.mark.parametrize("has_mpi", [True, False])
 def test_an_exception_is_said_and_ends_all_ranks(error, code, said, has_mpi, monkeypatch):
