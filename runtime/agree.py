@@ -275,7 +275,7 @@ class Stop:
                 event.synchronize()  # the host waits for the step before at most
                 found = copy.tolist()
         steps = 1 if self.copied is None else 2  # the votes of a step are read in this one or in the next
-        session.signals.leaves_after(steps * (now - begun) + self.longest_save)
+        session.signals.leaves = now + steps * (now - begun) + self.longest_save
         return next((reason for reason, asked in zip(REASONS, found, strict=True) if asked), None)
 
 

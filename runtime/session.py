@@ -105,10 +105,6 @@ class Signals:
             again = "; again: leaves at once, without saving" if number == signal.SIGINT else ""
             self._say(f"{name}: finishes this step, saves and leaves{self._wait()}{again}")
 
-    def leaves_after(self, seconds):
-        """Say that a step has begun, and how long a run takes that leaves after it, by the steps before."""
-        self.leaves = time.monotonic() + seconds
-
     def _wait(self):
         if self.leaves is None:
             return ", however long the first step takes"

@@ -513,7 +513,7 @@ def test_every_signal_is_answered_and_a_second_interrupt_leaves_at_once(capfd, m
     for seconds, number in ((0, term), (0.1, term), (30, term), (31, interrupt), (31.2, interrupt)):
         now[0] = 1000.0 + seconds
         if seconds == 30:
-            signals.leaves_after(90.0)
+            signals.leaves = time.monotonic() + 90.0
         signals._answer(number)
         said.append(capfd.readouterr().err.removeprefix("nanoshard: "))
     goes = "finishes this step, saves and leaves"
