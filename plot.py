@@ -164,7 +164,7 @@ def write_plots(out, rows, show):
 # -----------------------------------------------------------------------------
 # train.py --list writes nothing. A folder that is not a run is left out.
 
-ROW = "{:41s} {:>16s} {:>13s} {:>8s} {:>8s}"  # with the flags below it, because both are long
+ROW = "{:31s} {:>16s} {:>13s} {:>8s} {:>8s}"  # 80 columns, with the flags below it, because both are long
 
 
 def print_runs(folder):
@@ -193,7 +193,10 @@ def describe(run):
         flags = {}
     asked = flags.get("steps", "?")
     last = max((row["step"] for row in rows), default=0)
-    line = ROW.format(printable(run.name), state(run, last, asked), printable(f"{last}/{asked}")[:13],
+    name = printable(run.name)
+    if len(name) > 31:
+        name += "\n" + 31 * " "
+    line = ROW.format(name, state(run, last, asked), printable(f"{last}/{asked}")[:13],
                       last_value(rows, "loss"), last_value(rows, "val_loss"))
     text = textwrap.fill(describe_flags(flags), min(96, columns() - 4), break_on_hyphens=False)
     return line + "\n" + textwrap.indent(text, "    ")

@@ -196,9 +196,11 @@ class HfTokenizer(Tokenizer):
 
     def add_special(self, special):
         """Add further special tokens, {token: id}. ValueError: the library would number them otherwise."""
-        words = [token for token in special if self.library.token_to_id(token) is not None]
-        if words:
-            raise ValueError(f"{words[0]} is a token of this vocabulary, but not a special one")
+        added = self.library.get_added_tokens_decoder().values()
+        there = {token.content for token in added if token.special}
+        for token in special:
+            if token not in there and self.library.token_to_id(token) is not None:
+                raise ValueError(f"{token} is a token of this vocabulary, but not a special one")
         self.library.add_special_tokens(sorted(special, key=special.get))
         if any(self.library.token_to_id(token) != i for token, i in special.items()):
             raise ValueError(f"its ids have gaps, {', '.join(special)} cannot come after them")

@@ -29,8 +29,9 @@ from runtime.pieces import damage, load_pieces, own_pieces
 from runtime.saver import Saver
 from skip import Ranges
 
-# What --out must not hold besides a run: prepared data, other runs, sources
-FOREIGN = "*_[0-9]*.bin", "*/metrics.jsonl", "*.py", ".git"
+# What --out must not hold besides a run: prepared data, other runs, models of other programs (config.json and
+# tokenizer.json would be replaced), sources
+FOREIGN = "*_[0-9]*.bin", "*/metrics.jsonl", "*.safetensors", "*.md", "*.py", ".git"
 
 
 # -----------------------------------------------------------------------------

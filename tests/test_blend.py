@@ -142,7 +142,7 @@ def test_training_on_a_blend_stopped_and_resumed(folders, tmp_path):
     go(2, tmp_path / "two", *flags, spec, "--steps=6")
     first = go(1, tmp_path / "half", *flags, spec, "--steps=3")["steps"]
     other = go(1, tmp_path / "half", *flags, spec.replace("0.3", "0.4"), "--steps=6", "--resume=auto", code=2)
-    assert "was trained with other data" in other["err"] and other["err"].count("\n") == 1
+    assert f"was trained with --data {folders}/a:0.7," in other["err"] and other["err"].count("\n") == 1
     rest = go(1, tmp_path / "half", *flags, spec, "--steps=6", "--resume=auto", "--prompt=ba")["steps"]
     assert [s["data"] for s in first + rest] == seen
     same(tmp_path / "whole", tmp_path / "half", 6)

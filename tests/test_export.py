@@ -305,7 +305,7 @@ MALFORMED = {  # {reader: [(what happens to a directory, a word of the line)]}
     "tokenizer.json": [
         (text("tokenizer.json", "[]"), "tokenizer.json"),
         (lambda folder: tokenizer.train_char(["".join(map(chr, range(40, 300)))]).save(
-            folder / "tokenizer.json"), "260 symbols: they are of two models")],
+            folder / "tokenizer.json"), "260 ids and the model 50 rows")],
     "adapters": [
         (adapter(peft_type="LOHA"), "peft_type is 'LOHA'"), (adapter(use_dora=True), "use_dora is True"),
         (adapter(bias="all"), "bias is 'all'"), (adapter(fan_in_fan_out=True), "fan_in_fan_out"),
