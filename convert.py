@@ -15,7 +15,7 @@ import dataclasses
 import json
 import shlex
 import sys
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -285,11 +285,11 @@ def write_gguf(flags):
                          "data of prepare.py")
     full = full_config(cfg, kind)
     with must_write(flags.out), whole_folder(Path(flags.out), "model.gguf") as folder:
-        writer = gguf.open_writer(folder / "model.gguf", full, kind)
-        gguf.add_model(writer, full, kind, vocab_size, run.name, flags.dtype)
-        gguf.add_tokenizer(writer, vocabulary, vocab_size)
-        lazy = gguf.lazy_tensors(weights, full, kind, vocab_size, dtype)
-        gguf.write(writer, lazy)
+        with closing(gguf.open_writer(folder / "model.gguf", full, kind)) as writer:
+            gguf.add_model(writer, full, kind, vocab_size, run.name, flags.dtype)
+            gguf.add_tokenizer(writer, vocabulary, vocab_size)
+            lazy = gguf.lazy_tensors(weights, full, kind, vocab_size, dtype)
+            gguf.write(writer, lazy)
     return (f"{said}{flags.out}: {writer.arch}, {len(lazy)} tensors in {flags.dtype}\n"
             f"llama-cli -m {shlex.quote(flags.out)} -p ...")
 

@@ -200,4 +200,3 @@ def write(writer, tensors):
             writer.write_tensor_data(values.view(torch.uint8).numpy())
         except OSError as e:  # numpy says how much was written, and not why
             raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}, {e}") from None
-    writer.close()

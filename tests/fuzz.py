@@ -49,7 +49,7 @@ NONSENSE = ["nan", "-inf", "-7", "x", "1,2", "\x1b[31m", "[]"]
 JSON = [None, True, -1, 0, 1.5, 10**30, float("nan"), float("inf"), "", "x", "../x", [], {}, [[]], {"x": 1},
         "\x1b[31mred", "\ud800"]
 # A line names something: a flag, a file, a variable, a field or a thing that was given.
-NAMES = re.compile(r"--\w|\w/\w|\w\.\w|[A-Z]{3}_|'|\w=|_\w|stdin|mpi4py")
+NAMES = re.compile(r"--\w|\w/\w|\w\.\w|[A-Z]{3}_|'|\w=|_\w|, row \d|stdin|mpi4py")
 
 
 # -----------------------------------------------------------------------------
@@ -131,7 +131,8 @@ def flags_case(world, rng):
     for name in rng.sample(names, rng.randint(1, 3)):
         trained.append(f"--{name}={rng.choice(NONSENSE if name in ASKED else VALUES)}")
     main, argv, names = rng.choice([
-        (prepare.main, ["text.txt", "--name=new", "--tokenizer=char"], ["vocab-size", "name", "seed"]),
+        (prepare.main, ["text.txt", "--name=new", "--tokenizer=char", "--workers=1"],
+         ["vocab-size", "name", "seed"]),
         (sample.main, ["out/run", "--max-new-tokens=2"], ["prompt", "temperature", "top-k", "seed"]),
         (plan.main, ["dense-210m"], ["gpus", "gpu", "n-layer", "tp", "micro-batch", "scaling"])])
     argv = [*argv, f"--{rng.choice(names)}={rng.choice(VALUES)}"]
@@ -178,7 +179,8 @@ def conversations_case(world, rng):
     data = b"\n".join(lines)
     name = "mutated" + rng.choice([".jsonl", ".jsonl", ".jsonl.gz", ".json", ""])
     Path(name).write_bytes(mutate_bytes(rng, data) if rng.random() < 0.3 else data)
-    argv = ["chat", name, "--name=new", "--tokenizer=data/base", f"--seq-len={rng.choice([16, 48, 1, 0])}"]
+    argv = ["chat", name, "--name=new", "--tokenizer=data/base", "--workers=1",
+            f"--seq-len={rng.choice([16, 48, 1, 0])}"]
     return argv, called(prepare.main, *argv)
 
 

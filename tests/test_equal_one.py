@@ -127,7 +127,7 @@ def test_an_element_that_nobody_owns_is_not_equal():
     (1, ["--tp=2"], "--tp 2 needs 2 ranks: mpiexec -n 2 python equal_one.py tiny {shape} --tp=2"),
     (2, ["--global-batch=3"], "3 does not divide by micro-batch 2 * dp 2; try --global-batch 4"),
     (2, ["--tp=2", "--dropout=0.1"], "add --dropout 0"),
-    (2, ["--tp=4"], "try --tp 2"), (2, ["--zero=7"], "--zero"),
+    (2, ["--tp=4"], "start a multiple of 4 ranks"), (2, ["--zero=7"], "--zero"),
     (2, ["--init-from=out/a"], "leave out --init-from"), (2, ["--compared-steps=0"], "at least 1")],
     ids=lambda value: None)
 def test_wrong_input(n, argv, words):

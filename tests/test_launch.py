@@ -117,9 +117,10 @@ def test_an_environment_that_can_start_no_rank_is_one_line(name, monkeypatch, ca
 # Ranks that were not started alike
 
 def session_of_each(world, argvs, files=None):
-    """runs.session, in which each rank has flags and loaded files of its own."""
+    """runs.session, in which each rank has a node, flags and loaded files of its own."""
     with mock.patch.object(launch, "env_rank", lambda: world.rank), \
             mock.patch.object(launch, "started_by", lambda: ("hydra", world.size)), \
+            mock.patch.object(launch, "is_one_node", lambda: False), \
             mock.patch.object(agree, "loaded_files", lambda: files[world.rank] if files else {}):
         return runs.session(world, argvs[world.rank])
 

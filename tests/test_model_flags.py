@@ -125,8 +125,8 @@ def test_a_fault_in_the_formula_is_found(name):
 
 
 @pytest.mark.parametrize("flags,words", [
-    (dict(rope_scaling=(8.0, 1.0, 4.0)), "--rope-scaling 8 1 4 must be FACTOR LOW HIGH LENGTH"),
-    (dict(rope_scaling=(8.0, 4.0, 1.0, 8192.0)), "LOW below HIGH"),
+    (dict(rope_scaling=(8.0, 1.0, 4.0)), "--rope-scaling 8.0 1.0 4.0 must be FACTOR LOW HIGH LENGTH"),
+    (dict(rope_scaling=(8.0, 4.0, 1.0, 8192.0)), "--rope-scaling 8.0 4.0 1.0 8192.0 must be"),
     (dict(bias=True, qkv_bias=True), "leave out --qkv-bias"),
     (dict(objective="mlm", window=3), "leave out --window"),
     (dict(head_dim=5), "head dim 5 is odd")], ids=lambda x: str(x)[:30])

@@ -135,10 +135,8 @@ def test_stages_of_a_rank_lie_pp_apart():
         [(0, 1), (4, 7)], [(1, 4), (7, 8)]]
     cfg = dataclasses.replace(cfg, pp_layers="3,1,2,2")
     assert rank_layers(cfg, SimpleNamespace(rank=1, size=2)) == [(3, 4), (6, 8)]
-    for n, text in ((3, "n-layer 3 is less than pp 2 * pp-chunks 2.*try --pp-chunks 1"),
-                    (1, "n-layer 1 is less than pp 2 * pp-chunks 2.*try --pp 1")):
-        with pytest.raises(ValueError, match=text.replace("*", r"\*", 1)):
-            stage_layers(Config(n_layer=n, pp_chunks=2), 4)
+    with pytest.raises(ValueError, match="n-layer 3 is less than .* = 4, .*; try --n-layer 4"):
+        stage_layers(Config(n_layer=3, pp_chunks=2), 4)
 
 
 def test_stages_are_balanced_with_embedding_and_head():
