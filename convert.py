@@ -284,12 +284,12 @@ def write_gguf(flags):
         raise ValueError(f"{run} holds no tokenizer.json, and llama.cpp reads no model without one; train on "
                          "data of prepare.py")
     full = full_config(cfg, kind)
-    with must_write(flags.out), whole_folder(Path(flags.out), "model.gguf") as folder:
-        with closing(gguf.open_writer(folder / "model.gguf", full, kind)) as writer:
-            gguf.add_model(writer, full, kind, vocab_size, run.name, flags.dtype)
-            gguf.add_tokenizer(writer, vocabulary, vocab_size)
-            lazy = gguf.lazy_tensors(weights, full, kind, vocab_size, dtype)
-            gguf.write(writer, lazy)
+    with (must_write(flags.out), whole_folder(Path(flags.out), "model.gguf") as folder,
+          closing(gguf.open_writer(folder / "model.gguf", full, kind)) as writer):
+        gguf.add_model(writer, full, kind, vocab_size, run.name, flags.dtype)
+        gguf.add_tokenizer(writer, vocabulary, vocab_size)
+        lazy = gguf.lazy_tensors(weights, full, kind, vocab_size, dtype)
+        gguf.write(writer, lazy)
     return (f"{said}{flags.out}: {writer.arch}, {len(lazy)} tensors in {flags.dtype}\n"
             f"llama-cli -m {shlex.quote(flags.out)} -p ...")
 
