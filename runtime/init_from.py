@@ -123,8 +123,10 @@ def init_from(model, opt, path):
     meta = index["meta"]
     upcycles = cfg.n_experts > 0 and not meta["shape"]["n_experts"]
     check_source(cfg, path, meta["shape"], upcycles)
-    rows = index["tensors"]["wte.weight"]["shape"][0]  # where an older checkpoint says no more, padding too
-    symbols = count_symbols(model, path, meta.get("vocab_size") or min(rows, model.vocab_size))
+    symbols = meta.get("vocab_size")
+    if not symbols:  # an older checkpoint: it says no more than the rows, padding included
+        symbols = min(index["tensors"]["wte.weight"]["shape"][0], model.vocab_size)
+    symbols = count_symbols(model, path, symbols)
     # The checkpoint's moments are not read. A router's bias is not a weight: its rate may differ here.
     unused = [name for name in index["tensors"] if "/" in name or name.endswith(".router.bias")]
     if cfg.lora and not meta["shape"].get("lora"):
