@@ -237,7 +237,7 @@ def main(argv=None):
             found += read(path, flags.last)
         # A run that ended early does not hide the other runs.
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
-            warn(f"{path}: {'has no ' if isinstance(e, KeyError) else ''}{e}; left out")
+            warn(f"{path}: {type(e).__name__}: {e}; left out")
     if flags.published and not flags.json:
         print("\n".join(published_table(found)))
     if not found and (flags.runs or not flags.published):

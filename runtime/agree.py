@@ -4,8 +4,7 @@
     same_start           all ranks have the same flags and the same code
     make_mesh, open_data the ranks' places and what they read, which the flags must fit
     compare              a value that differs between ranks is wrong input
-    read_together        if one rank cannot read something, no rank goes on
-    read_by_first        rank 0 reads for all; verify_data_first: the files of --data
+    verify_data_first    the files of --data, by rank 0 before the other nodes
     Stop                 a signal on any rank, the file OUT/stop, or --max-minutes
     replica_differences  compares the parameters that several ranks share (--check-every)
 """
@@ -28,7 +27,7 @@ from corpus.shards import verify
 from corpus.tokenizer import prompt_tokenizer
 from cost.memory import check_memory
 from interface.layout import check_layout
-from interface.terminal import one_line, say
+from interface.terminal import say
 from ops import fp8
 from ops.checksum import checksum
 from optim import VOTES
@@ -139,39 +138,6 @@ def compare(world, values, cure):
     text = world.everyone.first(different)  # a short text of the lowest rank that has one, over the world
     if text is not None:
         raise ValueError(text)
-
-
-def read_together(everyone, read, *args):
-    """Return read(*args) of this rank, or raise ValueError on all ranks if one of them cannot read.
-
-    The weights are sent next, and no rank must wait for one that has failed. Collective over the world.
-    """
-    result = wrong = None
-    try:
-        result = read(*args)
-    except (ValueError, OSError) as e:
-        wrong = one_line(e)
-    text = everyone.first(wrong)  # a short text of the lowest rank that has one, over the world
-    if text:
-        raise ValueError(text)
-    return result
-
-
-def read_by_first(everyone, read, *args):
-    """Return read(*args) of rank 0, which alone calls it, or raise its ValueError, on all ranks.
-
-    The result is small. Collective over the world.
-    """
-    result = wrong = None
-    if everyone.rank == 0:
-        try:
-            result = read(*args)
-        except (ValueError, OSError) as e:
-            wrong = one_line(e)
-    result, wrong = everyone.broadcast((result, wrong))  # what rank 0 read, to all, over the world
-    if wrong:
-        raise ValueError(wrong)
-    return result
 
 
 def verify_data_first(world, spec):

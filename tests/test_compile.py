@@ -1,5 +1,6 @@
 """--compile: how many graphs a model has, and what a run says of its cost."""
 import contextlib
+import inspect
 import json
 import os
 import subprocess
@@ -19,10 +20,11 @@ import moe
 import parallel
 from config import Config
 from fast import compile as compile_
-from fast.choose import choose
+from fast.choose import Choice, choose
 from fast.flex import FlexAttention
 from fast.graph import make_step
-from ops.activations import SwiGLU
+from ops import backend, gelu_mlp
+from ops.activations import ACTIVATIONS, SwiGLU
 from runtime.launch import World
 from train import Step, build
 
@@ -198,3 +200,18 @@ def test_the_flash_kernel_is_made_before_the_blocks_are_compiled(monkeypatch):
     compile_.compile_blocks(model)
     assert made == [1, "compiled"]
 
+
+@pytest.mark.parametrize("mlp", ["swiglu", "gelu"])
+def test_what_is_installed_can_be_traced(mlp, monkeypatch):
+    """torch 2.11 refuses an autograd.Function's `apply` as an attribute of a module that it compiles."""
+    monkeypatch.setattr(backend, "TRITON_DEVICES", ("cpu",))
+    monkeypatch.setattr(gelu_mlp, "is_possible", lambda cfg, device: mlp == "gelu")
+    cfg = Config(n_layer=1, n_embd=16, n_head=2, ffn_hidden=24, mlp=mlp, bias=False, vocab_size=64,
+                 dtype="fp32")
+    model, _, _ = build(cfg, parallel.make_mesh(World()), 64, torch.device("cpu"))
+    Choice(False, False, False, False).install(model)
+    layer = model.blocks["0"].mlp
+    assert layer.products if mlp == "gelu" else layer.act is not ACTIVATIONS["swiglu"]
+    for module in model.blocks["0"].modules():
+        for value in vars(module).values():
+            assert not inspect.ismethod(value) or value.__name__ != "apply", module
