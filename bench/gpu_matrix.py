@@ -84,7 +84,8 @@ MASKED = (  # windows, and whether the samples have documents: more than one of 
     (dict(window=200), False), (dict(window=200, full_every=2), True), (dict(), True))
 UNMASKED = (  # heads of 64 and of 128, causal, and BERT's of 64
     ("llama", {}), ("llama", dict(n_head=2, n_kv_head=1)), ("bert", {}))
-LARGER = dict(n_embd=256, ffn_hidden=512, seq_len=256)  # of products that are measured
+# Of products that are measured. The matrix's own learning rate lets losses jump, which magnifies rounding.
+LARGER = dict(n_embd=256, ffn_hidden=512, seq_len=256, lr=1e-3)
 MEASURED = (  # a layout with copies between GPUs, products with GELU, and experts
     ("llama", dict(zero=1)), ("gpt2", dict(bias=False, tp=2, zero=1)), ("dropless", dict(ep=2, zero=1)))
 COMPILED = (False, True)
@@ -365,9 +366,7 @@ def check_measured(world):
             ranks = gather_objects(world, weights_of(training))  # two integers per parameter
             for parameter, (group, bits) in ranks[world.rank].items():
                 assert all(ranks[r][parameter][1] == bits for r in group), f"{name}: {parameter} differs"
-        error = np.abs(losses[0] / losses[1] - 1).max()
-        assert error < 1e-2, f"{name}: {losses}"
-        worst = max(worst, error)
+        worst = max(worst, difference(*losses, name))
         n_runs += 1
     return (f"{STEPS} bf16 steps with measured products, {n_chosen} of them by other algorithms: "
             f"{n_runs} runs, losses within {worst:.1e} of those with cuBLAS'")
