@@ -53,9 +53,8 @@ TEXTS = {"bench": (".py", ".sh", ".js", ".html", ".pbs", ".slurm"),
 
 # What is larger today: a number here only falls, and what is within its limit leaves the list.
 OVER = {
-    "ops, fast": (3276, 24), "runtime, interface": (5618, 29),
-    "corpus, cost, programs": (7983, 31), "house": (20476, 96), "bench": (4856, 23),
-    "tests": (29796, 111)}
+    "ops, fast": (3276, 24), "runtime, interface": (5618, 29), "corpus, cost, programs": (7983, 31),
+    "house": (20476, 96), "bench": (4855, 23), "tests": (29795, 111)}
 LONG_FILES = {
     "tests/test_chat.py": 612, "tests/test_model.py": 629, "tests/test_plan.py": 661,
     "tests/test_products.py": 664, "tests/test_resume.py": 610}
