@@ -226,7 +226,7 @@ class Run:
         plain = Step(cfg, self.model, self.data_parallel, self.opt)
         if cfg.dump_grads or cfg.log_layers:
             plain.before_update = self.before_update
-        self.step = make_step(plain, self.choice, self.out)
+        self.step = make_step(plain, self.choice)
         self.metrics.start(self)
         self.log_file = None
         if world.rank == 0:

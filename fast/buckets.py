@@ -5,10 +5,8 @@ The buckets with Peer in their name copy between symmetric buffers (fast/symm_me
     gradients  each rank copies its own slice from all others and adds up the copies: a reduce-scatter
     weights    each rank copies the others' slices from them: an all-gather
 
-The GPU's copy engines carry the data while forward and backward run. NCCL's kernels would take
-multiprocessors away from them. The gradients travel in the model's dtype, as backward made them, and each
-rank adds them up in fp32. The result equals the sum of fp32 gradients: ZeRO-1 has only one micro-batch here,
-and ZeRO-2 and 3 send every micro-batch's gradients.
+The GPU's copy engines carry the data, while NCCL's kernels would take multiprocessors from forward and
+backward. Gradients travel in the model's dtype, as backward made them, and are added up in fp32.
 """
 import contextlib
 from functools import cache
@@ -37,10 +35,7 @@ class KernelBucket(Bucket):
         if not (converts and backend.use_triton(grad)):
             super().take(i)
             return
-        from ops import kernels
-        blocks = ceil_div(grad.numel(), 4096)
-        kernels.accumulate[(blocks,)](grad, total, grad.numel(), ADD=not self.untouched[i], BLOCK=4096,
-                                      num_warps=8)
+        launch_sum(grad, grad, total, 0, not self.untouched[i])
         self.params[i].grad = None
         self.untouched[i] = False
 
@@ -87,22 +82,19 @@ class LoneBucket(CopyBucket):
 
 @cache
 def copy_stream(device):
-    return CopyStream()
+    return CopyStream(device)
 
 
 class CopyStream:
     """A stream for copies between GPUs, next to the stream that computes. On a CPU, copies run in line."""
 
-    def __init__(self):
-        self.module = None  # torch's, for this kind of device
-        self.stream = None
+    def __init__(self, device):
+        self.module = stream_module(device)
+        self.stream = None if self.module is None else self.module.Stream(device, priority=-1)
         self.recv_buffer = None  # where the others' gradients arrive; all buckets use it in turn
 
     def reserve(self, n, like):
         """Make room for n elements, before any graph is captured. like: a tensor of the dtype and device."""
-        self.module = stream_module(like.device)
-        if self.stream is None and self.module is not None:
-            self.stream = self.module.Stream(like.device, priority=-1)
         if self.recv_buffer is None or self.recv_buffer.numel() < n:
             self.recv_buffer = like.new_empty(n)
 
@@ -132,22 +124,27 @@ def others(axis):
     return [(axis.rank + i) % axis.size for i in range(1, axis.size)]
 
 
-def sum_slices(total, own, others):
-    """Set total (n,) fp32 to own (n,) plus each of others (ranks, n), both in the model's dtype."""
+def sum_slices(total, own, others, add=False):
+    """Set total (n,) fp32 to own (n,) plus each of others (ranks, n). add: plus what total was."""
     if backend.use_triton(own) and own.dtype != total.dtype:
-        from ops import kernels
-        blocks = ceil_div(own.numel(), 2048)
-        kernels.sum_slices[(blocks,)](own, others, total, own.numel(), RANKS=len(others), BLOCK=2048,
-                                      num_warps=4)
+        launch_sum(own, others, total, len(others), add)
         return
-    total.copy_(own)
+    new = own.to(total.dtype)
     for part in others:
-        total.add_(part)
+        new = new + part
+    total.copy_(total + new if add else new)
+
+
+def launch_sum(own, others, total, ranks, add):
+    from ops import kernels
+    n = own.numel()
+    kernels.sum_slices[(ceil_div(n, 4096),)](own, others, total, n, RANKS=ranks, ADD=add, BLOCK=4096,
+                                             num_warps=8)
 
 
 class SumHandle(NamedTuple):
     copied: object       # by copies, over the shard
-    replica_sum: object  # then by NCCL, over the replicas
+    replica_sum: object  # by NCCL, over the replicas
 
     def wait(self):
         self.copied.wait()
@@ -157,9 +154,8 @@ class SumHandle(NamedTuple):
 class PeerBucket(CopyBucket):
     """A CopyBucket of ZeRO-1 whose shard's GPUs reach each other's memory.
 
-    The other ranks copy from this rank's gradients before their grad sync ends, and from its weights in their
-    forward. Both copies precede the all-reduce of Optimizer.stats, and this rank overwrites its buffers only
-    after that all-reduce.
+    The others copy from this rank's gradients before their grad sync ends, and from its weights in their
+    forward: before the all-reduce of Optimizer.stats, after which this rank overwrites its buffers.
     """
 
     def allocate(self, weights):
@@ -227,12 +223,7 @@ class PeerSlotBucket(SlotBucket):
             parts = self.copies.copy_slices(self, self.slot.peers(self.shard))
             self.slot.memory.barrier()  # all ranks have copied: the slot may be overwritten
             own = self.grad[self.own_slice]
-            if self.total_is_empty:
-                sum_slices(self.grad_total, own, parts)
-            else:
-                new_sum = torch.empty_like(self.grad_total)
-                sum_slices(new_sum, own, parts)
-                self.grad_total.add_(new_sum)
+            sum_slices(self.grad_total, own, parts, not self.total_is_empty)
             self.sum_handle = self.copies.record_event()
 
     def add_to_total(self):

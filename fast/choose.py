@@ -1,7 +1,6 @@
-"""Which of the fast ways a run takes. train.py asks before it builds the model, plan.py before anything runs.
+"""Which of the fast ways a run takes. Each has a plain twin that gives the same numbers.
 
-Each fast way has a plain twin that gives the same numbers: the step without a graph (train.py), all_to_all
-(moe.py), NCCL (parallel.py), gradients summed in fp32 (ddp.py), a mask (attention.py).
+train.py asks before it builds the model, plan.py before anything runs.
 """
 import socket
 from typing import NamedTuple
@@ -80,7 +79,7 @@ def choose(cfg, mesh, device, reach=None):
     bf16 = cfg.dtype == "bf16" and device.type != "cpu"
     single = bf16 and cfg.global_batch in (0, cfg.micro_batch * mesh.dp.size)
 
-    # ZeRO-1 adds up micro-batches on each rank, in fp32. ZeRO-2 and 3 send the gradients of each micro-batch.
+    # ZeRO-1 adds up micro-batches on each rank, in fp32.
     worth_copying = single if cfg.zero == 1 else bf16 and cfg.zero > 1
     sharers = mesh.stage.sharing(cfg.zero).shard  # With --shard, those of one node may reach each other.
     one_stage_of_gpus = mesh.pp.size == 1 and sharers.size > 1 and has_cuda_api(device)
@@ -131,9 +130,8 @@ def flex_possible(cfg, device):
 # -----------------------------------------------------------------------------
 # Which GPUs reach each other's memory
 
-HIDDEN = ("note: the processes of {} see different GPUs and cannot be shown all of the node's: NCCL is used, "
-          "which takes longer; docs/cluster.md, 'Which GPUs a process sees', says how to show them")
-NO_ACCESS = "note: the GPUs of {} cannot access each other's memory: NCCL is used (nvidia-smi topo -p2p r)"
+NO_ACCESS = ("note: the GPUs of {} {} cannot access each other's memory, or a process cannot see them: "
+             "NCCL is used, which takes longer (docs/cluster.md, 'Which GPUs a process sees')")
 
 
 def peer_access(mesh, axis, device):
@@ -147,34 +145,24 @@ def peer_access(mesh, axis, device):
     # A few words go from each rank to all, over the world.
     for first, theirs in world.everyone.gather((axis.ranks[0], place)):
         groups.setdefault(first, []).append(theirs)
+    if device.index is None:
+        return all(len({host for host, *_ in group}) == 1 for group in groups.values())
     for group in groups.values():
         hosts, gpus, seen, reachable = zip(*group, strict=True)
         if len(set(hosts)) > 1:
             return False
-        if gpus[0] is None:
-            continue
-        obstacle = None
         # An index that two ranks share, or that one does not know, means another GPU in each process.
-        if len(set(gpus)) < len(gpus) or max(gpus) >= min(seen):
-            obstacle = HIDDEN
-        elif any(set(gpus) - set(reached) for reached in reachable):
-            obstacle = NO_ACCESS
-        if obstacle:
+        is_hidden = len(set(gpus)) < len(gpus) or max(gpus) >= min(seen)
+        if is_hidden or any(set(gpus) - set(reached) for reached in reachable):
             if world.rank == 0:
-                say(obstacle.format(f"{axis.name} {axis.size}"))
+                say(NO_ACCESS.format(axis.name, axis.size))
             return False
-    if device.index is None:
-        return True
-    # A bool from each rank, twice: one that has no memory to share must not let the others wait for it.
-    rows = 1, 128, torch.float32, device
-    if world.everyone.any(fails(RuntimeError, symm_mem.shareable, *rows)):
-        return False
-    return not world.everyone.any(fails(ValueError, symm_mem.SymmetricBuffer, axis, *rows))
+    return not world.everyone.any(allocation_fails(axis, device))  # a bool from each rank, over the world
 
 
-def fails(error, function, *args):
+def allocation_fails(axis, device):
     try:
-        function(*args)
-    except error:
+        symm_mem.SymmetricBuffer(axis, 1, 128, torch.float32, device)
+    except ValueError:
         return True
     return False

@@ -35,9 +35,8 @@ def compile_blocks(model):
 def compile_block(block, whole):
     """Compile a block. whole: it can be one graph, or before and after its experts one each.
 
-    A graph can hold what --recompute full runs again in backward. If the block is not whole, torch compiles
-    nothing of such a function, unless the function is compiled by itself. So each function is, and what only
-    calls them is not: torch 2.8 would compile that anew for each method that it is given.
+    If the block is not whole, torch compiles nothing of what --recompute full runs again in backward, unless
+    the function is compiled by itself. So each function is, and what only calls them is not.
     """
     if whole:
         block.compile(fullgraph=block.moe is None)

@@ -29,8 +29,8 @@ class FlexAttention:
         self.kernel = None  # of prepare(): a model whose layers hide no early keys never needs it
         self.of_windows = {}  # never freed: a captured graph reads them
         self.of_documents = {}  # those of one micro-batch
-        self.places = None  # of that micro-batch; while they are here, no other tensor gets their address
-        self.memory = None  # where it is, and how often it had been written
+        self.places = None  # of that micro-batch
+        self.version = 0  # how often they had been written
 
     def __call__(self, q, k, v, window, places):
         """q (B, h, queries, D), k and v (B, g, keys, D) -> (B, h, queries, D). See attention.attend."""
@@ -48,19 +48,16 @@ class FlexAttention:
         kept = self.of_windows
         key = (*q.shape, k.size(2), window, q.device)
         if places is not None:
-            kept = self.kept_of_documents(places)
+            whole = places if places._base is None else places._base  # The segments of cp are parts of it.
+            if whole is not self.places or whole._version != self.version:
+                self.places = whole
+                self.version = whole._version
+                self.of_documents = {}
+            kept = self.of_documents
             key += (places.storage_offset(), places.stride())
         if key not in kept:
             kept[key] = block_mask(q, k, window, places)
         return kept[key]
-
-    def kept_of_documents(self, places):
-        memory = places.untyped_storage().data_ptr(), places._version  # the segments of cp share it
-        if memory != self.memory:
-            self.of_documents = {}
-            self.places = places
-            self.memory = memory
-        return self.of_documents
 
 
 def make_kernel():

@@ -1,44 +1,37 @@
 """Forward, backward and gradient sums as one CUDA graph: the fast twin of train.py's Step.
 
-The kernels of a small model finish before Python can start the next ones. Where every shape is static, every
-step launches the same list of kernels. So about a thousand launches are captured once, and replayed on the
-same addresses. The update stays outside the graph, because its learning rate changes.
+The kernels of a small model finish before Python can start the next ones. Where every shape is static, the
+same launches are captured once, and replayed on the same addresses. The update stays outside the graph,
+because its learning rate changes.
 """
 import gc
 import math
-from collections import Counter
-from functools import partial
 
 import torch
 
 from config import ceil_div
 from fast.choose import needs_row_limit
 from fast.compile import compile_blocks
-from fast.products import FastProducts, compile_products
+from fast.products import choose_products, compile_products
 from fast.symm_mem import allocate
-from interface.terminal import say
 from moe import moe_layers
 from ops import cublas_lt
-from ops.accelerator import free_memory
 from parallel import MAX
 from pipeline import dropout_seeds
 
 WARMUP_STEPS = 3  # steps without a graph: compilation, autotuning and NCCL's set-up must not be captured
 INTERVAL = 50  # steps after which the experts' buffers may shrink
-FREE_SHARE = 0.5  # the part of the free memory that they may take when they grow
 
 
-def make_step(plain, choice, folder=None):
+def make_step(plain, choice):
     """Return the step to train with: the train.Step `plain`, or a GraphedStep around it. Collective."""
     cfg = plain.cfg
     model = plain.model
-    products = None
     cublas_lt.forget()
-    everyone = model.mesh.world.everyone
-    if choice.graph and not everyone.any(not choice.measured):  # one bool from each rank, over the world
-        products = FastProducts(everyone, next(model.parameters()).device, folder)
+    # one bool from each rank, over the world
+    cublas_lt.settings.measured = not model.mesh.world.everyone.any(not choice.measured)
     if cfg.compile:
-        compile_products(products is not None)
+        compile_products(cublas_lt.settings.measured)
         compile_blocks(model)
     if not choice.graph:
         return plain
@@ -47,7 +40,7 @@ def make_step(plain, choice, folder=None):
     if needs_row_limit(cfg, model.mesh):
         sizer = BufferSizer(model, cfg.ep_slack, choice.symm_mem)
         sizer.allocate()
-    return GraphedStep(plain, choice, sizer, products)
+    return GraphedStep(plain, choice, sizer)
 
 
 class DeferredGather:
@@ -56,62 +49,44 @@ class DeferredGather:
     def __init__(self, bucket):
         self.bucket = bucket
 
+    def defer(self):
+        self.bucket.gather_handle = self
+
     def wait(self):
         self.bucket.start_gather()
         self.bucket.gather_handle.wait()
 
 
-def defer_gather(bucket):
-    bucket.gather_handle = DeferredGather(bucket)
-
-
 class GraphedStep:
     """Called like train.Step, with the same results.
 
-    Dropless experts over several ranks have no static number of rows. Their buffers hold as many as a
-    BufferSizer says. A step that brings more rows to some rank is void, and is repeated:
-      1. In the graph, a rank whose buffer overflowed makes its loss NaN. The all-reduce of the statistics
-         makes the loss NaN on every rank, so all ranks make the same decision.
+    The buffers of dropless experts over several ranks hold as many rows as a BufferSizer says. A step that
+    brings more rows to some rank is void, and is repeated:
+      1. In the graph, a rank whose buffer overflowed makes its loss NaN, which the all-reduce of the
+         statistics brings to every rank.
       2. The update is launched before the host looks. With a NaN norm it is a no-op, and the GPU stays busy.
       3. The host reads the loss. If it is not finite, whatever the cause, the plain step repeats the same
-         batches with all_to_all, whose messages have the exact size. The next step is captured again.
+         batches with exact messages. The next step is captured again.
     ZeRO-1's new weights are gathered by the first nodes of the graph. With peer copies, the bucket of the
     embedding, which the forward needs first, is gathered right after its update.
     """
 
-    def __init__(self, plain, choice, sizer=None, products=None):
+    def __init__(self, plain, choice, sizer=None):
         self.plain = plain
         self.sizer = sizer
-        self.products = products
         self.data_parallel = plain.data_parallel
         self.eager_buckets = self.data_parallel.buckets_of[plain.model.wte] if choice.peer_copies else []
         self.deferred_buckets = []  # in the order in which the forward needs them
         for bucket in reversed(self.data_parallel.buckets):
             if bucket.n_slices > 1 and bucket not in self.eager_buckets:
-                bucket.after_update = partial(defer_gather, bucket)
+                bucket.after_update = DeferredGather(bucket).defer
                 self.deferred_buckets.append(bucket)
         self.calls = 0
         self.made_for = None  # the shapes of the batches, and the kind of n_trained
         self.graph = None
         self.path = "plain"  # how the last step was done: "graph", "plain", or "redone" if it was void
-        self.paths = Counter()  # steps since the last row of the log, by path
-
-    def path_shares(self):
-        """Return {key of metrics.jsonl: a share of the steps since the last call}."""
-        counts = self.paths
-        self.paths = Counter()
-        total = max(1, counts.total())
-        shares = {"graph_share": counts["graph"] / total}
-        if self.sizer is not None:
-            shares["redone_share"] = counts["redone"] / total
-        return shares
 
     def __call__(self, batches, number, full=True, guard=None, n_trained=None):
-        result = self.take_step(batches, number, full, guard, n_trained)
-        self.paths[self.path] += 1
-        return result
-
-    def take_step(self, batches, number, full, guard, n_trained):
         plain = self.plain
         for bucket in self.eager_buckets:
             bucket.wait_weights()  # outside the graph, where their gather was started
@@ -128,14 +103,13 @@ class GraphedStep:
             norm_or_nan = stats.grad_norm + 0 * stats.loss  # NaN in a void step
             result = stats, plain.update(stats._replace(grad_norm=norm_or_nan), number)
             is_void = not math.isfinite(stats.loss.item())  # sync point
-        self.resize_buffers(is_void, number)  # It may drop the graph's gradients, which the update has read.
+        self.resize_buffers(is_void)  # It may drop the graph's gradients, which the update has read.
         if is_void:
             self.path = "redone"
             return plain(batches, number, full, guard, n_trained)
         return result
 
     def host_looks_first(self, guard):
-        """Whether the update waits until the host has read the loss."""
         guard_may_veto = guard is not None and guard.sigma > 0
         scales = self.plain.opt.loss_scale is not None
         return guard_may_veto or scales or self.plain.before_update is not None
@@ -152,9 +126,6 @@ class GraphedStep:
         self.path = "plain"
         if self.sizer is not None:
             self.sizer.enable(True)
-            if not self.sizer.fits:
-                return self.body(batches, number, n_trained)
-
         self.calls += 1
         if self.calls <= WARMUP_STEPS:
             return self.body(batches, number, n_trained)
@@ -179,21 +150,20 @@ class GraphedStep:
 
     def capture(self, batches, n_seeds, n_trained):
         """Capture body(). n_seeds: how many seeds dropout needs. Each replay sets the values."""
-        # The graph has memory of its own, and torch frees none while it captures. So the memory of the
-        # warm-up steps, and of their gradients, is freed first.
+        # torch frees no memory while it captures: that of the warm-up steps is freed first.
         self.data_parallel.reset()
         torch.cuda.synchronize()
         gc.collect()
         torch.cuda.empty_cache()
-        if self.products is not None:
-            self.products.choose()
+        if cublas_lt.settings.measured:
+            choose_products(self.plain.model.mesh.world.everyone)
             torch.cuda.empty_cache()
         self.inputs = [tuple(t.clone() for t in pair) for pair in batches]
         self.n_trained = n_trained.clone() if torch.is_tensor(n_trained) else n_trained
         self.graph = torch.cuda.CUDAGraph()
 
-        # torch.manual_seed cannot be captured. Each micro-batch draws from a generator of its own instead.
-        # Before a replay, fill_inputs() puts the generators' seeds where the captured kernels read them.
+        # torch.manual_seed cannot be captured. Each micro-batch draws from a generator of its own instead,
+        # which fill_inputs() seeds before a replay.
         device = batches[0][0].device
         self.generators = [torch.Generator(device) for _ in range(n_seeds)]
         for generator in self.generators:
@@ -219,8 +189,8 @@ class GraphedStep:
         for generator, seed in zip(self.generators, seeds, strict=True):
             generator.manual_seed(seed)
 
-    def resize_buffers(self, is_void, number):
-        is_other_size = self.sizer.resize(is_void, number)
+    def resize_buffers(self, is_void):
+        is_other_size = self.sizer.resize(is_void)
         if is_other_size or is_void:
             self.drop_graph()
         if is_other_size:
@@ -242,8 +212,7 @@ class BufferSizer:
 
     They begin with --ep-slack times the balanced number. After a void step they hold a third more than was
     needed: at most ep times the balanced number, with which nothing can overflow. Every INTERVAL steps they
-    shrink to what was needed and a tenth more, because routing settles, and a message is sent whole. Where
-    memory is too small, the steps go without buffers, in exact messages, until fewer rows are needed.
+    shrink to what was needed and a tenth more, because routing settles, and a message is sent whole.
     """
 
     def __init__(self, model, slack, symm_mem=False):
@@ -255,7 +224,6 @@ class BufferSizer:
         self.balanced = cfg.micro_batch * cfg.seq_len // (mesh.cp.size * mesh.tp.size) * cfg.top_k  # rows
         self.most = mesh.ep.size * self.balanced
         self.rows = self.whole(slack * self.balanced)
-        self.fits = True  # whether there is memory for what was needed
         self.wait = INTERVAL  # steps until the next choice
         self.n_retries = 0
         # (): the most rows that came to this rank since the last choice
@@ -266,15 +234,15 @@ class BufferSizer:
 
     def enable(self, on):
         for layer in self.layers:
-            layer.dispatcher.rows_in_use = self.rows if on and self.fits else 0
+            layer.dispatcher.rows_in_use = self.rows if on else 0
 
     def nan_on_overflow(self, loss):
         needed = torch.stack([layer.dispatcher.rows_needed for layer in self.layers]).max()
         torch.maximum(self.rows_needed, needed, out=self.rows_needed)
-        return torch.where(needed > self.rows, torch.nan, loss) if self.fits else loss
+        return torch.where(needed > self.rows, torch.nan, loss)
 
-    def resize(self, is_void, number):
-        """Choose the number of rows after step `number`. Return whether it is another one."""
+    def resize(self, is_void):
+        """Choose the number of rows after a step. Return whether it is another one."""
         self.n_retries += is_void
         self.wait -= 1
         if self.wait > 0 and not is_void:
@@ -282,31 +250,14 @@ class BufferSizer:
 
         self.wait = INTERVAL
         before = self.rows
-        needed, room = self.needed_and_room()
-        self.fits = needed <= room
-        if self.fits and needed > before:  # a third more: a new capture costs as much as several steps
-            self.rows = self.whole(min(4 / 3 * needed, room))
+        self.world.all_reduce(self.rows_needed, MAX)  # MAX of one number, over the world
+        needed = self.rows_needed.item()
+        self.rows_needed.zero_()
+        if needed > before:  # a third more: a new capture costs as much as several steps
+            self.rows = self.whole(4 / 3 * needed)
         elif not is_void and needed < 0.75 * before:
             self.rows = self.whole(1.1 * needed)
-        if not self.fits and self.world.rank == 0:
-            times = needed / self.balanced
-            say(f"note: step {number} brought {times:.2f} times the balanced rows to a rank's experts, for "
-                f"which memory is too small: at least {INTERVAL} steps go without buffers; a smaller "
-                "--micro-batch leaves more memory")
         return self.rows != before
-
-    def needed_and_room(self):
-        """Return two numbers of rows: what the fullest rank needed, and what fits into every memory."""
-        w = self.layers[0].w1  # (e, F, C)
-        # What a row more costs at most: what each layer keeps of it for backward, and what two layers more
-        # would keep, for the buffers that all layers share.
-        row_bytes = (len(self.layers) + 2) * 4 * (w.size(1) + w.size(2)) * w.element_size()
-        room = self.rows + int(FREE_SHARE * free_memory(w.device) / row_bytes)
-        numbers = torch.stack([self.rows_needed, torch.full_like(self.rows_needed, -room)])
-        self.world.all_reduce(numbers, MAX)  # MAX of two numbers, over the world
-        needed, minus_room = numbers.tolist()
-        self.rows_needed.zero_()
-        return needed, -minus_room
 
     def allocate(self):
         """Allocate buffers of this size. Collective over ep. No graph may use the old ones."""

@@ -1,8 +1,7 @@
 """Rows to the experts over a network without asking the host: messages of a fixed size.
 
-The host must tell moe.AllToAll how many rows travel, so the GPU idles in every layer. Here, each pair of
-ranks exchanges the same number of rows, which follows what the fullest pair needs (graph.BufferSizer). The
-rest of a message is zeros. A step with more rows is void, and is repeated (graph.GraphedStep).
+Each pair of ranks exchanges the same number of rows, which follows what the fullest pair needs
+(graph.BufferSizer). The rest of a message is zeros. A step with more rows is void, and is repeated.
 """
 import torch
 

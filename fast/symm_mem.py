@@ -1,9 +1,8 @@
 """Rows to the experts and back without messages: each rank writes into the memory of the other GPUs.
 
-all_to_all needs row counts on the host, and a CUDA graph cannot capture a host read. Here, each rank writes
-rows directly into the destination's symmetric-memory buffer over NVLink, and reads the results back from
-there. One-sided writes (MPI-3, chapter 11) need explicit barriers: before a rank reads what others wrote, and
-before it overwrites what others may still read.
+all_to_all needs row counts on the host, and a CUDA graph cannot capture a host read. One-sided writes (MPI-3,
+chapter 11) need barriers instead: before a rank reads what others wrote, and before it overwrites what others
+may still read.
 
 A destination `dst` counts rows over all ranks: rank * rows + the row in that rank's buffer. -1 means none.
 """
@@ -14,11 +13,6 @@ import torch
 
 from moe import AllToAll
 from ops.permute import Unpermute, queue_by_expert, unpermute
-
-
-def shareable(rows, width, dtype, device):
-    import torch.distributed._symmetric_memory as symmetric
-    return symmetric.empty(rows, width, dtype=dtype, device=device)
 
 
 class SymmetricBuffer:
@@ -34,7 +28,7 @@ class SymmetricBuffer:
         self.axis = axis
         self.rows = rows
         try:
-            self.local = shareable(rows, width, dtype, device)
+            self.local = symmetric.empty(rows, width, dtype=dtype, device=device)
             self.handle = symmetric.rendezvous(self.local, axis.group)
         except RuntimeError as e:
             why = str(e).splitlines()[0]
@@ -51,19 +45,37 @@ class SymmetricBuffer:
         self.axis.calls.record(self.axis, "barrier")
         self.handle.barrier()
 
-    def _record(self, kind, dst):
+    def record(self, kind, dst):
         """Count the bytes as if destinations were balanced: only the GPU knows how many rows go where."""
         row = self.local.size(1) * self.local.element_size()
         self.axis.calls.record(self.axis, kind, self.local, self.axis.ring * dst.numel() * row)
 
     def put(self, x, dst, K=1):
         """Write row c // K of x (n, width) to dst[c], c < n*K. Readers need a barrier first."""
-        self._record("put", dst)
-        _put(x.contiguous(), dst, self, K)
+        self.record("put", dst)
+        if x.device.type != "cpu":
+            from ops import kernels
+            kernels.put[(dst.numel(),)](x.contiguous(), dst, self.peer_ptrs, self.rows, x.size(1), K=K,
+                                        BLOCK=512, num_warps=2)
+            return
+        for rank, theirs in enumerate(self.peers):
+            mask = (dst >= 0) & (dst // self.rows == rank)
+            theirs[dst[mask] % self.rows] = x[mask.nonzero().squeeze(1) // K]
 
     def get(self, dst):
-        self._record("get", dst)
-        return _get(dst, self)
+        """Return the rows (N, width) of dst (N,), zeros where it is -1."""
+        self.record("get", dst)
+        out = self.local.new_empty(dst.numel(), self.local.size(1))
+        if out.device.type != "cpu":
+            from ops import kernels
+            kernels.get[(dst.numel(),)](out, dst, self.peer_ptrs, self.rows, out.size(1), BLOCK=512,
+                                        num_warps=2)
+            return out
+        out.zero_()
+        for rank, theirs in enumerate(self.peers):
+            mask = (dst >= 0) & (dst // self.rows == rank)
+            out[mask] = theirs[dst[mask] % self.rows]
+        return out
 
     def publish(self, x):
         """Let the others read this rank's rows x (R, width), R <= rows."""
@@ -75,40 +87,14 @@ def bytes_allocated():
     return sum(buffer.local.nbytes for buffer in SymmetricBuffer.instances)
 
 
-def _put(x, dst, buffer, K):
-    if x.device.type != "cpu":
-        from ops import kernels
-        kernels.put[(dst.numel(),)](x, dst, buffer.peer_ptrs, buffer.rows, x.size(1), K=K, BLOCK=512,
-                                    num_warps=2)
-        return
-    for rank, theirs in enumerate(buffer.peers):
-        mask = (dst >= 0) & (dst // buffer.rows == rank)
-        theirs[dst[mask] % buffer.rows] = x[mask.nonzero().squeeze(1) // K]
-
-
-def _get(dst, buffer):
-    out = buffer.local.new_empty(dst.numel(), buffer.local.size(1))
-    if out.device.type != "cpu":
-        from ops import kernels
-        kernels.get[(dst.numel(),)](out, dst, buffer.peer_ptrs, buffer.rows, out.size(1), BLOCK=512,
-                                    num_warps=2)
-        return out
-    out.zero_()
-    for rank, theirs in enumerate(buffer.peers):
-        mask = (dst >= 0) & (dst // buffer.rows == rank)
-        out[mask] = theirs[dst[mask] % buffer.rows]
-    return out
-
-
 # -----------------------------------------------------------------------------
 # Rows to the experts and back: each way is the adjoint of the other, like Permute and Unpermute
 
 class Buffers(NamedTuple):
     """The buffers of one expert layer.
 
-    A buffer is overwritten only when its readers are known to be done: `rows` is safe after the next exchange
-    of counts, which each rank joins after reading. In --recompute full, which exchanges no counts again, it
-    is safe as the other two are: a barrier on another buffer lies between any two of their uses.
+    A buffer is overwritten only when its readers are known to be done: `rows` after the next exchange of
+    counts, which each rank joins after reading, the other two after a barrier on another buffer.
     """
     rows: SymmetricBuffer     # rows for this rank's experts arrive here; the layer's own: backward reads them
     results: SymmetricBuffer  # results leave from here, in backward the rows' gradients; shared by all layers
@@ -188,8 +174,7 @@ class SymmMem(AllToAll):
             return super().plan(expert_ids, gates)
         expert = expert_ids.flatten()
         place, counts = queue_by_expert(expert, self.E)
-        # E counts from each rank to all, over ep. This also protects buffers.rows: a rank enters it only
-        # after reading the previous rows.
+        # E counts from each rank to all, over ep
         counts = self.ep.all_gather(counts).view(-1, self.E)
         starts, ends = layout_of_buffers(counts, self.ep.rank, self.buffers.rows.rows)
         torch.maximum(self.rows_needed, ends[-1], out=self.rows_needed)

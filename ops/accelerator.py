@@ -1,9 +1,5 @@
-"""What torch says about a device, asked in the same way for every kind of accelerator.
-
-torch calls NVIDIA's and AMD's GPUs "cuda", Intel's "xpu", and Apple's "mps".
-"""
+"""What torch says about a device, asked in the same way for every kind of accelerator."""
 import contextlib
-import os
 import resource
 import sys
 from functools import cache
@@ -28,17 +24,6 @@ def device_name(device):
 def total_memory(device):
     properties = ask(device, "get_device_properties")
     return getattr(properties, "total_memory", 0)  # bytes
-
-
-def free_memory(device):
-    """Return the bytes of the device that no process uses; of a CPU, the host's; 0 where nobody knows."""
-    if device.type == "cpu":
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    memory = ask(device, "mem_get_info")
-    if memory is None:
-        return 0
-    free, _ = memory
-    return free
 
 
 def peak_memory(device):

@@ -1,8 +1,4 @@
-"""What the MLP and each expert compute between their matrices: SwiGLU, GEGLU, GELU or squared ReLU: --mlp.
-
-Plain autograd would compute the gradients of SwiGLU's gate and up separately, and then concatenate them.
-Here both are written in place.
-"""
+"""What the MLP and each expert compute between their matrices: SwiGLU, GEGLU, GELU or squared ReLU: --mlp."""
 import torch
 import torch.nn.functional as F
 

@@ -1,8 +1,7 @@
-"""The head and its cross-entropy as one function, so that the logits are written once.
+"""The head and its cross-entropy as one function.
 
-Autograd writes the logits, an fp32 copy of them, the softmax and its gradient. Here the logits are written
-once, read once, and overwritten by their gradient, up to a factor per row that is known only at the end of
-the row. In backward, that factor and the gradient of the loss multiply the small results instead.
+The logits are written once, read once, and overwritten by their gradient, up to a factor per row that is
+known only at the end of the row. In backward, that factor multiplies the small results.
 """
 import torch
 import torch.nn.functional as F
@@ -11,7 +10,6 @@ from ops import backend
 from ops.cublas_lt import multiply
 
 IGNORE = -100  # a target that takes no part: its loss is 0, its gradient exactly 0
-ROWS_AT_ONCE = 1024  # of the torch twin, which computes in fp32
 
 
 def cross_entropy_rows(z, target, used):
@@ -20,19 +18,8 @@ def cross_entropy_rows(z, target, used):
     The first `used` columns are tokens. target (R,). A target of IGNORE has the loss 0 and the scale 0.
     """
     # The kernel stores exponentials in z, and the range of fp16 is too short for them.
-    if backend.use_triton(z) and z.dtype != torch.float16:
-        return cross_entropy_rows_triton(z, target, used)
-
-    losses = []
-    scales = []
-    for z_part, target_part in zip(z.split(ROWS_AT_ONCE), target.split(ROWS_AT_ONCE), strict=True):
-        loss, scale = cross_entropy_rows_torch(z_part, target_part, used)
-        losses.append(loss)
-        scales.append(scale)
-    return torch.cat(losses), torch.cat(scales)
-
-
-def cross_entropy_rows_triton(z, target, used):
+    if not backend.use_triton(z) or z.dtype == torch.float16:
+        return cross_entropy_rows_torch(z, target, used)
     from ops import kernels
     loss, scale = torch.empty(2, z.size(0), dtype=torch.float32, device=z.device)
     kernels.cross_entropy[(z.size(0),)](z, target, loss, scale, used, z.size(1), ROWS=2, BLOCK=2048,

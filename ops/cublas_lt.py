@@ -1,10 +1,8 @@
 """Matrix products by cuBLASLt, a library that torch brings.
 
-torch multiplies by cuBLAS, which chooses among its algorithms by rules. Here a product can have the algorithm
-that was measured to be the fastest (fast/products.py), a summand that is not copied first, or GELU and its
-gradient (ops/gelu_mlp.py). The library is called by ctypes (docs.nvidia.com/cuda/cublas, "Using the cuBLASLt
-API"). The numbers below are those of its header cublasLt.h. It counts in columns, where a matrix is its
-transpose, so instead of out = a b it computes out^T = b^T a^T.
+A product can have the fastest algorithm (fast/products.py), a summand that is not copied first, or GELU and
+its gradient (ops/gelu_mlp.py). The library is called by ctypes (docs.nvidia.com/cuda/cublas). It counts in
+columns, where a matrix is its transpose, so it computes out^T = b^T a^T.
 """
 import ctypes
 import functools
@@ -16,11 +14,12 @@ from typing import NamedTuple
 import torch
 
 NAMES = ("libcublasLt.so.13", "libcublasLt.so.12")  # torch has loaded one of them
+# The numbers of its header cublasLt.h
 BF16 = 14  # cudaDataType of the matrices: no other was run on a GPU
 FP32 = 0  # cudaDataType of the factors of product and summand
 SUM_IN_FP32 = 68  # cublasComputeType
 
-# Attributes of a product. The first factor is b, because the library's product is out^T = b^T a^T.
+# Attributes of a product, whose first factor is b
 TRANSPOSE_B = 3
 TRANSPOSE_A = 4
 EPILOGUE = 7
@@ -40,7 +39,7 @@ DEVICE = "cuda"  # where the matrices are that it multiplies
 
 settings = SimpleNamespace(measured=False)  # whether the run of this process measures its products
 plans = {}  # the Plans that were made, by Shape
-choices = {}  # the algorithms that were chosen for that run, by the words of their Shapes; "" is torch
+choices = {}  # the algorithms that were chosen for that run, by the names of their Shapes; "" is torch
 
 
 class Proposal(ctypes.Structure):
@@ -48,16 +47,13 @@ class Proposal(ctypes.Structure):
     _fields_ = [("algorithm", c_uint64 * 8), ("workspace", c_size_t), ("status", c_int), ("waves", c_float),
                 ("reserved", c_int * 4)]
 
-    def name(self):  # The same version of the library gives the same.
+    def name(self):  # the same on all ranks
         return bytes(self.algorithm).hex()
 
 
 class Factor(NamedTuple):
     by_column: bool  # its columns are contiguous, and not its rows
     stride: int      # how many numbers lie between the starts of two columns, or two rows
-
-    def words(self):
-        return f"{'columns' if self.by_column else 'rows'} {self.stride}"
 
 
 class Shape(NamedTuple):
@@ -69,11 +65,6 @@ class Shape(NamedTuple):
     b: Factor
     epilogue: int
     adds: bool  # a matrix (m, n) is added
-    device: torch.device
-
-    def words(self):
-        what = {PRODUCT_ONLY: "plus" if self.adds else "only", GELU_AUX: "gelu", DGELU: "gelu backward"}
-        return f"{self.m} x {self.k} x {self.n}, {self.a.words()}, {self.b.words()}, {what[self.epilogue]}"
 
 
 @functools.cache
@@ -84,11 +75,6 @@ def library():
         except OSError:
             continue
     return None
-
-
-def version():  # such as 130100
-    library().cublasLtGetVersion.restype = c_size_t
-    return library().cublasLtGetVersion()
 
 
 def call(name, *args):
@@ -105,15 +91,23 @@ def handle(device):
     return made
 
 
+def layout(rows, width, factor):
+    contiguous, other = (rows, width) if factor.by_column else (width, rows)
+    made = c_void_p()
+    stride = c_int64(factor.stride)
+    call("MatrixLayoutCreate", byref(made), BF16, c_uint64(contiguous), c_uint64(other), stride)
+    return made
+
+
 class Plan:
     """How the library multiplies in one Shape. Two threads must not use one Plan at the same time.
 
-    chosen: the proposal that multiplies, or None where torch does. Where `choices` says nothing, it is the
-    first proposal for a product with GELU, and torch for others. The device must be the current one.
+    chosen: the proposal that multiplies, or None where torch does. The device must be the current one.
     """
 
-    def __init__(self, shape):
+    def __init__(self, shape, device):
         self.shape = shape
+        self.device = device
         self.product = c_void_p()
         call("MatmulDescCreate", byref(self.product), SUM_IN_FP32, FP32)
         self.set(TRANSPOSE_B, c_int32(shape.b.by_column))
@@ -121,34 +115,21 @@ class Plan:
         self.set(EPILOGUE, c_uint32(shape.epilogue))
         if shape.epilogue != PRODUCT_ONLY:
             self.set(AUX_WIDTH, c_int64(shape.n))
-        self.a = self.layout(shape.m, shape.k, shape.a)
-        self.b = self.layout(shape.k, shape.n, shape.b)
-        self.out = self.layout(shape.m, shape.n, Factor(False, shape.n))
+        self.a = layout(shape.m, shape.k, shape.a)
+        self.b = layout(shape.k, shape.n, shape.b)
+        self.out = layout(shape.m, shape.n, Factor(False, shape.n))
         self.proposals = self.ask()  # the one that the library expects to be fastest first
-        self.chosen = None
-        # A single proposal with GELU took longer than torch, in the one such shape that was looked at.
-        if shape.epilogue != PRODUCT_ONLY and len(self.proposals) > 1:
-            self.chosen = self.proposals[0]
-        if shape.words() in choices:
-            self.choose(choices[shape.words()])
+        self.choose()
 
-    def destroy(self):
-        for layout in (self.a, self.b, self.out):
-            call("MatrixLayoutDestroy", layout)
-        call("MatmulDescDestroy", self.product)
-
-    def choose(self, name):
+    def choose(self):
+        name = choices.get(str(self.shape))
         self.chosen = next((proposal for proposal in self.proposals if proposal.name() == name), None)
+        # A single proposal with GELU took longer than torch, in the one such shape that was looked at.
+        if name is None and self.shape.epilogue != PRODUCT_ONLY and len(self.proposals) > 1:
+            self.chosen = self.proposals[0]
 
     def set(self, attribute, value):
         call("MatmulDescSetAttribute", self.product, attribute, byref(value), c_size_t(sizeof(value)))
-
-    def layout(self, rows, width, factor):
-        contiguous, other = (rows, width) if factor.by_column else (width, rows)
-        made = c_void_p()
-        call("MatrixLayoutCreate", byref(made), BF16, c_uint64(contiguous), c_uint64(other),
-             c_int64(factor.stride))
-        return made
 
     def ask(self):
         preference = c_void_p()
@@ -158,23 +139,22 @@ class Plan:
         found = (Proposal * PROPOSALS)()
         count = c_int()
         status = library().cublasLtMatmulAlgoGetHeuristic(
-            handle(self.shape.device), self.product, self.b, self.a, self.out, self.out, preference,
+            handle(self.device), self.product, self.b, self.a, self.out, self.out, preference,
             PROPOSALS, found, byref(count))
         call("MatmulPreferenceDestroy", preference)
         return [] if status else [proposal for proposal in found[:count.value] if proposal.status == 0]
 
-    def multiply(self, a, b, out, *, aux=None, summand=None):
-        """Write the result to out (m, n), by the chosen proposal. aux, summand: (m, n)."""
+    def multiply(self, a, b, out, other=None):
+        """Write the result to out (m, n), by the chosen proposal. other (m, n): the aux or the summand."""
         proposal = self.chosen
-        device = self.shape.device
-        if aux is not None:
-            self.set(AUX, c_void_p(aux.data_ptr()))
-        workspace = torch.empty(proposal.workspace, dtype=torch.uint8, device=device)
-        added = out if summand is None else summand
-        stream = c_void_p(torch.cuda.current_stream(device).cuda_stream)
-        # `out = 1 * product + beta * added`
-        beta = c_float(0.0 if summand is None else 1.0)
-        call("Matmul", handle(device), self.product, byref(c_float(1.0)), c_void_p(b.data_ptr()), self.b,
+        adds = self.shape.adds
+        if other is not None and not adds:
+            self.set(AUX, c_void_p(other.data_ptr()))
+        workspace = torch.empty(proposal.workspace, dtype=torch.uint8, device=self.device)
+        added = other if adds else out
+        stream = c_void_p(torch.cuda.current_stream(self.device).cuda_stream)
+        beta = c_float(adds)  # out = 1 * product + beta * added
+        call("Matmul", handle(self.device), self.product, byref(c_float(1.0)), c_void_p(b.data_ptr()), self.b,
              c_void_p(a.data_ptr()), self.a, byref(beta), c_void_p(added.data_ptr()), self.out,
              c_void_p(out.data_ptr()), self.out, byref(proposal.algorithm),
              c_void_p(workspace.data_ptr()), c_size_t(proposal.workspace), stream)
@@ -182,51 +162,43 @@ class Plan:
 
 def factor_of(matrix):
     """Return the Factor of a matrix, or None if the library cannot read it."""
-    if matrix.dtype != torch.bfloat16 or matrix.data_ptr() % ALIGNMENT:
+    if matrix.dtype != torch.bfloat16 or matrix.data_ptr() % ALIGNMENT or 1 not in matrix.stride():
         return None
-    row_stride, column_stride = matrix.stride()
-    if column_stride == 1:
-        factor = Factor(by_column=False, stride=row_stride)
-        length = matrix.size(1)  # numbers that stand side by side
-    elif row_stride == 1:
-        factor = Factor(by_column=True, stride=column_stride)
-        length = matrix.size(0)
-    else:
+    by_column = matrix.stride(1) != 1
+    contiguous = matrix.T if by_column else matrix
+    stride, length = contiguous.stride(0), contiguous.size(1)
+    if stride < length or stride % WIDTHS or length % WIDTHS:
         return None
-    is_as_wanted = factor.stride >= length and factor.stride % WIDTHS == 0 and length % WIDTHS == 0
-    return factor if is_as_wanted else None
+    return Factor(by_column, stride)
 
 
-def plan_for(a, b, epilogue=PRODUCT_ONLY, aux=None, summand=None):
-    """Return the Plan for a (m, k) times b (k, n), or None where torch multiplies. aux, summand: (m, n)."""
+def plan_for(a, b, epilogue=PRODUCT_ONLY, other=None):
+    """Return the Plan for a (m, k) times b (k, n), or None where torch multiplies. other: aux or summand."""
     if a.device.type != DEVICE or library() is None or a.numel() == 0 or b.size(1) % WIDTHS:
         return None
-    factors = [factor_of(matrix) for matrix in (a, b)]
+    factors = [factor_of(a), factor_of(b)]
+    if other is not None:
+        # torch also adds a summand that is broadcast.
+        if other.shape != (a.size(0), b.size(1)) or not other.is_contiguous():
+            return None
+        factors.append(factor_of(other))
     if None in factors:
         return None
-    for matrix in (aux, summand):
-        if matrix is None:
-            continue
-        # torch also adds a summand that is broadcast.
-        if matrix.shape != (a.size(0), b.size(1)) or not matrix.is_contiguous() or factor_of(matrix) is None:
-            return None
-    shape = Shape(*a.shape, b.size(1), *factors, epilogue, summand is not None, a.device)
+    adds = other is not None and epilogue == PRODUCT_ONLY
+    shape = Shape(*a.shape, b.size(1), factors[0], factors[1], epilogue, adds)
     if shape not in plans:
-        plans[shape] = Plan(shape)
+        plans[shape] = Plan(shape, a.device)
     return plans[shape] if plans[shape].chosen else None
 
 
 def forget():
     settings.measured = False
-    for plan in plans.values():
-        plan.destroy()
     plans.clear()
     choices.clear()
 
 
 # -----------------------------------------------------------------------------
-# Products by the algorithm that was chosen for their shape, or else, as on CPUs, by torch. Eager code calls
-# multiply, compiled graphs the operations product and sum_with_product.
+# Products by the algorithm that was chosen for their shape, or else, as on CPUs, by torch
 
 def multiply(a, b):
     """Return a b, (m, n): a (m, k), b (k, n)."""
@@ -251,11 +223,11 @@ def _(a, b):
 @torch.library.custom_op("nanoshard::sum_with_product", mutates_args=())
 def sum_with_product(summand: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Return summand + a b, (m, n). torch copies the summand first, and adds the product to the copy."""
-    plan = plan_for(a, b, summand=summand)
+    plan = plan_for(a, b, other=summand)
     if plan is None:
         return torch.addmm(summand, a, b)
     out = a.new_empty(a.size(0), b.size(1))
-    plan.multiply(a, b, out, summand=summand)
+    plan.multiply(a, b, out, summand)
     return out
 
 

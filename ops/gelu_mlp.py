@@ -1,8 +1,7 @@
 """An MLP with GELU whose matrix products compute GELU and its gradient, too.
 
-In y = gelu(x W1^T) W2^T, gelu alone reads and writes the hidden layer in a kernel of its own, and so does its
-gradient. On NVIDIA's Hopper GPUs cuBLASLt computes both where a product writes its result anyway. For a shape
-in which the library has no fast way, and on a CPU, torch's functions do the same, one after the other.
+On Hopper GPUs cuBLASLt computes both where a product writes its result anyway. Elsewhere torch's functions do
+the same, one after the other.
 """
 import torch
 import torch.nn.functional as F
@@ -11,13 +10,10 @@ from ops import backend, cublas_lt
 
 
 def is_possible(cfg, device):
-    return fits(cfg) and backend.is_hopper(device) and cublas_lt.library() is not None
-
-
-def fits(cfg):
-    """Whether the flags allow GeluMLPs. --fp8 and --lora multiply otherwise. Biases gained nothing."""
-    is_plain = cfg.mlp == "gelu" and not cfg.bias and not cfg.fp8 and not cfg.lora
-    return is_plain and cfg.recompute != "selective" and cfg.dtype == "bf16"
+    """Whether an MLP computes so: --fp8 and --lora multiply otherwise, and biases gained nothing."""
+    if cfg.mlp != "gelu" or cfg.bias or cfg.fp8 or cfg.lora or cfg.recompute == "selective":
+        return False
+    return cfg.dtype == "bf16" and backend.is_hopper(device) and cublas_lt.library() is not None
 
 
 @torch.library.custom_op("nanoshard::product_gelu", mutates_args=())
@@ -29,7 +25,7 @@ def product_gelu(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.
         return F.gelu(z, approximate="tanh"), z
     z = x.new_empty(x.size(0), w.size(0))
     hidden = torch.empty_like(z)
-    plan.multiply(x, w.T, hidden, aux=z)
+    plan.multiply(x, w.T, hidden, z)
     return hidden, z
 
 
@@ -42,11 +38,11 @@ def _(x, w):
 @torch.library.custom_op("nanoshard::product_gelu_backward", mutates_args=())
 def product_gelu_backward(grad: torch.Tensor, w: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
     """Return the gradient of z (n, F), where y = gelu(z) w^T: w (C, F), and grad (n, C) is that of y."""
-    plan = cublas_lt.plan_for(grad, w, cublas_lt.DGELU, aux=z)
+    plan = cublas_lt.plan_for(grad, w, cublas_lt.DGELU, z)
     if plan is None:
         return torch.ops.aten.gelu_backward(grad @ w, z, approximate="tanh")
     out = torch.empty_like(z)
-    plan.multiply(grad, w, out, aux=z)
+    plan.multiply(grad, w, out, z)
     return out
 
 
@@ -56,8 +52,6 @@ def _(grad, w, z):
 
 
 class GeluMLP(torch.autograd.Function):
-    """y (n, C) = gelu(x w1^T) w2^T: x (n, C), w1 (F, C), w2 (C, F)."""
-
     @staticmethod
     def forward(ctx, x, w1, w2):
         hidden, z = product_gelu(x, w1)  # (n, F) each
@@ -73,4 +67,5 @@ class GeluMLP(torch.autograd.Function):
 
 
 def products(x, w1, w2):  # torch 2.11 compiles this call, but not GeluMLP.apply as a module's attribute
+    """Return y (n, C) = gelu(x w1^T) w2^T: x (n, C), w1 (F, C), w2 (C, F)."""
     return GeluMLP.apply(x, w1, w2)

@@ -4,9 +4,8 @@ Rows stand by expert, x (R, I), and ends (e,) says where each expert's rows end.
 are undefined in a result. With a capacity every expert has the same number of rows: then x is (e, rows, I),
 ends is None, and bmm multiplies.
 
-Three ways give the same product: torch's grouped_mm in bf16 on Hopper and Blackwell, where it is one kernel,
-the Triton kernels of ops/product_kernels.py on every other GPU and dtype, and a loop over the experts, the
-reference. Only the loop asks the host how many rows each expert has.
+Three ways give the same product: torch's grouped_mm in bf16 on Hopper and Blackwell, ops/product_kernels.py
+on other GPUs and dtypes, and a loop over the experts, which asks the host how many rows each expert has.
 """
 import functools
 
@@ -16,9 +15,8 @@ import torch.nn.functional as F
 from ops import backend
 from ops.activations import silu_mul, silu_mul_backward
 
-# Tiles of ops/product_kernels.py, by architecture and bytes of an element: (ROWS, COLUMNS, DEPTH, warps,
-# stages) of the product, then of the weights' gradient. Others than the architectures here take sm80's.
-# bench/moe_layer.py --tune times many tiles and prints the fastest on this GPU.
+# Tiles of product_kernels.py, by architecture (others take sm80's) and bytes of an element: (ROWS, COLUMNS,
+# DEPTH, warps, stages) of the product, then of the weights' gradient. bench/moe_layer.py --tune times more.
 TILES = {
     ("sm80", 2): ((128, 128, 32, 4, 4), (128, 128, 32, 4, 4)),
     ("sm80", 4): ((64, 64, 32, 4, 3), (64, 64, 32, 4, 3)),

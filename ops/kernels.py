@@ -1,10 +1,7 @@
 """Triton kernels for operations in which torch reads or writes memory more often than it must.
 
-The files that call them hold a torch twin of each, and decide which of the two runs. This file is imported on
-a GPU only, and by tests/test_kernels.py, which runs it in Triton's interpreter.
-
-Most programs handle one row, or BLOCK elements of a flat buffer. A row number is int64 before it is
-multiplied by a width. `x + 0 * at` broadcasts the scalar x to the shape of `at`.
+The files that call them hold a torch twin of each, and decide which of the two runs. Most programs handle one
+row, or BLOCK elements of a flat buffer. `x + 0 * at` broadcasts the scalar x to the shape of `at`.
 """
 import torch
 import triton
@@ -17,11 +14,10 @@ from ops.split_master import SplitMaster
 @triton.jit
 def cross_entropy(z_ptr, target_ptr, loss_ptr, scale_ptr, used, width, ROWS: tl.constexpr,
                   BLOCK: tl.constexpr):
-    """The loss of each row of logits z (R, width), whose gradient overwrites the logits.
+    """The loss of each row of logits z (R, width), which becomes its gradient, (softmax - onehot) / scale.
 
-    Each logit is read and written once, and once more where the maximum rises by more than 32. In the place
-    of the logits stands (softmax - onehot) / scale. The scale of a row, 1 / the sum of the exponentials, is
-    known only when all of them are written. Loss and scale are 0 for a target below 0.
+    The scale of a row, 1 / the sum of the exponentials, is known only when all of them are written. Loss and
+    scale are 0 for a target below 0.
     """
     row = tl.program_id(0).to(tl.int64)
     z_ptr += row * width
@@ -37,7 +33,7 @@ def cross_entropy(z_ptr, target_ptr, loss_ptr, scale_ptr, used, width, ROWS: tl.
         at = start + tile
         z = tl.load(z_ptr + at, mask=at < used, other=-float("inf")).to(tl.float32)
         best = tl.max(z)
-        # This is true in the first tile, and rarely later. What is already written is then scaled down.
+        # True in the first tile, and rarely later: what is already written is scaled down.
         if best > top + 32:
             less = tl.exp(top - best)
             tl.debug_barrier()
@@ -109,9 +105,9 @@ def norm_backward(x_ptr, weight_ptr, grad_y_ptr, grad_x_ptr, out_ptr, sums_ptr, 
                   STAGES: tl.constexpr, BLOCK: tl.constexpr):
     """out (R, width) = grad_x plus the gradient of the rows x of a norm, whose result has grad_y.
 
-    CENTRED: LayerNorm, else RMSNorm. The programs take turns at groups of ROWS rows. Each writes its part of
-    the weight's gradient to its row of sums (programs, width) fp32. BIAS: the parts of the bias's gradient
-    stand below these. EPS is a constant, because torch's compiler would pass a number in fp64.
+    CENTRED: LayerNorm, else RMSNorm. Each program writes its part of the weight's gradient to its row of sums
+    (programs, width) fp32. BIAS: the parts of the bias's gradient stand below these. EPS is a constant,
+    because torch's compiler would pass a number in fp64.
     """
     column = tl.arange(0, BLOCK)[None, :]
     weight = tl.load(weight_ptr + column, mask=column < width, other=0.0).to(tl.float32)
@@ -188,7 +184,7 @@ def sort_copies(expert_ptr, place_ptr, cumulative_ptr, perm_ptr, slot_ptr, count
 
 
 def counting_sort(expert, E):
-    """ops.permute.sort_by_expert in two kernels: each block counts its copies, then each copy is placed."""
+    """ops.permute.sort_by_expert: each block counts its copies, then each copy is placed."""
     n = expert.numel()
     wide = triton.next_power_of_2(E)
     block = max(8, min(128, 16384 // wide))  # a table of (block, wide) must fit into a multiprocessor
@@ -241,10 +237,9 @@ def unpermute(y_ptr, p_ptr, slot_ptr, out_ptr, limit, width, K: tl.constexpr, GA
 @triton.jit
 def unpermute_backward(y_ptr, p_ptr, perm_ptr, grad_ptr, grad_y_ptr, grad_p_ptr, limit, width,
                        K: tl.constexpr, BLOCK: tl.constexpr):
-    """The gradients of y (slots, width) and of the gates p, from grad (n, width), the gradient of the output.
+    """grad (n, width) -> grad_y[s] = p[c] grad[row] and grad_p[c] = <y[s], grad[row]>, y (slots, width).
 
-    Slot s holds copy c = perm[s], which is of row c // K: grad_y[s] = p[c] grad[row] and
-    grad_p[c] = <y[s], grad[row]>. Where c is `limit` or more, grad_y is zero.
+    Slot s holds copy c = perm[s] of row c // K. Where c is `limit` or more, grad_y is zero.
     """
     slot = tl.program_id(0).to(tl.int64)
     copy = tl.load(perm_ptr + slot)
@@ -316,23 +311,15 @@ def quantise(x_ptr, scale_ptr, rows_ptr, columns_ptr, height, width, first, tota
 
 
 @triton.jit
-def accumulate(x_ptr, out_ptr, n, ADD: tl.constexpr, BLOCK: tl.constexpr):
-    """out (n,) fp32 = x, or += x if ADD."""
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(x_ptr + at, mask=at < n).to(tl.float32)
-    if ADD:
-        x += tl.load(out_ptr + at, mask=at < n)
-    tl.store(out_ptr + at, x, mask=at < n)
-
-
-@triton.jit
-def sum_slices(own_ptr, others_ptr, out_ptr, n, RANKS: tl.constexpr, BLOCK: tl.constexpr):
-    """out (n,) fp32 = own (n,) + the sum of others (RANKS, n)."""
+def sum_slices(own_ptr, others_ptr, out_ptr, n, RANKS: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr):
+    """out (n,) fp32 = own (n,) + the sum of others (RANKS, n), or += if ADD."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     total = tl.load(own_ptr + at, mask=at < n).to(tl.float32)
     for _ in tl.static_range(RANKS):
         total += tl.load(others_ptr + at, mask=at < n).to(tl.float32)
         others_ptr += n
+    if ADD:
+        total += tl.load(out_ptr + at, mask=at < n)
     tl.store(out_ptr + at, total, mask=at < n)
 
 
@@ -343,8 +330,7 @@ def adamw(w_ptr, grad_ptr, m_ptr, v_ptr, out_ptr, scalars_ptr, keep, gain1, gain
 
     scalars (4,) fp32: lr / (1 - beta1^t); sqrt(1 - beta2^t); the divisor of the gradients; 1.0 if nothing may
     change (not_finite). keep = 1 - lr * weight decay, gain = 1 - beta. The moments m and v (n,) are fp32 or
-    bf16, and are computed in fp32. SPLIT: out (n,) has the bits of bf16 weights and w the low bits of
-    ops/split_master.py, both int16.
+    bf16. SPLIT: out (n,) has the bits of bf16 weights and w the low bits of ops/split_master.py, both int16.
     """
     if tl.load(scalars_ptr + 3) == 0.0:
         at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)

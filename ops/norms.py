@@ -1,8 +1,7 @@
 """LayerNorm or RMSNorm of rows that go on as they are, as the residual stream of a block does.
 
-In x + f(norm(x)) the rows x have two gradients. Autograd computes the norm's, sums the weight's gradient over
-all rows in another pass, and adds the gradient of x itself in a third. On a GPU one kernel does all this: it
-reads x and both gradients once, and writes one. It computes a row's mean and scale again, so only x is kept.
+In x + f(norm(x)) the rows x have two gradients. On a GPU one kernel computes the norm's, adds that of x
+itself, and sums the weight's over the rows. It computes mean and scale again, so only x is kept.
 """
 import torch
 import torch.nn.functional as F
@@ -10,8 +9,7 @@ import torch.nn.functional as F
 from config import ceil_div
 from ops import backend
 
-# Bytes of a row at most: six that are loaded ahead must fit into the 99 KiB of a small GPU's multiprocessor.
-ROW_BYTES = 16_384
+ROW_BYTES = 16_384  # at most: six rows must fit into the 99 KiB of a small GPU's multiprocessor
 
 
 def fits(width, dtype):

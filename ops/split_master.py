@@ -7,14 +7,9 @@ its master. The difference of the two, as 32-bit integers, is low, between -32,7
     own     0.12353515625  3DFD       rounded to bf16: the nearest, the even one at equal distance
     low     -10,530                   3DFCD6DE - 3DFD0000
 
-So a master takes 2 bytes in the place of 4, because the model has own anyway. At equal distance
-low would be 32,768 or -32,768, and own would not tell which of its neighbours the master is near. There low
-is cut to 32,767 or -32,767, which moves the master, one of 65,536, by one unit in the last of its 24 binary
-digits. So a SplitMaster rounds to own, and to read it and write it again changes nothing. Beside an own of
-zero low is not negative: one less than the bits of zero are the bits of a NaN.
-
-The idea has two names: split weights (Split-SGD-BF16 of arXiv:2005.04680), and the remainders of parameters
-(FusedAdam of Apex and of Transformer Engine).
+So a master takes 2 bytes in the place of 4, because the model has own anyway (arXiv:2005.04680). At equal
+distance low is cut to 32,767 or -32,767, which moves one master of 65,536 by one unit in the last digit:
+it then rounds to own, and to read it and write it again changes nothing.
 """
 import torch
 

@@ -53,14 +53,11 @@ class Metrics:
         self.timers = timing.Timers(device) if cfg.timers else contextlib.nullcontext
         self.stragglers = watch.Stragglers(mesh, device)
         self.layer_norms = None
-        self.graphed = None  # a step that knows how its steps were done
 
     def start(self, run):
         """Count what is sent from here on: the first step of a train.Run comes next."""
         if run.cfg.log_layers:
             self.layer_norms = LayerNorms(run.cfg, run.data_parallel, run.opt)
-        if run.choice.graph:
-            self.graphed = run.step
         for axis in run.mesh.axes().values():
             axis.sent.clear()
 
@@ -77,8 +74,6 @@ class Metrics:
         row.update(self.stragglers.report())
         if cfg.timers:
             row.update(phase_times(self.timers, steps, run.mesh))
-        if self.graphed is not None:
-            row.update(self.graphed.path_shares())
         if run.opt.loss_scale is not None:
             row["loss_scale"] = run.opt.loss_scale.item()
         if self.layer_norms is not None:
@@ -419,16 +414,14 @@ def format_row(row, steps=None, left=None, on_gpus=False):
 
 # What the line of a step says of its row, if the row has it: {key: how it is printed}
 WORDS = {"loss": "loss={:.4f}", "val_loss": "val_loss={:.4f}", "lr": "lr={:.2e}", "grad_norm": "gnorm={:.3f}",
-         "ms": "dt={:.1f}ms", "tok_s": "tok/s={:.0f}", "tok_s_gpu": "tok/s/gpu={:.0f}", "mfu": "mfu={:.1%}",
-         "graph_share": "graph={:.0%}", "redone_share": "redone={:.0%}"}
-USUAL = {"graph_share": 1.0, "redone_share": 0.0}  # on a GPU: all steps replay a graph, none is done again
+         "ms": "dt={:.1f}ms", "tok_s": "tok/s={:.0f}", "tok_s_gpu": "tok/s/gpu={:.0f}", "mfu": "mfu={:.1%}"}
 
 
 def _words_of_step(row, steps, left, on_gpus):
     words = [f"step={row['step']}/{steps}" if steps else f"step={row['step']}"]
     for key, form in WORDS.items():
         is_of_gpus = key == "tok_s_gpu" and not (on_gpus and row.get("tok_s") != row.get("tok_s_gpu"))
-        if key in row and row[key] != USUAL.get(key) and not is_of_gpus:
+        if key in row and not is_of_gpus:
             words.append(form.format(row[key]))
     if "tokens" in row:
         words.append(f"tokens={short(row['tokens'])}")

@@ -150,9 +150,6 @@ def test_a_run_with_a_graph_is_the_run_without(flags, tmp_path):
                 assert seen == {"captures": 1, "replays": 6 - WARMUP_STEPS, "first": 1}
     same(tmp_path / "plain", tmp_path / "graph", 14)
     assert rows(tmp_path / "plain") == rows(tmp_path / "graph")
-    assert not any("graph_share" in row for row in rows(tmp_path / "plain", ()))
-    logged = [row["graph_share"] for row in rows(tmp_path / "graph", ())]
-    assert logged[:3] == [0, 0, 0] and logged[-1] == 1 and set(logged) == {0, 1}
 
 
 def test_rank_0_traces_without_a_collective_of_its_own(tmp_path):
@@ -161,16 +158,6 @@ def test_rank_0_traces_without_a_collective_of_its_own(tmp_path):
     for result, seen in run_ranks(2, graphed_session, argv):
         assert result["code"] == 0 and seen["replays"] > 1, result["err"]
     assert (tmp_path / "trace.json").exists()
-
-
-def test_the_log_has_the_share_of_steps_on_each_path(tmp_path, capsys):
-    """The first of ten steps, and two rows of the others. With --ep-slack 1 the first is done again."""
-    argv = [*TINY, *MOE, "--ep-slack=1", "--log-every=5", "--steps=10", "--save-every=0", f"--out={tmp_path}"]
-    (first, seen), _ = run_ranks(2, graphed_session, argv)
-    start, early, late = rows(tmp_path, ())
-    assert start["redone_share"] == 1 and 0 < early["graph_share"] < 1
-    assert late["graph_share"] + late["redone_share"] == 1, "after the warm-up each step begins as a graph"
-    assert f"graph={early['graph_share']:.0%}" in first["out"]
 
 
 # -----------------------------------------------------------------------------
@@ -299,11 +286,6 @@ class CrowdedOver8(Crowded):
     batch_size = 16
 
 
-def without_memory(*args):
-    with mock.patch.object(graph, "free_memory", lambda device: 0):
-        return take_steps(*args)
-
-
 def through_messages(*args):
     with mock.patch.object(choose, "peer_access", lambda *_: False):
         return take_steps(*args)
@@ -323,8 +305,8 @@ def in_lone_buckets(*args):
     real_plain = train.Step.__call__
     made = []
 
-    def resize(sizer, overflowed, number):
-        return not overflowed and real_resize(sizer, overflowed, number)
+    def resize(sizer, overflowed):
+        return not overflowed and real_resize(sizer, overflowed)
 
     def plain(step, *arguments):
         assert EmulatedStep.latest.graph is None and EmulatedStep.latest.output is None
@@ -370,8 +352,8 @@ def through_peer_copies(world, *args):
         return real_choose(*arguments)._replace(peer_copies=True, single_microbatch=True)
 
     class Listed(buckets.CopyStream):
-        def __init__(self):
-            super().__init__()
+        def __init__(self, device):
+            super().__init__(device)
             copy_streams.append(self)
     buckets.copy_stream.cache_clear()
     with mock.patch.object(choose, "choose", choose_copies), mock.patch.object(buckets, "CopyStream", Listed):
@@ -398,11 +380,6 @@ def test_one_step_of_uneven_routing_keeps_the_graph():
     """Over ep 4 all rows of a step go to one rank, over --ep-slack. That step alone is done again, with the
     bits of the plain step, and the buffers grow."""
     assert assert_same_bits(4, UNEVEN, Crowded) == (*BEFORE, "redone", "graph")
-
-
-def test_where_memory_is_short_the_steps_after_it_go_without_buffers():
-    """And none is lost: step 6 and those after it have the bits of the plain step."""
-    assert assert_same_bits(4, UNEVEN, Crowded, without_memory) == (*BEFORE, "redone", "plain")
 
 
 @pytest.mark.long

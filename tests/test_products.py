@@ -1,52 +1,291 @@
-"""Products by the algorithm that was chosen for their shape (ops/cublas_lt.py, fast/products.py).
+"""Products by cuBLASLt: by the algorithm that was chosen for their shape, and with GELU inside.
 
-cuBLASLt is on NVIDIA's GPUs only, so a stand-in multiplies (test_gelu_mlp.py), and times are given.
+The library exists on NVIDIA's GPUs only. Here a stand-in takes its place, which reads the descriptions of the
+products by the numbers of the library's header, and multiplies what stands at the addresses.
 """
-import json
+import ctypes
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
+import test_layouts as matrix
 import torch
+import torch.nn.functional as F
 from pool import run_ranks
-from test_gelu_mlp import StandIn, matrices, stand_in  # noqa: F401 - a fixture
 
 import train
 from config import Config
 from fast import graph, products
 from fast.choose import Choice
-from ops import backend, cublas_lt
+from model import MLP
+from ops import backend, cublas_lt, gelu_mlp
+from ops.activations import ACTIVATIONS
 from ops.cross_entropy import LinearCrossEntropy
-from ops.cublas_lt import Factor, Shape, product, sum_with_product
-from ops.gelu_mlp import product_gelu, product_gelu_backward
+from ops.cublas_lt import Factor, product, sum_with_product
+from ops.gelu_mlp import GeluMLP, product_gelu, product_gelu_backward
 from parallel import make_mesh
 from runtime.everyone import Everyone
 from runtime.launch import World
 
 CPU = torch.device("cpu")
+HALF = torch.bfloat16
+ON_HOPPER = torch.cuda.is_available() and backend.is_hopper(torch.device("cuda:0"))
+only_on_hopper = pytest.mark.skipif(not ON_HOPPER, reason="the library's kernels are of Hopper GPUs")
+
+# Of cublasLt.h and library_types.h
+TRANSA, TRANSB, EPILOGUE, AUX, AUX_LD = 3, 4, 7, 11, 12
+BF16, COMPUTE_32F = 14, 68
 
 
-@pytest.fixture(autouse=True)
-def alignment_of_a_cpu(monkeypatch):
-    """Let matrices be served that begin where torch puts them in a CPU's memory."""
-    monkeypatch.setattr(cublas_lt, "ALIGNMENT", 64)
+def matrices(dtype=torch.float64, n=24, width=16, hidden=32):
+    """Return x, w1, w2 and a gradient of the result."""
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape):
+        return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+    return random(n, width), random(hidden, width), random(width, hidden), random(n, width)
+
+
+def plain(x, w1, w2):
+    """If this is not what GeluMLP computes: ops/activations.gelu was changed, and ops/gelu_mlp.py was not."""
+    return ACTIVATIONS["gelu"](x @ w1.T) @ w2.T
+
+
+def gradients(f, arguments, grad):
+    """Return f's result and the gradients of its arguments."""
+    leaves = [x.clone().requires_grad_() for x in arguments]
+    y = f(*leaves)
+    return [y, *torch.autograd.grad(y, leaves, grad)]
+
+
+class StandIn:
+    """The functions of cuBLASLt that ops/cublas_lt.py calls, on matrices in a CPU's memory."""
+
+    def __init__(self, proposals=3):
+        self.made = {}  # what exists, by its number
+        self.n_made = 0
+        self.proposals = proposals
+        self.multiplied = 0
+        self.algorithms = []  # which multiplied, the first of the proposals being 0
+        self.preferences = 0  # that exist
+        self.refused = False  # whether each proposal says that it cannot be taken
+
+    def keep(self, reference, thing):
+        self.n_made += 1
+        self.made[self.n_made] = thing
+        reference._obj.value = self.n_made
+        return 0
+
+    def of(self, pointer):
+        return self.made[pointer.value]
+
+    def cublasLtMatmulDescCreate(self, reference, compute, scale):
+        assert (compute, scale) == (COMPUTE_32F, 0)
+        return self.keep(reference, {TRANSA: bytes(4), TRANSB: bytes(4)})
+
+    def cublasLtMatmulDescSetAttribute(self, product, attribute, reference, size):
+        self.of(product)[attribute] = ctypes.string_at(ctypes.addressof(reference._obj), size.value)
+        return 0
+
+    def cublasLtMatrixLayoutCreate(self, reference, kind, rows, cols, between):
+        assert kind == BF16
+        return self.keep(reference, (rows.value, cols.value, between.value))
+
+    def cublasLtMatmulPreferenceCreate(self, reference):
+        self.preferences += 1
+        return self.keep(reference, {})
+
+    def cublasLtMatmulPreferenceSetAttribute(self, preference, attribute, reference, size):
+        assert attribute == 1 and size.value == 8  # the most bytes of workspace, a uint64
+        self.of(preference)["workspace"] = reference._obj.value
+        return 0
+
+    def cublasLtMatmulPreferenceDestroy(self, preference):
+        self.preferences -= 1
+        del self.made[preference.value]
+        return 0
+
+    def cublasLtMatmulAlgoGetHeuristic(self, handle, product, a, b, c, d, preference, wanted, found, count):
+        assert ctypes.sizeof(found[0]) == 96
+        assert self.of(c) == self.of(d)
+        for i in range(self.proposals):
+            found[i].workspace = 16
+            found[i].status = 15 if self.refused else 0  # CUBLAS_STATUS_NOT_SUPPORTED
+            found[i].algorithm[0] = i
+        count._obj.value = min(self.proposals, wanted)
+        return 0 if self.proposals else 15
+
+    @staticmethod
+    def columns(address, layout):
+        """Return a view of the matrix at an address, which is in columns."""
+        rows, cols, between = layout
+        memory = (ctypes.c_char * (2 * between * cols)).from_address(address)
+        return torch.frombuffer(memory, dtype=torch.bfloat16).view(cols, between)[:, :rows].T
+
+    def cublasLtMatmul(self, handle, product, alpha, a, a_layout, b, b_layout, beta, c, c_layout, d, d_layout,
+                       algorithm, workspace, workspace_bytes, stream):
+        assert alpha._obj.value == 1 and workspace_bytes.value == 16
+        self.algorithms.append(algorithm._obj[0])
+        attributes = {k: int.from_bytes(v, "little") for k, v in self.of(product).items()}
+        left = self.columns(a.value, self.of(a_layout)).float()
+        right = self.columns(b.value, self.of(b_layout)).float()
+        z = (left.T if attributes[TRANSA] else left) @ (right.T if attributes[TRANSB] else right)
+        rows, cols, _ = self.of(d_layout)
+        self.multiplied += 1
+        if attributes[EPILOGUE] == 1:  # CUBLASLT_EPILOGUE_DEFAULT
+            added = self.columns(c.value, self.of(c_layout)) if beta._obj.value else 0
+            assert beta._obj.value in (0, 1) and (c.value == d.value) == (not beta._obj.value)
+            self.columns(d.value, self.of(d_layout)).copy_(z + added)
+            return 0
+        assert beta._obj.value == 0
+        aux = self.columns(attributes[AUX], (rows, cols, attributes[AUX_LD]))
+        if attributes[EPILOGUE] == 64 | 128:  # CUBLASLT_EPILOGUE_DGELU
+            result = torch.ops.aten.gelu_backward(z, aux.float(), approximate="tanh")
+        else:
+            assert attributes[EPILOGUE] == 32 | 128  # CUBLASLT_EPILOGUE_GELU_AUX
+            aux.copy_(z)
+            result = F.gelu(z, approximate="tanh")
+        self.columns(d.value, self.of(d_layout)).copy_(result)
+        return 0
+
+
+@pytest.fixture
+def stand_in(monkeypatch):
+    """Let a StandIn take the library's place, for matrices of the CPU."""
+    library = StandIn()
+    monkeypatch.setattr(cublas_lt, "library", lambda: library)
+    monkeypatch.setattr(cublas_lt, "handle", lambda device: None)
+    monkeypatch.setattr(cublas_lt, "DEVICE", "cpu")
+    monkeypatch.setattr(cublas_lt, "ALIGNMENT", 64)  # where torch puts matrices in a CPU's memory
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=0))
+    cublas_lt.forget()
+    yield library
+    cublas_lt.forget()
 
 
 def factors():
     """Return the factors of the three products of y = x w^T: y, and the gradients of x and w."""
-    x, w, _, _ = matrices(torch.bfloat16)  # (24, 16), (32, 16)
+    x, w, _, _ = matrices(HALF)  # (24, 16), (32, 16)
     grad = (x @ w.T).contiguous()
     return {"y": (x, w.T), "grad_x": (grad, w), "grad_w": (grad.T, x)}
 
 
 def choose_proposal(i):
     """Choose the i-th proposal for each Plan."""
-    for plan in cublas_lt.plans.values():
-        plan.choose(plan.proposals[i].name())
+    for shape, plan in cublas_lt.plans.items():
+        cublas_lt.choices[str(shape)] = plan.proposals[i].name()
+        plan.choose()
 
+
+# -----------------------------------------------------------------------------
+# GELU inside products
+
+@pytest.mark.parametrize("across", [False, True])
+def test_result_and_gradients_are_those_of_autograd(across):
+    *arguments, grad = matrices()
+    grad = grad.T.contiguous().T if across else grad
+    assert grad.is_contiguous() != across
+    expected = gradients(plain, arguments, grad)
+    for ours, its in zip(gradients(GeluMLP.apply, arguments, grad), expected, strict=True):
+        torch.testing.assert_close(ours, its, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_models_mlp_gives_the_same_either_way(compiled):
+    cfg = Config(preset="tiny", mlp="gelu", bias=False, n_embd=16, dtype="fp32")
+    mlp = MLP(cfg, make_mesh(World(rank=0, size=1)), 32).double()
+    for p in mlp.parameters():
+        torch.nn.init.normal_(p)
+    assert mlp.products is None  # on a CPU
+    x = torch.randn(24, 16, dtype=torch.float64, requires_grad=True)
+    results = []
+    for in_products in (False, True):
+        mlp.products = gelu_mlp.products if in_products else None
+        f = torch.compile(mlp, fullgraph=True, backend="aot_eager") if compiled else mlp
+        with mock.patch.object(gelu_mlp.cublas_lt, "plan_for", wraps=cublas_lt.plan_for) as asked:
+            y = f(x)
+            results.append([y, *torch.autograd.grad(y.square().sum(), [x, *mlp.parameters()])])
+            assert asked.call_count == (2 if in_products else 0)
+            with torch.no_grad():
+                torch.testing.assert_close(f(x), y)
+            assert asked.call_count == (2 if in_products else 0)  # z would be written for nobody
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
+
+
+def in_products(world, *args):
+    """Run what test_layouts.run does, with GELU in the products of every MLP."""
+    with mock.patch.object(gelu_mlp, "is_possible", lambda cfg, device: True):
+        return matrix.run(world, *args)
+
+
+@pytest.mark.parametrize("n, layout", [
+    (1, {}), (2, {"tp": 2}), (2, {"zero": 3}), (2, {"zero": 3, "recompute": "full"}),
+    (4, {"tp": 2, "pp": 2})])
+def test_layouts_equal_one_rank_with_gelu_in_the_products(monkeypatch, n, layout):
+    base = dict(matrix.GPT2, bias=False, micro_batch=2)
+    batch = 8
+    matrix.reference(base, batch, *matrix.capacity_ranks(base, layout))  # compare() finds it, and makes none
+    monkeypatch.setattr(matrix, "run", in_products)
+    matrix.compare(base, n, batch, **layout)
+
+
+def test_the_library_is_asked_for_what_the_formula_says(stand_in):
+    x, w1, w2, grad = matrices(HALF)
+    hidden, z = gelu_mlp.product_gelu(x, w1)
+    wide_z = x.float() @ w1.float().T
+    torch.testing.assert_close(z, wide_z.bfloat16(), rtol=0.01, atol=0.01)
+    torch.testing.assert_close(hidden, F.gelu(wide_z, approximate="tanh").bfloat16(), rtol=0.01, atol=0.01)
+    grad_z = gelu_mlp.product_gelu_backward(grad, w2, z)
+    expected = torch.ops.aten.gelu_backward(grad.float() @ w2.float(), z.float(), approximate="tanh")
+    torch.testing.assert_close(grad_z, expected.bfloat16(), rtol=0.01, atol=0.01)
+    assert stand_in.algorithms == [0, 0] and stand_in.preferences == 0  # the first proposals
+
+
+def zeros(*shape, dtype=HALF):
+    return torch.zeros(shape, dtype=dtype)
+
+
+@pytest.mark.parametrize("why", ["no library", "no proposal", "one proposal", "refused", "address"])
+def test_torch_multiplies_where_the_library_has_no_fast_way(stand_in, why, monkeypatch):
+    x, w1, *_ = matrices(HALF)
+    stand_in.proposals = {"no proposal": 0, "one proposal": 1}.get(why, 3)
+    stand_in.refused = why == "refused"
+    if why == "address":
+        w1 = torch.cat([w1.flatten()[:8], w1.flatten()])[8:].view_as(w1)
+        assert w1.data_ptr() % 64
+    if why == "no library":
+        monkeypatch.setattr(cublas_lt, "library", lambda: None)
+    hidden, z = product_gelu(x, w1)
+    assert stand_in.multiplied == 0
+    torch.testing.assert_close(z, x @ w1.T)
+    torch.testing.assert_close(hidden, F.gelu(z, approximate="tanh"))
+
+
+GOOD = dict(preset="tiny", mlp="gelu", dtype="bf16", bias=False)
+
+
+@pytest.mark.parametrize("flags, answer", [
+    ({}, True), ({"dtype": "fp16"}, False), ({"recompute": "full"}, True), ({"dtype": "fp32"}, False),
+    ({"mlp": "swiglu"}, False), ({"bias": True}, False), ({"mlp": "geglu"}, False), ({"lora": 4}, False),
+    ({"fp8": True}, False),
+    ({"recompute": "selective"}, False)])
+def test_which_runs_take_it(monkeypatch, flags, answer):
+    monkeypatch.setattr(backend, "is_hopper", lambda device: device.type == "cuda")
+    monkeypatch.setattr(cublas_lt, "library", StandIn)
+    cfg = Config(**{**GOOD, **flags})
+    assert gelu_mlp.is_possible(cfg, torch.device("cuda")) == answer
+    assert not gelu_mlp.is_possible(cfg, torch.device("cpu"))
+    monkeypatch.setattr(cublas_lt, "library", lambda: None)
+    assert not gelu_mlp.is_possible(cfg, torch.device("cuda"))
+
+
+# -----------------------------------------------------------------------------
+# Products by a chosen algorithm
 
 @pytest.mark.parametrize("which", ["y", "grad_x", "grad_w"])
 @pytest.mark.parametrize("adds", [False, True])
-def test_the_chosen_proposal_multiplies(stand_in, which, adds):  # noqa: F811
+def test_the_chosen_proposal_multiplies(stand_in, which, adds):
     a, b = factors()[which]
     summand = torch.ones(a.size(0), b.size(1), dtype=torch.bfloat16)
 
@@ -62,7 +301,7 @@ def test_the_chosen_proposal_multiplies(stand_in, which, adds):  # noqa: F811
     assert torch.equal(summand, torch.ones_like(summand))
 
 
-def test_rows_of_a_wider_matrix(stand_in):  # noqa: F811
+def test_rows_of_a_wider_matrix(stand_in):
     wide = torch.randn(24, 128, dtype=torch.bfloat16)
     a = wide[:, :16]
     b = torch.randn(16, 32, dtype=torch.bfloat16)
@@ -78,18 +317,6 @@ def test_rows_of_a_wider_matrix(stand_in):  # noqa: F811
     assert other.a == Factor(by_column=True, stride=128) and other.b == Factor(by_column=False, stride=128)
 
 
-def test_the_library_gets_back_what_it_made(stand_in):  # noqa: F811
-    for factor in factors().values():
-        product(*factor)
-    assert len(stand_in.made) == 3 * 4  # for each Plan one of the product, and three of matrices
-    cublas_lt.forget()
-    assert stand_in.made == {}
-
-
-def zeros(*shape):
-    return torch.zeros(shape, dtype=torch.bfloat16)
-
-
 @pytest.mark.parametrize("a, b, summand", [
     (zeros(8, 12), zeros(12, 8), None), (zeros(16, 12).T, zeros(16, 8), None),
     (zeros(8, 16), zeros(16, 12), None), (zeros(0, 16), zeros(16, 8), None),
@@ -97,7 +324,7 @@ def zeros(*shape):
     (zeros(8, 20)[:, :16], zeros(16, 8), None), (zeros(8, 32)[:, 1:17], zeros(16, 8), None),
     (zeros(8, 16).half(), zeros(16, 8).half(), None),
     (zeros(8, 16), zeros(16, 8), zeros(8, 8).T), (zeros(16, 16), zeros(16, 8), zeros(1, 8))])
-def test_torch_multiplies_what_the_library_cannot_read(stand_in, a, b, summand):  # noqa: F811
+def test_torch_multiplies_what_the_library_cannot_read(stand_in, a, b, summand):
     if summand is None:
         assert torch.equal(product(a, b), a @ b)
     else:
@@ -105,7 +332,7 @@ def test_torch_multiplies_what_the_library_cannot_read(stand_in, a, b, summand):
     assert cublas_lt.plans == {}
 
 
-def test_the_head_multiplies_by_what_was_chosen(stand_in):  # noqa: F811
+def test_the_head_multiplies_by_what_was_chosen(stand_in):
     generator = torch.Generator().manual_seed(0)
     x, w = (torch.randn(n, 16, generator=generator).bfloat16().requires_grad_() for n in (24, 64))
     target = torch.arange(24)
@@ -124,10 +351,12 @@ def test_the_head_multiplies_by_what_was_chosen(stand_in):  # noqa: F811
 
 
 def test_torch_knows_the_operations():
-    a, b, summand = torch.randn(8, 16), torch.randn(16, 8), torch.randn(8, 8)
-    tests = "test_schema", "test_faketensor"
-    torch.library.opcheck(torch.ops.nanoshard.product.default, (a, b), test_utils=tests)
-    torch.library.opcheck(torch.ops.nanoshard.sum_with_product.default, (summand, a, b), test_utils=tests)
+    x, w1, w2, grad = matrices(torch.float32)
+    inputs = {"product": (x, w1.T), "sum_with_product": (x @ w1.T, x, w1.T), "product_gelu": (x, w1),
+              "product_gelu_backward": (grad, w2, x @ w1.T)}
+    for name, arguments in inputs.items():
+        operation = getattr(torch.ops.nanoshard, name).default
+        torch.library.opcheck(operation, arguments, test_utils=("test_schema", "test_faketensor"))
 
 
 # -----------------------------------------------------------------------------
@@ -180,7 +409,7 @@ def test_compiled_blocks_ask_for_their_products(compiler, on):
     assert sorted(asked) == (sorted(forward + backward) if on else [])
 
 
-def test_a_compiled_block_with_chosen_products_has_the_gradients_of_eager(stand_in, compiler):  # noqa: F811
+def test_a_compiled_block_with_chosen_products_has_the_gradients_of_eager(stand_in, compiler):
     torch.manual_seed(0)
     block = Residual().bfloat16()
     x = torch.randn(24, 16, dtype=torch.bfloat16, requires_grad=True)
@@ -203,26 +432,6 @@ def test_a_compiled_block_with_chosen_products_has_the_gradients_of_eager(stand_
         assert error < 0.01
 
 
-def test_a_pass_of_others_is_left(compiler):
-    compiler.post_grad_custom_post_pass = "theirs"
-    for on in (True, False):
-        products.compile_products(on)
-        assert compiler.post_grad_custom_post_pass == "theirs"
-
-
-def test_what_was_compiled_otherwise_is_compiled_again(compiler):
-    x = torch.randn(24, 16, dtype=torch.bfloat16)
-    counts = []
-    for on in (False, True, True, False):
-        products.compile_products(on)
-        block = Residual().bfloat16()
-        block.compile()
-        with mock.patch.object(cublas_lt, "plan_for", return_value=None) as asked, torch.no_grad():
-            block(x)
-        counts.append(asked.call_count)
-    assert counts == [0, 2, 2, 0]
-
-
 @pytest.mark.parametrize("what", ["fp32", "beta", "bias"])
 def test_torch_keeps_other_products_of_a_compiled_block(compiler, what):
     dtype = torch.float32 if what == "fp32" else torch.bfloat16
@@ -240,119 +449,9 @@ def test_torch_keeps_other_products_of_a_compiled_block(compiler, what):
 # -----------------------------------------------------------------------------
 # Which algorithm is chosen
 
-class Timed:
-    """Stands for products.Candidate: each proposal takes the time of its number in a table.
-
-    tables: times by round of turns: the first rounds' and the last ones'.
-    """
-    first, last = {}, {}
-
-    def __init__(self, plan):
-        self.proposal = plan.chosen
-        self.number = None if plan.chosen is None else plan.chosen.algorithm[0]
-        self.runs = 0
-
-    def milliseconds(self):
-        table = Timed.last if self.runs > products.FIRST_ROUNDS else Timed.first
-        return table[self.number]
-
-    def run(self):
-        self.runs += 1
-
-
-def time_as(monkeypatch, first, last):
-    """Let torch's way (None) and the proposals 0, 1, 2 take these times, at first and in the last rounds."""
-    Timed.first, Timed.last = first, last
-    made = []
-
-    def make(plan):
-        candidates = []
-        for proposal in (None, *plan.proposals):
-            plan.chosen = proposal
-            candidates.append(Timed(plan))
-        made.append(candidates)
-        return candidates
-
-    def take_turns(candidates, rounds):
-        for candidate in candidates:
-            for _ in range(rounds):
-                candidate.run()
-    monkeypatch.setattr(products, "make_candidates", make)
-    monkeypatch.setattr(products, "take_turns", take_turns)
-    monkeypatch.setattr(products, "Candidate", Timed)
-    monkeypatch.setattr(products, "device_name", lambda device: "a GPU")
-    monkeypatch.setattr(cublas_lt, "version", lambda: 130100)
-    return made
-
-
-@pytest.mark.parametrize("first, last, expected", [
-    ({None: 4, 0: 3, 1: 2, 2: 5}, {None: 4, 0: 3, 1: 2, 2: 5}, 1),
-    ({None: 4, 0: 3, 1: 2, 2: 5}, {None: 4, 0: 1, 1: 2, 2: 5}, 0),  # the last rounds count
-    ({None: 4, 0: 4.5, 1: 5, 2: 5}, {None: 4, 0: 4.5, 1: 5, 2: 5}, None),
-    ({None: 4, 0: 3.97, 1: 5, 2: 5}, {None: 4, 0: 3.97, 1: 5, 2: 5}, None),  # by less than one part in 100
-    ({None: 1, 0: 3, 1: 2, 2: 5}, {None: 4, 0: 3, 1: 2, 2: 5}, 1)])
-def test_the_fastest_is_chosen(stand_in, monkeypatch, first, last, expected):  # noqa: F811
-    time_as(monkeypatch, first, last)
-    product(*factors()["y"])
-    [plan] = cublas_lt.plans.values()
-    name = products.fastest(plan)
-    assert name == ("" if expected is None else plan.proposals[expected].name())
-    assert plan.chosen is None  # so far
-
-
-def test_nothing_is_chosen_where_torchs_way_was_refused(stand_in, monkeypatch):  # noqa: F811
-    time_as(monkeypatch, TIMES, TIMES)
-    make = products.make_candidates
-    product(*factors()["y"])
-    [plan] = cublas_lt.plans.values()
-    for first in (1, 4):  # the proposals alone; not even one
-        monkeypatch.setattr(products, "make_candidates", lambda plan, first=first: make(plan)[first:])
-        assert products.fastest(plan) == ""
-
-
-def test_all_but_torch_and_the_finalists_drop_out(stand_in, monkeypatch):  # noqa: F811
-    stand_in.proposals = 6
-    times = {None: 9, 0: 1, 1: 8, 2: 2, 3: 7, 4: 3, 5: 6}
-    made = time_as(monkeypatch, times, times)
-    product(*factors()["y"])
-    products.fastest(*cublas_lt.plans.values())
-    most = products.FIRST_ROUNDS + products.LAST_ROUNDS
-    assert {candidate.number: candidate.runs for candidate in made[0]} == {
-        None: most, 0: most, 1: 2, 2: most, 3: 2, 4: most, 5: 2}
-
-
-@pytest.mark.parametrize("why", ["before", "while"])
-def test_without_memory_nothing_is_decided(stand_in, monkeypatch, tmp_path, why):  # noqa: F811
-    time_as(monkeypatch, TIMES, TIMES)
-    x, w1, _, _ = matrices(torch.bfloat16)
-    fast_products = make_products(tmp_path)
-    product(x, w1.T)
-    product_gelu(x, w1)
-    plain, gelu = cublas_lt.plans.values()
-    needed = products.bytes_needed(plain.shape)
-    assert needed == products.bytes_needed(gelu.shape)
-    make = products.make_candidates
-
-    def make_all_but_one(plan):
-        plan.chosen = plan.proposals[2]
-        raise torch.OutOfMemoryError
-    monkeypatch.setattr(products, "free_memory", lambda device: needed - (why == "before"))
-    monkeypatch.setattr(products, "make_candidates", make_all_but_one)
-    fast_products.choose()
-    assert cublas_lt.choices == {} and not list(tmp_path.iterdir())
-    assert plain.chosen is None and gelu.chosen is gelu.proposals[0]
-
-    monkeypatch.setattr(products, "free_memory", lambda device: needed)
-    monkeypatch.setattr(products, "make_candidates", make)
-    fast_products.choose()
-    assert [plan.chosen.algorithm[0] for plan in (plain, gelu)] == [1, 1]
-
-
 class Capture:
-    """Stands for torch.cuda.CUDAGraph: it counts the calls that are captured."""
-
-    def __init__(self, library):
-        self.library = library
+    """Stands for torch.cuda.CUDAGraph: it keeps which algorithms were called while it captures."""
+    library = None
 
     def capture_begin(self, pool):
         assert pool == "pool"
@@ -361,93 +460,50 @@ class Capture:
     def capture_end(self):
         self.calls = self.library.algorithms[self.before:]
 
-    def replay(self):
-        self.library.replayed.append(self.calls)
 
-
-class Event:
-    """Stands for torch.cuda.Event: the time between two is the number of replays until the second.
-
-    It is known when the second has been waited for.
-    """
-
-    def __init__(self, enable_timing):
-        assert enable_timing
-        self.at = self.known = None
-
-    def record(self):
-        self.at = len(Event.library.replayed)
-
-    def synchronize(self):
-        self.known = self.at
-
-    def elapsed_time(self, end):
-        assert end.known == self.at + 1
-        return end.known
+@pytest.fixture
+def captures(stand_in, monkeypatch):
+    """Let candidates be captured on a CPU."""
+    monkeypatch.setattr(Capture, "library", stand_in)
+    for name, value in {"CUDAGraph": Capture, "stream": mock.MagicMock(), "empty_cache": lambda: None,
+                        "graph_pool_handle": lambda: "pool"}.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(products, "side_stream", mock.MagicMock())
 
 
 @pytest.mark.parametrize("times, calls", [(0.5, 1), (3.5, 3), (9.5, 5)])
-def test_the_candidates_are_captured_and_timed_in_turn(stand_in, monkeypatch, times, calls):  # noqa: F811
-    """FLOPS: `times` those of the product. 5 calls are the most."""
+def test_the_candidates_are_captured(captures, stand_in, monkeypatch, times, calls):
+    """FLOPS: `times` those of the product. 5 calls are the most. The library refuses the second proposal."""
     product(*factors()["y"])
     [plan] = cublas_lt.plans.values()
     multiply = stand_in.cublasLtMatmul
-
-    def refuse_the_second(*args):
-        return 15 if args[12]._obj[0] == 1 else multiply(*args)
-    stand_in.cublasLtMatmul = refuse_the_second
-    stand_in.replayed = []
-    Event.library = stand_in
+    stand_in.cublasLtMatmul = lambda *args: 15 if args[12]._obj[0] == 1 else multiply(*args)
     monkeypatch.setattr(products, "FLOPS", times * 2 * 24 * 16 * 32)
     monkeypatch.setattr(products, "MOST_CALLS", 5)
-    for name, value in {"CUDAGraph": lambda: Capture(stand_in), "Event": Event, "stream": mock.MagicMock(),
-                        "graph_pool_handle": lambda: "pool"}.items():
-        monkeypatch.setattr(torch.cuda, name, value)
-    stream = mock.MagicMock()
-    monkeypatch.setattr(products, "side_stream", lambda device: stream)
     candidates = products.make_candidates(plan)
-    names = [None, plan.proposals[0].name(), plan.proposals[2].name()]
-    assert [candidate.proposal and candidate.proposal.name() for candidate in candidates] == names
-    stream.wait_stream.assert_called_once()  # for the matrices
-    assert stream.synchronize.call_count == len(candidates)
-    products.take_turns(candidates, 1)
-    products.take_turns(candidates, 3)
-    assert stand_in.replayed == [[], [0] * calls, [2] * calls] * 4
-    assert [candidate.milliseconds() for candidate in candidates] == [7, 8, 9]  # the first turn is forgotten
+    first, _, third = (proposal.name() for proposal in plan.proposals)
+    assert {name: graph.calls for name, graph in candidates.items()} == {
+        None: [], first: [0] * calls, third: [2] * calls}
+    assert plan.chosen is None  # so far
 
 
-def test_a_capture_ends_and_want_of_memory_is_told(stand_in, monkeypatch):  # noqa: F811
-    ended = []
-    monkeypatch.setattr(Capture, "capture_end", lambda capture: ended.append(capture))
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: Capture(stand_in))
+@pytest.mark.parametrize("times, expected", [
+    ({None: 4, 0: 3, 1: 2, 2: 5}, 1), ({None: 4, 0: 4.5, 1: 5, 2: 5}, None),
+    ({None: 4, 0: 3.97, 1: 5, 2: 5}, None),  # by less than one part in 100
+    ({0: 3, 1: 2, 2: 5}, None), ({None: 4}, None)])  # torch's way was refused, or all others were
+def test_the_fastest_is_chosen(stand_in, monkeypatch, times, expected):
     product(*factors()["y"])
     [plan] = cublas_lt.plans.values()
-
-    def call():
-        raise torch.OutOfMemoryError
-    with pytest.raises(torch.OutOfMemoryError):
-        products.Candidate(plan, call, "pool")
-    assert len(ended) == 1
-    for place, name in ((products, "side_stream"), (torch.cuda, "stream"), (torch.cuda, "graph_pool_handle")):
-        monkeypatch.setattr(place, name, mock.MagicMock())
-    monkeypatch.setattr(products, "example", lambda shape: call)
-    with pytest.raises(torch.OutOfMemoryError):
-        products.make_candidates(plan)
-
-
-def test_the_memory_that_measuring_needs():
-    """The factors, and five matrices of the result's size, in numbers of two bytes, and twice a workspace."""
-    a = Factor(by_column=False, stride=40)
-    b = Factor(by_column=True, stride=56)
-    shape = Shape(16, 24, 8, a, b, cublas_lt.PRODUCT_ONLY, False, CPU)
-    numbers = 16 * 40 + 8 * 56 + 5 * 16 * 8
-    assert products.bytes_needed(shape) == 2 * numbers + 2 * 32 * 2**20
+    names = {None: None, **{i: proposal.name() for i, proposal in enumerate(plan.proposals)}}
+    monkeypatch.setattr(products, "make_candidates", lambda plan: {names[i]: ms for i, ms in times.items()})
+    monkeypatch.setattr(products, "milliseconds", lambda graph: graph)
+    assert products.fastest(plan) == ("" if expected is None else names[expected])
 
 
 @pytest.mark.parametrize("operation", ["product", "sum", "gelu", "gelu backward", "grad_w", "rows of a wider",
                                        "columns of a wider"])
-def test_an_example_has_the_shape(stand_in, operation):  # noqa: F811
-    x, w1, w2, grad = matrices(torch.bfloat16)
+def test_an_example_has_the_shape(stand_in, operation):
+    x, w1, w2, grad = matrices(HALF)
     _, z = product_gelu(x, w1)
     wide = zeros(24, 128)
     cublas_lt.forget()
@@ -458,108 +514,35 @@ def test_an_example_has_the_shape(stand_in, operation):  # noqa: F811
      "columns of a wider": lambda: product(wide[:, 32:].T, x)}[operation]()
     [shape] = cublas_lt.plans
     state = torch.get_rng_state()
-    products.example(shape)()
+    products.example(shape, CPU)()
     assert list(cublas_lt.plans) == [shape]
     assert torch.equal(torch.get_rng_state(), state)
 
 
-TIMES = {None: 4, 0: 3, 1: 2, 2: 5}
-
-
-def make_products(folder, everyone=None):
-    return products.FastProducts(everyone or Everyone(), CPU, folder)
-
-
-def test_the_runs_folder_keeps_the_choices(stand_in, monkeypatch, tmp_path):  # noqa: F811
-    time_as(monkeypatch, TIMES, TIMES)
-    fast_products = make_products(tmp_path)
-    for factor in factors().values():
-        product(*factor)
-    with mock.patch.object(torch.cuda, "empty_cache") as emptied:
-        fast_products.choose()
-    assert emptied.call_count == 3  # after each product: the next one would have less memory
-    assert stand_in.algorithms == [] and cublas_lt.settings.measured
-    assert [plan.chosen.algorithm[0] for plan in cublas_lt.plans.values()] == [1, 1, 1]
-    kept = json.loads((tmp_path / "products.json").read_text())
-    assert list(kept["products"]) == [
-        "24 x 16 x 32, rows 16, columns 16, only", "24 x 32 x 16, rows 32, rows 16, only",
-        "32 x 24 x 16, columns 32, rows 16, only"]
-    assert list(tmp_path.iterdir()) == [tmp_path / "products.json"]
-
-    # A resumed run measures nothing, and multiplies in the same way from its first step on.
-    cublas_lt.forget()
-    monkeypatch.setattr(products, "fastest", None)
-    resumed = make_products(tmp_path)
-    for factor in factors().values():
-        product(*factor)
-    assert stand_in.algorithms == [1, 1, 1]
-    resumed.choose()
-
-
-@pytest.mark.parametrize("text", [
-    "", "[]", "{", "7", '{"gpu": "another GPU", "cublaslt": 130100, "products": {"a": "b"}}',
-    '{"gpu": "a GPU", "cublaslt": 130200, "products": {"a": "b"}}', '{"gpu": "a GPU", "cublaslt": 130100}',
-    '{"gpu": "a GPU", "cublaslt": 130100, "products": ["a"]}'])
-def test_a_file_of_another_machine_is_not_taken(stand_in, monkeypatch, tmp_path, text):  # noqa: F811
-    time_as(monkeypatch, TIMES, TIMES)
-    (tmp_path / "products.json").write_text(text)
-    fast_products = make_products(tmp_path)
-    assert cublas_lt.choices == {}
-    product(*factors()["y"])
-    fast_products.choose()
-    assert list(json.loads((tmp_path / "products.json").read_text())["products"]) == list(cublas_lt.choices)
-
-
-def test_a_name_that_the_library_does_not_propose_is_not_run(stand_in, monkeypatch, tmp_path):  # noqa: F811
-    time_as(monkeypatch, TIMES, TIMES)
-    words = "24 x 16 x 32, rows 16, columns 16, only"
-    kept = {"gpu": "a GPU", "cublaslt": 130100, "products": {words: "ff" * 64}}
-    (tmp_path / "products.json").write_text(json.dumps(kept))
-    make_products(tmp_path)
-    a, b = factors()["y"]
-    assert torch.equal(product(a, b), a @ b) and stand_in.algorithms == []
-
-
-def test_a_folder_that_cannot_be_written(stand_in, monkeypatch, tmp_path):  # noqa: F811
-    time_as(monkeypatch, TIMES, TIMES)
-    for folder in (tmp_path / "gone", None):
-        fast_products = make_products(folder)
-        product(*factors()["y"])
-        fast_products.choose()
-        assert len(cublas_lt.choices) == 1
-        cublas_lt.forget()
-
-
-def choose_on(world, folder):
+def choose_on(world):
     """Let each rank measure other times, and one product more than the rank before it."""
     library = StandIn()
-    patches = {"library": lambda: library, "handle": lambda device: None, "DEVICE": "cpu",
-               "version": lambda: 1, "ALIGNMENT": 64}
+    patches = {"library": lambda: library, "handle": lambda device: None, "DEVICE": "cpu", "ALIGNMENT": 64}
     with mock.patch.multiple(cublas_lt, **patches), \
             mock.patch.object(products, "fastest", lambda plan: plan.proposals[world.rank].name()):
-        fast_products = make_products(folder, world.everyone)
         for factor in list(factors().values())[:world.rank + 1]:
             product(*factor)
-        fast_products.choose()
-        chosen = {shape.words(): plan.chosen.algorithm[0] for shape, plan in cublas_lt.plans.items()}
-        assert cublas_lt.choices.keys() >= chosen.keys()
+        products.choose_products(world.everyone)
+        chosen = {str(shape): plan.chosen.algorithm[0] for shape, plan in cublas_lt.plans.items()}
         all_choices = dict(cublas_lt.choices)
         cublas_lt.forget()
     return chosen, all_choices
 
 
-def test_all_ranks_take_the_choice_of_the_lowest(tmp_path):
-    results = run_ranks(3, choose_on, tmp_path)
-    words = list(results[2][0])
+def test_all_ranks_take_the_choice_of_the_lowest():
+    results = run_ranks(3, choose_on)
     assert [list(chosen.values()) for chosen, _ in results] == [[0], [0, 1], [0, 1, 2]]
-    assert all(choices == results[0][1] and choices.keys() == set(words) for _, choices in results)
-    assert json.loads((tmp_path / "products.json").read_text())["products"] == results[0][1]
+    assert all(choices == results[0][1] and list(choices) == list(results[2][0]) for _, choices in results)
 
 
 @pytest.mark.parametrize("flags, answer", [
-    ({}, True), ({"dtype": "fp16"}, False), ({"dtype": "fp32"}, False),
-    ({"deterministic": True}, False)])
-def test_which_runs_measure(stand_in, monkeypatch, flags, answer):  # noqa: F811
+    ({}, True), ({"dtype": "fp16"}, False), ({"dtype": "fp32"}, False), ({"deterministic": True}, False)])
+def test_which_runs_measure(stand_in, monkeypatch, flags, answer):
     monkeypatch.setattr(backend, "is_hopper", lambda device: device.type == "cuda")
     cfg = Config(**{"preset": "tiny", "dtype": "bf16", **flags})
     assert products.is_possible(cfg, torch.device("cuda:0")) == answer
@@ -569,96 +552,71 @@ def test_which_runs_measure(stand_in, monkeypatch, flags, answer):  # noqa: F811
     assert not products.is_possible(cfg, torch.device("cuda:0"))
 
 
-@pytest.mark.parametrize("is_graph, is_measured", [(True, True), (True, False), (False, True)])
-def test_a_step_measures_once_before_it_is_captured(monkeypatch, is_graph, is_measured):
-    called = []
-
-    class Counted:
-        def __init__(self, everyone, device, folder):
-            called.append(folder)
-
-        def choose(self):
-            called.append("choose")
-    monkeypatch.setattr(graph, "FastProducts", Counted)
-    monkeypatch.setattr(graph, "compile_products", called.append)
-    monkeypatch.setattr(graph, "compile_blocks", lambda model: None)
-    cublas_lt.choices["of an earlier run"] = ""
-    cublas_lt.settings.measured = True
-    cfg = Config(preset="tiny", dtype="fp32", compile=True)
-    mesh = make_mesh(World())
-    choice = Choice(graph=is_graph, symm_mem=False, peer_copies=False, single_microbatch=False,
-                    measured=is_measured)
-    parts = train.build(cfg, mesh, 64, CPU, choice=choice)
-    step = graph.make_step(train.Step(cfg, *parts), choice, "folder")
-    on = is_graph and is_measured
-    assert called == (["folder", True] if on else [False]) and cublas_lt.choices == {}
-    assert not cublas_lt.settings.measured  # A FastProducts would change that.
-    if is_graph:
-        EmulatedCapture(step, called).run()
-        measured = ["choose", "emptied"] if on else []
-        assert called[-2 - len(measured):] == ["emptied", *measured, "captured"]
-
-
 def step_of(world):
     """Return whether this rank's step measures, where only rank 0 could."""
     cfg = Config(preset="tiny", dtype="fp32")
     choice = Choice(graph=True, symm_mem=False, peer_copies=False, single_microbatch=False,
                     measured=world.rank == 0)
-    mesh = make_mesh(world)
-    parts = train.build(cfg, mesh, 64, CPU, choice=choice)
-    return graph.make_step(train.Step(cfg, *parts), choice).products is not None
+    parts = train.build(cfg, make_mesh(world), 64, CPU, choice=choice)
+    graph.make_step(train.Step(cfg, *parts), choice)
+    return cublas_lt.settings.measured
 
 
 def test_all_ranks_measure_or_none():
+    assert run_ranks(1, step_of) == [True]
     assert run_ranks(2, step_of) == [False, False]
 
 
-class EmulatedCapture:
-    """The beginning of GraphedStep.capture on a CPU, up to the capture itself."""
+# -----------------------------------------------------------------------------
+# The library itself
 
-    def __init__(self, step, called):
-        self.step = step
-        self.called = called
-
-    def run(self):
-        class Captured(Exception):
-            pass
-
-        def graph_begins():
-            self.called.append("captured")
-            raise Captured
-        nothing = mock.MagicMock()
-        with mock.patch.object(torch.cuda, "synchronize", nothing), \
-                mock.patch.object(torch.cuda, "empty_cache", lambda: self.called.append("emptied")), \
-                mock.patch.object(torch.cuda, "CUDAGraph", graph_begins), pytest.raises(Captured):
-            self.step.capture([], 0, None)
+def test_only_a_library_that_torch_has_loaded_is_taken(monkeypatch):
+    for names, is_found in ((("libtorch_cpu.so",), True), (("libnot_here.so",), False)):
+        monkeypatch.setattr(cublas_lt, "NAMES", names)
+        cublas_lt.library.cache_clear()
+        assert (cublas_lt.library() is not None) == is_found
+    cublas_lt.library.cache_clear()
 
 
-@pytest.mark.skipif(not torch.cuda.is_available() or not backend.is_hopper(torch.device("cuda:0")),
-                    reason="the library's kernels are of NVIDIA's Hopper GPUs")
+def test_a_failure_of_the_library_is_told(stand_in):
+    stand_in.cublasLtMatmul = lambda *args: 13
+    x, w1, *_ = matrices(HALF)
+    with pytest.raises(RuntimeError, match="cuBLASLt: Matmul returned 13"):
+        gelu_mlp.product_gelu(x, w1)
+
+
+@only_on_hopper
+@pytest.mark.parametrize("shape, calls", [
+    ((4096, 768, 3072), {2}), ((2048, 384, 1536), {2}), ((1024, 1024, 4096), {1, 2}),
+    ((1, 768, 3072), {0, 1, 2}), ((64, 96, 100), {0})])
+def test_the_library_on_a_gpu(shape, calls):
+    *arguments, grad = matrices(HALF, *shape)
+    arguments = [x.cuda() / x.size(1)**0.5 for x in arguments]
+    multiply = cublas_lt.Plan.multiply
+    with mock.patch.object(cublas_lt.Plan, "multiply", autospec=True, side_effect=multiply) as called:
+        ours = gradients(GeluMLP.apply, arguments, grad.cuda())
+    assert called.call_count in calls
+    wide = [x.double() for x in arguments]
+    for one, other in zip(ours, gradients(plain, wide, grad.cuda().double()), strict=True):
+        error = (one.double() - other).norm() / other.norm()
+        assert error < 6e-3
+
+
+@only_on_hopper
 @pytest.mark.parametrize("n, n_in, n_out", [(8192, 768, 2304), (4096, 512, 1536), (2048, 2048, 8192)])
-def test_measured_on_a_gpu(tmp_path, n, n_in, n_out):
-    device = torch.device("cuda:0")
-    x, w, grad, summand = (torch.randn(shape, dtype=torch.bfloat16, device=device)
+def test_measured_on_a_gpu(n, n_in, n_out):
+    x, w, grad, summand = (torch.randn(shape, dtype=HALF, device="cuda:0")
                            for shape in ((n, n_in), (n_out, n_in), (n, n_out), (n, n_out)))
 
     def compute():
         return product(x, w.T), product(grad, w), product(grad.T, x), sum_with_product(summand, x, w.T)
     cublas_lt.forget()
-    fast_products = products.FastProducts(Everyone(), device, tmp_path)
     compute()
-    assert len(cublas_lt.plans) == 4
-    fast_products.choose()
-    chosen = {shape.words(): plan.chosen for shape, plan in cublas_lt.plans.items()}
-    kept = json.loads((tmp_path / "products.json").read_text())["products"]
-    assert kept == {words: plan.name() if plan else "" for words, plan in chosen.items()}
-    before = compute()
+    products.choose_products(Everyone())
+    chosen = {str(shape): plan.chosen for shape, plan in cublas_lt.plans.items()}
+    assert len(chosen) == 4
+    assert cublas_lt.choices == {name: plan.name() if plan else "" for name, plan in chosen.items()}
     wide = x.double() @ w.double().T, grad.double() @ w.double(), grad.double().T @ x.double()
-    for one, other in zip(before, (*wide, summand.double() + wide[0]), strict=True):
+    for one, other in zip(compute(), (*wide, summand.double() + wide[0]), strict=True):
         assert (one.double() - other).norm() / other.norm() < 3e-3
-
-    cublas_lt.forget()
-    products.FastProducts(Everyone(), device, tmp_path)
-    assert all(torch.equal(one, other) for one, other in zip(compute(), before, strict=True))
-    assert chosen.keys() == {shape.words() for shape in cublas_lt.plans}
     cublas_lt.forget()
