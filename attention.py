@@ -67,7 +67,7 @@ def attend(q, k, v, cfg, window=0, places=None, *, flex=None, flash=None, dropou
             return flex(q, k, v, window, places)
         windows = window or n_keys
         if places is not None:  # as far back as the document goes
-            windows = places.clamp(max=windows)[:, None, :, None]  # (B, 1, queries, 1)
+            windows = places.clamp(1, windows)[:, None, :, None]  # (B, 1, queries, 1)
         keys = torch.arange(n_keys, device=q.device)
         queries = keys[n_keys - n_queries:].unsqueeze(1)
         mask = (keys <= queries) & (keys > queries - windows)

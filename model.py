@@ -101,7 +101,7 @@ class Block(nn.Module):
         """(n, C) -> (n, C) and this rank's part of the router loss: (), or None without experts."""
         if self.moe is None:
             return self.maybe_recompute(self.compute, x, t, cos, sin, cache, places)
-        return self.compute(x, t, cos, sin, cache, places)  # routes once: see MoE.before_experts
+        return self.compute(x, t, cos, sin, cache, places)  # routes once: see MoE.route
 
     def compute(self, x, t, cos, sin, cache, places):  # as forward
         if self.moe is None:
@@ -110,10 +110,8 @@ class Block(nn.Module):
             router_loss = None
         else:
             x, y = self.maybe_recompute(self.attention_half, x, t, cos, sin, cache, places)
-            gates, expert_ids, router_loss, shared = self.moe.before_experts(y)
+            gates, expert_ids, router_loss = self.moe.route(y, places)
             y = self.moe(y, gates, expert_ids)  # (n, C)
-            if shared is not None:
-                y = y + shared
         if self.cfg.norm_place == "after":
             y = self.norm2(y)
         elif self.cfg.norm_place == "both":
@@ -237,8 +235,8 @@ class GPT(nn.Module):
         """Return the output of a chunk of this rank's blocks, and its part of the router loss.
 
         tokens (B, t) int64; targets (B, t); places (B, t): the place of each token in its
-        document, from 1, or None where a token sees all that is before it; hidden (n, C): the
-        output of the previous stage; cache: a Cache, for generation.
+        document, from 1, or 0 for padding; None where a token sees all that is before it; hidden
+        (n, C): the output of the previous stage; cache: a Cache, for generation.
         The output is hidden (n, C) on every stage except the last. On the last stage it is the
         logits (B*t, local_vocab) or, with targets, the sum of their cross-entropy in nats, ().
         """

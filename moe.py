@@ -58,16 +58,11 @@ class MoE(nn.Module):
         # balance loss, z loss and the entropy of the router's probabilities, in nats
         self.stats = torch.zeros(self.E + 3, dtype=torch.float64)
 
-    def before_experts(self, x):
-        """Return what route() does, and the shared MLP's output, (n, C) or None."""
-        # Block calls this before forward: a recomputed routing could round to other experts.
-        gates, expert_ids, router_loss = self.route(x)
+    def forward(self, x, gates, expert_ids):  # (n, C) -> (n, C)
         shared = None if self.shared is None else self.maybe_recompute(self.shared, x)
-        return gates, expert_ids, router_loss, shared
-
-    def forward(self, x, gates, expert_ids):  # (n, C) -> (n, C), without the shared MLP's output
         plan = self.dispatcher.plan(expert_ids, gates)
-        return self.maybe_recompute(self.experts, x, gates, plan)
+        y = self.maybe_recompute(self.experts, x, gates, plan)
+        return y if shared is None else y + shared
 
     def maybe_recompute(self, f, *args):
         """Return f(*args). Under --recompute full, backward calls f again."""
@@ -76,10 +71,12 @@ class MoE(nn.Module):
         draws = draws_random_numbers(self.cfg)
         return checkpoint(f, *args, use_reentrant=False, preserve_rng_state=draws)
 
-    def route(self, x):
+    def route(self, x, places=None):
         """Choose experts for x (n, C): gates (n, K), expert_ids (n, K), this rank's router loss ().
 
         The losses of the tp and cp ranks, which share a micro-batch, add up to that of all rows.
+        places (B, t), see GPT.forward: padding has gates of 0, and counts in no loss and no load.
+        Block calls this before forward, once: a recomputed routing could round to other experts.
         """
         logits = self.router(x)  # (n, E)
         if self.cfg.router == "sigmoid":
@@ -98,17 +95,23 @@ class MoE(nn.Module):
             else:
                 gates = probabilities.gather(1, expert_ids)
 
-        rows = x.size(0) * self.mesh.tp.size * self.mesh.cp.size  # of the micro-batch
-        tokens = count_tokens(expert_ids, self.E)
-        balance_loss = self.balance_loss(probabilities, tokens, rows)
-        z_loss = logits.logsumexp(1).square().sum() / rows  # arXiv:2202.08906 eq. 5
+        tp, cp = self.mesh.tp, self.mesh.cp
+        real, rows = 1, x.size(0) * tp.size * cp.size  # rows of the micro-batch, on all its ranks
+        if places is not None:  # which of this rank's rows are no padding, (n, 1)
+            real = (places.reshape(-1, 1) > 0).chunk(tp.size)[tp.rank].long()
+            rows = cp.all_reduce(tp.all_reduce(real.sum()))  # SUM of a number, over tp, then cp
+        gates, probabilities = gates * real, probabilities * real
+
+        tokens = count_tokens(expert_ids, self.E, real)
+        balance_loss = self.balance_loss(probabilities, tokens, rows, real)
+        z_loss = (logits.logsumexp(1, True).square() * real).sum() / rows  # arXiv:2202.08906 eq. 5
         with torch.no_grad():
             entropy = -(probabilities * probabilities.clamp(min=1e-30).log()).sum() / rows
             self.stats.add_(torch.hstack([tokens.double(), balance_loss, z_loss, entropy]))
         router_loss = self.cfg.aux_coef * balance_loss + self.cfg.z_coef * z_loss
         return gates.to(x.dtype), expert_ids, router_loss
 
-    def balance_loss(self, probabilities, tokens, rows):
+    def balance_loss(self, probabilities, tokens, rows, real):
         """Return this rank's part of E * sum over the experts of f_i * P_i, ().
 
         f_i is the fraction of the micro-batch's K * rows choices that fall on expert i, and P_i its
@@ -116,7 +119,7 @@ class MoE(nn.Module):
         Megatron-LM). It is 1 when the load is balanced, E/K when all go to the same K experts.
         """
         if self.router.bias is not None:  # then what the router would choose without it counts
-            tokens = count_tokens(stable_top_k(probabilities, self.K), self.E)
+            tokens = count_tokens(stable_top_k(probabilities, self.K), self.E, real)
         total = self.mesh.tp.all_reduce(tokens.to(probabilities.dtype))  # SUM of E counts, over tp
         total = self.mesh.cp.all_reduce(total)  # SUM of E counts, over cp
         # f_i is total / (K * rows), and P_i is the ranks' sum of probabilities.sum(0) / rows.
@@ -165,10 +168,10 @@ def stable_top_k(scores, K):
     return torch.stack(picked, 1)
 
 
-def count_tokens(expert_ids, E):  # (n, K) -> (E,), how often each expert occurs
-    flat = expert_ids.flatten()
-    zeros = torch.zeros(E, dtype=torch.int64, device=flat.device)
-    return zeros.scatter_add_(0, flat, torch.ones_like(flat))  # bincount would wait for the host
+def count_tokens(expert_ids, E, real=1):  # (n, K) -> (E,), how often each expert occurs
+    ones = torch.ones_like(expert_ids) * real  # 0 for padding
+    zeros = torch.zeros(E, dtype=torch.int64, device=ones.device)
+    return zeros.scatter_add_(0, expert_ids.flatten(), ones.flatten())  # bincount would wait
 
 
 class Plan(NamedTuple):
@@ -263,15 +266,16 @@ class Capacity(Dispatcher):
 
     def plan(self, expert_ids, gates):
         expert = expert_ids.flatten()  # (N,)
-        order = torch.arange(expert.numel(), device=expert.device)  # the first rows are kept
-        if self.cfg.drop_policy == "probs":  # the largest gates; of equal ones, the earlier row
-            order = gates.detach().flatten().argsort(descending=True, stable=True)
+        gates = gates.detach().flatten()
+        # The largest gates are kept, or the first rows; padding, whose gates are 0, comes last.
+        order = gates if self.cfg.drop_policy == "probs" else (gates > 0).byte()
+        order = order.argsort(descending=True, stable=True)  # of equal ones, the earlier row
         capacity = expert_capacity(self.cfg, expert_ids.size(0))
         slots = self.E * capacity
         served = expert[order]  # (N,) experts of the copies, in the order in which these are served
         place, _ = queue_by_expert(served, self.E)
         slot = torch.where(place < capacity, served * capacity + place, slots)
-        self.n_dropped += (place >= capacity).sum()
+        self.n_dropped += ((place >= capacity) & (gates[order] > 0)).sum()
         inv_perm = torch.empty_like(slot).scatter_(0, order, slot)
         return Plan(invert(inv_perm, slots), inv_perm)
 

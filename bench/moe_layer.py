@@ -74,7 +74,7 @@ def moe_layer(cfg, mesh, device):
 
 def forward(layer, x):
     """x (n, C) -> (output (n, C), balance loss ())."""
-    gates, expert_ids, router_loss, _ = layer.before_experts(x)
+    gates, expert_ids, router_loss = layer.route(x)
     return layer(x, gates, expert_ids), router_loss
 
 

@@ -71,7 +71,7 @@ def mixtral():
             theirs.experts.gate_up_proj.copy_(torch.cat([ours.w1, ours.w3], 1))
             theirs.experts.down_proj.copy_(ours.w2)
         a, b = x.clone().requires_grad_(), x.clone().requires_grad_()
-        gates, expert_ids, router_loss, _ = ours.before_experts(a)
+        gates, expert_ids, router_loss = ours.route(a)
         y = ours(a, gates, expert_ids)
         z = theirs(b.unsqueeze(0)).squeeze(0)
         seed = torch.randn(T, C, generator=torch.Generator().manual_seed(2))

@@ -71,6 +71,8 @@ def block_mask(q, k, window, places):
     from torch.nn.attention.flex_attention import BlockMask  # This takes a while.
     n_queries = q.size(2)
     n_keys = k.size(2)
+    if places is not None:
+        places = places.clamp(min=1)  # padding, whose place is 0, sees itself
     some, every = seen_blocks(first_keys(q, k, window, places), n_keys)
     return BlockMask((n_queries, n_keys), *listed(some), *listed(every), *listed(some.mT), *listed(every.mT),
                      BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=pair_rule(n_queries, n_keys, window, places))

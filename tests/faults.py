@@ -164,11 +164,11 @@ def router_loss_weight(factor):
     return "model.GPT.forward", functools.partial(router_loss_times, factor=factor)
 
 
-def balance_loss_of_this_rank(original, layer, probabilities, tokens, rows):
+def balance_loss_of_this_rank(original, layer, probabilities, tokens, rows, real):
     """MoE.balance_loss of this tp rank's tokens alone."""
     rows //= layer.mesh.tp.size
     with mock.patch.object(layer, "mesh", dataclasses.replace(layer.mesh, tp=Axis("tp"))):
-        return original(layer, probabilities, tokens, rows)
+        return original(layer, probabilities, tokens, rows, real)
 
 
 def local_norm(optimizer):

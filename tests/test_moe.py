@@ -124,9 +124,8 @@ def tokens(kind, layer, T=10):
 
 def whole_layer(layer, x):
     """What a block does with its experts: x (n, C) -> output (n, C), router loss ()."""
-    gates, expert_ids, router_loss, shared = layer.before_experts(x)
-    y = layer(x, gates, expert_ids)
-    return (y if shared is None else y + shared), router_loss
+    gates, expert_ids, router_loss = layer.route(x)
+    return layer(x, gates, expert_ids), router_loss
 
 
 def assert_equals_loop(layer, x, what):

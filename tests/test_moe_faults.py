@@ -70,9 +70,9 @@ def loss_of_one_choice(original, layer, *args):
         return original(layer, *args)
 
 
-def routed_again(original, layer, x):
-    """MoE.before_experts that backward runs again."""
-    return layer.maybe_recompute(functools.partial(original, layer), x)
+def routed_again(original, layer, *args):
+    """MoE.route that backward runs again."""
+    return layer.maybe_recompute(functools.partial(original, layer), *args)
 
 
 def pieces_without_buffers(original, data_parallel, *args, **kwargs):
@@ -130,7 +130,7 @@ SHARED_FAULTS = {  # faults that one process has, too: (a fault as above, the te
         "moe.MoE.balance_loss", loss_of_one_choice,
         lambda: test_moe.test_balance_loss_is_1_when_balanced_E_over_K_when_collapsed("softmax", 2)),
     "routing recomputed in backward": (
-        "moe.MoE.before_experts", routed_again, lambda: test_moe_run.test_recompute_routes_once({})),
+        "moe.MoE.route", routed_again, lambda: test_moe_run.test_recompute_routes_once({})),
 }
 
 
