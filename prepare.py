@@ -5,24 +5,21 @@
     python prepare.py chat FILE.jsonl... --name NAME --tokenizer data/stdlib --seq-len 128
 
 FILE is text, .jsonl or .ndjson, either packed as .gz, .jsonl.zst (needs zstandard), .parquet (needs pyarrow),
-or a data set on the Hugging Face hub (needs datasets): fineweb_edu_10bt, fineweb_edu, dclm_baseline_1.0,
-dclm_baseline_1.0_10prct, hf:OWNER/NAME::PATTERN. The code that finds, fetches and reads those is tested on
-small files; the download itself was never run here. fineweb_edu_10bt is about 28 GB compressed,
-dclm_baseline_1.0 several TB.
+or a data set on the Hugging Face hub (needs datasets): fineweb_edu_10bt (28 GB), fineweb_edu,
+dclm_baseline_1.0 (several TB), dclm_baseline_1.0_10prct, hf:OWNER/NAME::PATTERN.
 
 1) get the tokenizer: trained on the sources, taken from a folder, or published
 2) read the documents, and encode them in parallel: the same bytes for any --workers
 3) shuffle those of records, and write the shards into data/NAME.tmp
-4) rename that to data/NAME: after an error or a kill, an older data set there is as it was
+4) rename that to data/NAME: until then, an older data set there is as it was
 
-After a kill, the same call begins again. Where the data are made and no source has changed since, it says so.
-Where another data set stands, it changes nothing without --replace.
+Where the data are made and no source has changed since, it says so. Where another data set stands, it changes
+nothing without --replace.
 
 The documents are the files of the standard library, or the records. Other text is cut at blank lines into
 documents of about 4,000 characters, or where --split-at stands in it. End-of-document follows each, and the
 hash of its text alone decides between train and val, so duplicates have the same split; or all of --val is
-val. `char` has no documents: its text is one stream, and the last tenth is val. A record that cannot be read
-ends prepare.py with its file and row.
+val. `char` has no documents: its text is one stream, and the last tenth is val.
 
 A line of a file of conversations is {"messages": [{"role": "user", "content": "..."}, ...]}, with the roles
 system, user and assistant. Only what the assistant says is trained, except with "weight": 0: docs/chat.md.
@@ -37,7 +34,6 @@ import os
 import platform
 import re
 import shlex
-import shutil
 import signal
 import sys
 import sysconfig
@@ -59,10 +55,10 @@ import numpy as np
 import tyro
 
 from corpus import chat, shards, text, tokenizer
-from corpus.samples import draw_keys, permute
+from corpus.order import draw_keys, permute
 from corpus.shards import SPLITS
 from interface.command_line import command_line, wrong_input
-from interface.files import is_taken, must_write, remove_folder, set_aside, sync
+from interface.files import must_write, remove_folder, set_aside, whole_folder
 from interface.terminal import say, warn
 
 VOCAB_SIZE = 4096  # for bpe: an id stands for 3.5 characters of Python, and does not dwarf a small model
@@ -73,11 +69,6 @@ BATCH = 1 << 20  # characters that a worker encodes at a time; their number chan
 NOT_STDLIB = {"site-packages", "dist-packages", "__pycache__", "encodings", "pydoc_data"}
 TESTS = {"test", "tests", "idle_test"}
 OURS = re.compile(r"(train|val)(_mask)?_[0-9]{5,}\.bin|meta\.json|tokenizer\.json|\.verified\.json")
-LIMITS = {
-    "workers": (1, 1024),
-    "shard_tokens": (1, 1 << 40),
-    "vocab_size": (tokenizer.MIN_VOCAB, tokenizer.MAX_ID),
-}
 Sources = tyro.conf.Positional[Annotated[tuple[str, ...], tyro.conf.arg(metavar="SOURCE...")]]
 Switch = tyro.conf.FlagCreatePairsOff[bool]  # a flag without its --no- twin
 
@@ -105,15 +96,9 @@ class Flags:
     with_tests: bool = False  # stdlib: its test suites too, 3 times the text
     replace: Switch = False  # make it also where another data set stands, which is lost
     verify: bool = False  # only read the prepared files and compare their sha256
-    RANGES = LIMITS
-
-    @property
-    def stdlib(self):
-        return self.sources == ("stdlib",)
-
-    @property
-    def chat(self):
-        return self.sources[:1] == ("chat",)
+    # at least the 256 bytes and end-of-document
+    RANGES = {"vocab_size": (257, 1 << 31), "workers": (1, 1024), "shard_tokens": (1, 1 << 40),
+              "val_fraction": (0, 1)}
 
     @property
     def folder(self):
@@ -123,63 +108,34 @@ class Flags:
 def parse(argv):
     """Return the Flags of argv (list of str). ValueError: one line that says what is wrong."""
     flags = command_line(Flags, argv, "prepare.py", __doc__)
-    wrong = what_is_wrong(flags, shlex.join(["python", "prepare.py", *argv]))
-    if wrong:
-        raise ValueError(f"{wrong}; prepare.py --help lists all flags")
+    if not flags.sources and not flags.verify:
+        raise ValueError("no SOURCE is given: stdlib, files, or names on the hub; see prepare.py --help")
+    if flags.sources[:1] == ("chat",) and (len(flags.sources) == 1 or flags.tokenizer in ("char", "bpe")):
+        raise ValueError("chat needs FILE.jsonl, with a conversation on each line, and --tokenizer, that of "
+                         "the model: --tokenizer data/stdlib")
+    if flags.sources != ("stdlib",) and not flags.name:
+        raise ValueError(f"--name NAME is missing, the folder under {flags.out}/")
+    if re.search(r"^[.-]|[/\\]|\s", flags.name):
+        raise ValueError(f"--name {flags.name!r} is no plain name, as my-text is; --out says where it goes")
+    if flags.vocab_size is not None and flags.tokenizer != "bpe":
+        raise ValueError("--vocab-size is for --tokenizer bpe")
+    if flags.shuffle and flags.no_shuffle:
+        raise ValueError("--shuffle and --no-shuffle exclude each other")
     return flags
 
 
-def what_is_wrong(flags, command):
-    """Return what is wrong with the flags of a command, or None."""
-    if not flags.sources and not (flags.verify and flags.name):
-        return "no SOURCE is given: stdlib, files, or names on the hub"
-    for_chat = len(flags.sources) > 1 and flags.tokenizer not in ("char", "bpe")
-    if not flags.stdlib and not (flags.name and (for_chat or not flags.chat)):
-        for source in flags.sources[int(flags.chat):]:  # what is misspelt is told first
-            text.check_source(source)
-    if flags.chat and not (flags.name and for_chat):
-        return ("chat needs FILE.jsonl, with a conversation on each line, --name NAME, the folder under "
-                f"{flags.out}/, and --tokenizer, that of the model: python prepare.py chat FILE.jsonl "
-                "--name NAME --tokenizer data/stdlib")
-    for_text = (flags.shuffle, flags.no_shuffle, flags.text_key != Flags.text_key, flags.split_at)
-    if flags.chat and any(for_text):
-        return ("--shuffle, --no-shuffle, --split-at and --text-key are for text; conversations always come "
-                "in an order of --seed, and their key is messages")
-    if not flags.stdlib and not flags.name:
-        stem = re.sub(r"\W.*", "", Path(flags.sources[0]).name) or "my-text"
-        return f"--name NAME is missing, the folder under {flags.out}/: {command} --name {stem}"
-    is_plain = re.fullmatch(r"(?![.-])[^/\\]*", flags.name) and flags.name.isprintable()
-    if not is_plain:  # it would leave its folder, or be a flag for a program
-        return f"--name {flags.name!r} is no plain name, as my-text is; --out says where that folder goes"
-    if flags.vocab_size is not None and flags.tokenizer != "bpe":
-        return "--vocab-size is for --tokenizer bpe"
-    if not 0 < flags.val_fraction < 1:
-        return f"--val-fraction {flags.val_fraction:g} is not between 0 and 1"
-    if flags.shuffle and flags.no_shuffle:
-        return "--shuffle and --no-shuffle exclude each other"
-    if flags.tokenizer == "char" and (flags.shuffle or flags.split_at):
-        return "--shuffle and --split-at need documents, char has one text"
-    return None
-
-
-def list_files(flags):
-    """Return the files of train, or of both splits, and those of val: two lists of text.File."""
-    if flags.stdlib:
-        found = [text.File("whole", path) for path in list_stdlib(flags.with_tests)]
-    else:
-        sources = flags.sources[1:] if flags.chat else flags.sources
-        found = [file for source in sources for file in text.list_files(source, flags.text_key)]
-    return found, text.list_files(flags.val, flags.text_key) if flags.val else []
+def list_files(sources, flags):
+    """Return the text.Files of sources, in order."""
+    if sources == ("stdlib",):
+        return [text.File("whole", path) for path in list_stdlib(flags.with_tests)]
+    return [file for source in sources for file in text.list_files(source, flags.text_key)]
 
 
 def list_stdlib(with_tests):
     root = Path(sysconfig.get_path("stdlib"))
     skip = NOT_STDLIB if with_tests else NOT_STDLIB | TESTS
     names = sorted((path.relative_to(root) for path in root.rglob("*.py")), key=Path.as_posix)
-    paths = [str(root / name) for name in names if not skip & set(name.parts)]
-    if not paths:
-        raise ValueError(f"no .py files under {root}: give text files instead of stdlib")
-    return paths
+    return [str(root / name) for name in names if not skip & set(name.parts)]
 
 
 # -----------------------------------------------------------------------------
@@ -209,15 +165,11 @@ def make_tokenizer(flags, files):
         return tokenizer.train_bpe(training_texts(files, flags), flags.vocab_size or VOCAB_SIZE)
     folder = Path(flags.tokenizer.removeprefix("hf:"))
     if not (folder / "tokenizer.json").is_file():
-        if flags.tokenizer.startswith("hf:"):
-            raise ValueError(f"--tokenizer {flags.tokenizer}: {folder} holds no tokenizer.json; give "
-                             "hf:FOLDER of a downloaded model, or a published tokenizer such as gpt2")
         return tokenizer.from_tiktoken(flags.tokenizer)
-    borrowed = tokenizer.load(folder)
-    if borrowed.eod is None and borrowed.kind != "char":
-        raise ValueError(f"{folder}/tokenizer_config.json names no eos_token of its vocabulary,"
-                         " which ends each document; add one there")
-    return borrowed
+    found = tokenizer.load(folder)
+    if found.eod is None and found.kind != "char":
+        raise ValueError(f"{folder}/tokenizer_config.json names no eos_token, which ends each document")
+    return found
 
 
 # -----------------------------------------------------------------------------
@@ -248,13 +200,8 @@ def encode(path, sha256, val_fraction, split, texts):
         documents[split or drawn].append(np.concatenate((tokens, end)))
         counts["bytes"] += len(raw)
         counts["characters"] += len(document)
-        counts["spelled"] += sum(document.count(word) for word in spelled_ends(vocab))
+        counts["spelled"] += document.count(tokenizer.EOD)
     return documents, counts
-
-
-def spelled_ends(vocab):
-    """Return how end-of-document may stand in a text whose author meant it."""
-    return {tokenizer.EOD} if vocab.eod is None else {tokenizer.EOD, vocab.decode([vocab.eod])}
 
 
 def token_dtype(vocab):
@@ -307,14 +254,13 @@ def write_tokens(encoded, work):
     lengths = {split: [] for split in SPLITS}
     total = Counter()
     start = shown = time.time()
-    with contextlib.ExitStack() as stack:
-        files = {split: stack.enter_context(open(work / split, "wb")) for split in SPLITS}
+    with open(work / "train", "wb") as train, open(work / "val", "wb") as val:
+        files = {"train": train, "val": val}
         for documents, counts in encoded:
             total += counts
             for split in SPLITS:
                 lengths[split] += map(len, documents[split])
-                for tokens in documents[split]:
-                    files[split].write(tokens)
+                files[split].writelines(documents[split])
             if time.time() - shown > 2:
                 shown = time.time()
                 megabytes = total["bytes"] / 1e6
@@ -364,14 +310,15 @@ def prepare_text(flags, files, val_files, work):
         cut = int(total["characters"] * (1 - flags.val_fraction))
         tokens = {"train": tokens["train"][:cut], "val": tokens["train"][cut:]}
     sizes = {split: len(tokens[split]) for split in SPLITS}
-    check_amount(flags, sizes, lengths)
-
+    if not all(sizes.values()):
+        raise ValueError(f"train would have {sizes['train']} tokens and val {sizes['val']}, none may be 0; "
+                         "give more text, another --val-fraction, or --tokenizer char")
     written = {split: shards.write_shards(work, split, tokens[split], flags.shard_tokens) for split in SPLITS}
     for split in SPLITS:
         (work / split).unlink()
     if total["spelled"] and vocab.eod is not None:
-        warn(f"the text spells {' or '.join(spelled_ends(vocab))} {total['spelled']:,} times, which are "
-             f"characters to the model and end no document; --split-at '{tokenizer.EOD}' ends one there")
+        warn(f"the text spells {tokenizer.EOD} {total['spelled']:,} times, which are characters to the "
+             f"model; --split-at '{tokenizer.EOD}' ends a document there")
     meta = common_meta(flags, vocab, sizes, {"files": len(files + val_files), "bytes": total["bytes"]})
     meta["documents"] = None if vocab.eod is None else {split: len(lengths[split]) for split in SPLITS}
     meta["shuffle_seed"] = flags.seed if shuffled else None
@@ -380,36 +327,32 @@ def prepare_text(flags, files, val_files, work):
                   f"{sizes['val']:,} tokens (train + val), {len(files + val_files)} files")
 
 
-def check_amount(flags, sizes, lengths):
-    documents = sum(map(len, lengths.values()))
-    if not documents:
-        raise ValueError(f"{shlex.join(flags.sources)}: no text is in it; give files that have some")
-    if not all(sizes.values()):
-        raise ValueError(f"{flags.folder} would have {sizes['train']:,} + {sizes['val']:,} tokens (train + "
-                         f"val) of {documents:,} documents, none may be 0; give more text,"
-                         " another --val-fraction, or --tokenizer char")
-
-
 def prepare_chat(flags, files, val_files, work):
     """Make a data set of conversations, like prepare_text(), but all in memory and in one process."""
     conversations = chat.read_conversations(files)
     val = chat.read_conversations(val_files)
     vocab = make_tokenizer(flags, ()).with_special(chat.MARKERS)
     vocab.save(work / "tokenizer.json")
-    template = chat.Template(vocab)
-    packed = chat.pack(conversations, template, flags.seq_len, flags.val_fraction, flags.seed, val)
-    dtype = token_dtype(vocab)
+    packed, counts = chat.pack(conversations, chat.Template(vocab), flags.seq_len, flags.val_fraction,
+                               flags.seed, val)
     written = {}
     masks = {}
-    for split in SPLITS:
-        ids = packed.ids[split].astype(dtype).reshape(-1)
+    for split, (ids, trained) in packed.items():
+        ids = ids.astype(token_dtype(vocab)).reshape(-1)
         written[split] = shards.write_shards(work, split, ids, flags.shard_tokens)
-        trained = packed.trained[split].reshape(-1)
-        masks[split] = shards.write_shards(work, f"{split}_mask", trained, flags.shard_tokens)
-    sizes = {split: packed.ids[split].size for split in SPLITS}
-    meta = common_meta(flags, vocab, sizes, {"cut": packed.cut, "dropped": packed.dropped})
-    meta |= {"documents": packed.count, "seq_len": flags.seq_len, "shards": written, "masks": masks}
-    return meta, packed.describe(vocab, flags.seq_len)
+        masks[split] = shards.write_shards(work, f"{split}_mask", trained.reshape(-1), flags.shard_tokens)
+    sizes = {split: ids.size for split, (ids, _) in packed.items()}
+    meta = common_meta(flags, vocab, sizes, {"cut": counts["cut"], "dropped": counts["dropped"]})
+    meta["documents"] = {split: counts[split] for split in SPLITS}
+    meta |= {"seq_len": flags.seq_len, "shards": written, "masks": masks}
+    windows = {split: len(packed[split][0]) for split in SPLITS}
+    n_trained = sum(int(trained.sum()) for _, trained in packed.values())
+    percent = 100 * n_trained / sum(windows.values()) / flags.seq_len
+    return meta, (f"{counts['train']:,} + {counts['val']:,} conversations (train + val) in "
+                  f"{windows['train']:,} + {windows['val']:,} windows of {flags.seq_len}, "
+                  f"{vocab.n_vocab:,} symbols,\n  {percent:.0f} % of the targets are trained; "
+                  f"{counts['cut']:,} conversations cut, "
+                  f"{counts['dropped']:,} left out (longer than a window)")
 
 
 def common_meta(flags, vocab, sizes, about):
@@ -430,76 +373,24 @@ def same_data(command):
     return re.sub(r" --(workers[ =]\d+|replace\b)", "", command)
 
 
-def what_stands_there(flags, command, files):
-    """Return whether the data are made, and the command of the data set that these replace, or "".
+def is_made(flags, command, files):
+    """Whether the data set stands, sound, and was made by this command after its files last changed.
 
-    They are made if the same command made them after its sources last changed. It may always replace its own
-    work. ValueError: another data set stands there, and --replace is not given, or something else does.
+    ValueError: something else stands there, and --replace is not given.
     """
     folder = flags.folder
-    is_empty = folder.is_dir() and not any(folder.iterdir())
-    if is_empty or not os.path.lexists(folder):
-        return False, ""
-    if not (folder / "meta.json").is_file():
-        raise ValueError(f"{folder} is no data set of prepare.py; give another --name, or move it away")
-    meta = {}
-    holds = "damaged data"
-    with contextlib.suppress(ValueError):
-        meta = shards.load_meta(folder)
-        holds = " + ".join(f"{meta['tokens'][split]:,}" for split in SPLITS) + " tokens"
-    made_by = meta.get("command", "an unknown command")
-    if same_data(made_by) == command:
-        return is_up_to_date(flags, meta, files), meta.get("replaced", "")
-    if not flags.replace:
-        raise ValueError(f"{folder} holds another data set, {holds}, made with: {made_by}; give another "
-                         "--name, or --replace to lose it")
-    return False, made_by
-
-
-def is_up_to_date(flags, meta, files):
-    """Whether a data set is sound, and was made after its files and its tokenizer last changed."""
-    paths = [file.path for file in files]
-    borrowed = Path(flags.tokenizer.removeprefix("hf:")) / "tokenizer.json"
-    if borrowed.is_file():
-        paths.append(borrowed)
-    newest = max(map(os.path.getmtime, paths))
+    if not folder.exists():
+        return False
+    made_by = "something else"
+    if (folder / "meta.json").is_file():
+        made_by = same_data(shards.load_meta(folder).get("command", "an older prepare.py"))
+    if made_by != command and not flags.replace:
+        raise ValueError(f"{folder} is there, made by: {made_by}; give another --name, or --replace it")
     with contextlib.suppress(ValueError, OSError):  # what is damaged is made again
-        shards.verify(flags.folder)
-        is_older = newest < os.path.getmtime(flags.folder / "meta.json")
-        return is_older and meta["sources"]["python"] == platform.python_version()
+        shards.verify(folder)
+        newest = max(os.path.getmtime(file.path) for file in files)
+        return made_by == command and newest < os.path.getmtime(folder / "meta.json")
     return False
-
-
-@contextlib.contextmanager
-def new_folder(folder):
-    """Give the empty folder NAME.tmp. In the end it is renamed to `folder`, whose old files are removed then.
-
-    After an error nothing has changed. What a killed prepare.py left is removed by the next one.
-    ValueError: another prepare.py works there, or NAME.tmp is something else.
-    """
-    folder = folder.resolve()
-    work = folder.with_name(f"{folder.name}.tmp")
-    if os.path.lexists(work) and not (work / ".lock").is_file():
-        raise ValueError(f"{work} is in the way, and prepare.py did not make it; move it away")
-    work.mkdir(parents=True, exist_ok=True)
-    with open(work / ".lock", "w") as lock:
-        if not is_taken(lock, work):
-            raise ValueError(f"another prepare.py is at work on {folder}; wait for it")
-        for path in work.iterdir():
-            if path.name != ".lock":
-                path.unlink()
-        try:
-            yield work
-            (work / ".lock").unlink()
-            for path in [*work.iterdir(), work]:
-                sync(path)
-            old = set_aside(folder, f"{folder.name}.old") if folder.exists() else None
-            os.rename(work, folder)
-        except BaseException:
-            shutil.rmtree(work, ignore_errors=True)
-            raise
-    if old:
-        remove_folder(old, OURS)
 
 
 def main(argv=None):
@@ -508,22 +399,27 @@ def main(argv=None):
     start = time.time()
     with wrong_input():
         flags = parse(argv)
+        folder = flags.folder
         if flags.verify:
-            n_files = shards.verify(flags.folder, cache=False)
-            say(f"{flags.folder}: {n_files} files have their sha256")
+            say(f"{folder}: {shards.verify(folder)} files have their sha256")
             return 0
-        files, val_files = list_files(flags)
+        is_chat = flags.sources[0] == "chat"
+        files = list_files(flags.sources[int(is_chat):], flags)
+        val_files = text.list_files(flags.val, flags.text_key) if flags.val else []
         command = same_data(shlex.join(["python", "prepare.py", *argv]))
-        is_made, replaced = what_stands_there(flags, command, files + val_files)
-        if is_made:
-            say(f"{flags.folder} is up to date")
+        if is_made(flags, command, files + val_files):
+            say(f"{folder} is up to date")
             return 0
-        make = prepare_chat if flags.chat else prepare_text
-        with must_write(flags.folder, reads=True), new_folder(flags.folder) as work:
+        make = prepare_chat if is_chat else prepare_text
+        old = None
+        with must_write(folder, reads=True), whole_folder(folder) as work:
             meta, said = make(flags, files, val_files, work)
-            meta |= {"command": command, "replaced": replaced}
-            (work / "meta.json").write_text(json.dumps(meta, indent=1))
-        say(f"{flags.folder}: {said}, {time.time() - start:.1f} s")
+            (work / "meta.json").write_text(json.dumps({**meta, "command": command}, indent=1))
+            if folder.exists():
+                old = set_aside(folder.resolve(), f"{folder.name}.old")
+        if old:
+            remove_folder(old, OURS)
+        say(f"{folder}: {said}, {time.time() - start:.1f} s")
     return 0
 
 

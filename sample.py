@@ -220,7 +220,7 @@ def print_step(run, number):
     """
     cfg, vocab_size = read_run_config(run / "config.json")
     vocabulary = load_vocabulary(run, vocab_size)
-    source, *_ = open_data(cfg, local_rank=1)  # local rank 0 would read the whole data for its checksums
+    source, *_ = open_data(cfg)
     n_ranks = load_json(run / "config.json")["dp"]
     full = cfg.global_batch or cfg.micro_batch * n_ranks
     first = 0
@@ -297,8 +297,7 @@ def read_documents(path, vocabulary):
     if not Path(path).is_file():
         raise FileNotFoundError(f"--score {path} is no file; give a text, or a .jsonl of lines with a 'text'")
     [file] = text.list_files(path, "text")
-    readers = {"text": text.read_whole, "records": text.read_records, "parquet": text.read_parquet}
-    texts = list(readers[file.kind](path, "text"))  # an empty one has its line, too
+    texts = list(text.texts(file, "text"))  # an empty one has its line, too
     if not any(texts):
         raise ValueError(f"--score {path} holds no text; give a file that does")
 

@@ -64,7 +64,7 @@ def check(cfg, world, argv=None):
         raise ValueError("ranks of tp, cp and pp draw other dropout masks than one process; add --dropout 0")
     mesh = make_mesh(world, cfg.tp, cfg.pp, cfg.ep, n_experts=cfg.n_experts, cp=cfg.cp, shard=cfg.shard)
     batch = cfg.global_batch or cfg.micro_batch * mesh.dp.size
-    source, _, vocab_size, _ = open_data(cfg, world.local_rank)
+    source, _, vocab_size, _ = open_data(cfg)
     return dataclasses.replace(cfg, global_batch=batch), vocab_size, source
 
 

@@ -52,7 +52,7 @@ class Training:
                               shard=cfg.shard)
         self.batch = cfg.global_batch or cfg.micro_batch * self.mesh.dp.size  # sequences per step
         check_layout(cfg, self.mesh, self.batch)
-        self.source, _, self.vocab, _ = open_data(cfg, world.local_rank)
+        self.source, _, self.vocab, _ = open_data(cfg)
         self.began = time.perf_counter()
         self.build(without)
 

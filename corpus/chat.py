@@ -12,12 +12,12 @@ trained, except in a message with "weight": 0, and nothing else.
 import hashlib
 import json
 from collections import Counter
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 
 from corpus.shards import SPLITS
-from corpus.text import json_lines, text_of
+from corpus.text import json_lines
 from interface.files import check_schema
 from interface.terminal import warn
 
@@ -39,8 +39,7 @@ class Template:
         missing = [marker for marker in MARKERS if marker not in vocab.special]
         if missing:
             raise ValueError(f"this vocabulary has no {' '.join(missing)}: the model was not trained on "
-                             "conversations; try --prompt, or fine-tune it by python prepare.py chat and "
-                             "train.py --init-from (docs/chat.md)")
+                             "conversations (docs/chat.md); try --prompt")
         self.vocab = vocab
         self.end = vocab.special[END]
         self.role_ids = {role: vocab.special[f"<|{role}|>"] for role in ROLES}
@@ -82,8 +81,7 @@ def read_conversations(files):
     dropped = Counter()
     for file in files:
         if file.kind != "records":
-            raise ValueError(f"{file.path} is not .jsonl, .jsonl.gz or .jsonl.zst; write one conversation on "
-                             "each line")
+            raise ValueError(f"{file.path} is not .jsonl; write one conversation on each line")
         for where, record in json_lines(file.path):
             found.append(messages_of(record, where))
             dropped.update(key for key, value in record.items() if key != "messages" and value is not None)
@@ -101,72 +99,45 @@ def messages_of(record, where):
         raise ValueError(f"{where}: {e}; write {FORM}") from None
     messages = record["messages"]
     for message in messages:
-        text_of(message["content"], where, "content", "")
         for key in message.keys() - {"role", "content", "weight"}:
             if message[key] is not None:
                 raise ValueError(f"{where}: a message has {key!r}, which has no place among the tokens")
-    if not any(is_trained(message) for message in messages):
-        raise ValueError(f"{where}: no assistant speaks with a weight of 1, there is nothing to train on; "
-                         "leave it out")
+    if not any(map(is_trained, messages)):
+        raise ValueError(f"{where}: no assistant speaks with a weight of 1, there is nothing to train on")
     return messages
 
 
 # -----------------------------------------------------------------------------
 # Conversations -> windows
 
-class Packed(NamedTuple):
-    """Windows of seq_len + 1 ids: the inputs are all but the last, the targets all but the first."""
-    ids: dict  # {split: (windows, seq_len + 1) int64}
-    trained: dict  # {split: the same shape, uint8: 1 where the token is trained}
-    count: dict  # {split: conversations}
-    cut: int  # conversations longer than a window, whose end is lost
-    dropped: int  # conversations of which no trained token was left: they are left out
-
-    def describe(self, vocab, seq_len):
-        n_train = len(self.ids["train"])
-        n_val = len(self.ids["val"])
-        n_trained = sum(int(self.trained[split].sum()) for split in SPLITS)
-        percent = 100 * n_trained / (n_train + n_val) / seq_len
-        return (f"{self.count['train']:,} + {self.count['val']:,} conversations (train + val) in "
-                f"{n_train:,} + {n_val:,} windows of {seq_len}, {vocab.n_vocab:,} symbols,\n"
-                f"  {percent:.0f} % of the targets are trained; {self.cut:,} conversations cut, "
-                f"{self.dropped:,} left out (longer than a window)")
-
-
 def pack(conversations, template, seq_len, val_fraction, seed, val=()):
-    """Return the Packed windows of conversations, in an order that the seed determines.
+    """Return {split: (ids, trained) of windows, (windows, seq_len + 1) int64 and uint8}, and counts.
 
-    Whole conversations fill a window, and padding that is not trained fills the rest. --doc-mask keeps them
-    from attending to each other. val: the conversations of --val, in whose place no others are val.
-    ValueError: a split would be empty.
+    Whole conversations, in an order that the seed determines, fill a window; padding that is not trained
+    fills the rest. A longer one is cut, and dropped if no trained token stays. counts: the conversations that
+    are cut, dropped, in train and in val. val: those of --val; then no others are val.
     """
     width = seq_len + 1
     pairs = {split: [] for split in SPLITS}  # (ids, trained) of each conversation
-    cut = 0
-    dropped = 0
+    counts = Counter(cut=0, dropped=0, train=0, val=0)
     everything = [*conversations, *val]
     for i in np.random.default_rng(seed).permutation(len(everything)).tolist():
         ids, trained = template.conversation(everything[i])
         if not any(trained[:width]):
-            dropped += 1
+            counts["dropped"] += 1
             continue
         if len(ids) > width:
-            cut += 1
-        split = split_of(everything[i], 0 if val else val_fraction)
-        if i >= len(conversations):
-            split = "val"
+            counts["cut"] += 1
+        split = split_of(everything[i], val_fraction)
+        if val:
+            split = "train" if i < len(conversations) else "val"
         pairs[split].append((ids[:width], trained[:width]))
-
-    count = {split: len(pairs[split]) for split in SPLITS}
-    if not all(count.values()):
-        raise ValueError(f"of {len(everything)} conversations train would have {count['train']} and val "
-                         f"{count['val']} ({dropped} have no answer within --seq-len {seq_len}), none may be "
-                         "0; give more of them, a larger --seq-len, or another --val-fraction")
-    ids = {}
-    trained = {}
-    for split in SPLITS:
-        ids[split], trained[split] = fill_windows(pairs[split], width, template.end)
-    return Packed(ids, trained, count, cut, dropped)
+        counts[split] += 1
+    if not all(pairs.values()):
+        raise ValueError(f"of {len(everything)} conversations train would have {counts['train']} and val "
+                         f"{counts['val']} ({counts['dropped']} have no answer within --seq-len {seq_len}), "
+                         "none may be 0; give more of them, or another --val-fraction")
+    return {split: fill_windows(pairs[split], width, template.end) for split in SPLITS}, counts
 
 
 def split_of(messages, val_fraction):

@@ -17,7 +17,7 @@ import numpy as np
 from config import ceil_div
 from corpus.masked import mask_sources
 from corpus.order import draw_keys, permute, splitmix64
-from corpus.shards import SPLITS, how_to_fix, load_meta, open_shards, shared_sha256, verify
+from corpus.shards import SPLITS, load_meta, open_shards, shared_sha256
 
 MAX_PERIOD = 100_000  # the most entries of a blend's schedule; that many take 0.6 s to compute
 WEIGHT_STEPS = 10_000  # weights in proportion to the tokens are multiples of 1 / WEIGHT_STEPS
@@ -36,14 +36,10 @@ def inputs_and_targets(windows):
 
 
 def masks_documents(doc_mask, folder, meta):
-    """Return whether --doc-mask lets a token of a data set attend to its own document alone.
-
-    meta: its meta.json. ValueError: it must, and cannot.
-    """
+    """Return whether --doc-mask lets a token of a data set attend to its own document alone."""
     if doc_mask == "on" and meta["eod"] is None:
-        raise ValueError(f"--doc-mask on: nothing marks where the documents of {folder} start, because its "
-                         "vocabulary has no <|endoftext|>; leave out --doc-mask, or prepare it with another "
-                         "--tokenizer")
+        raise ValueError(f"--doc-mask on: the vocabulary of {folder} has no <|endoftext|> to separate its "
+                         "documents; leave it out, or prepare the text with another --tokenizer")
     is_chat = "masks" in meta
     return meta["eod"] is not None and (doc_mask == "on" or (doc_mask == "auto" and is_chat))
 
@@ -52,7 +48,7 @@ def document_places(tokens, eod):
     """Return the place of each token in its document, counted from 1: (n, T) -> (n, T) int64.
 
     It is also the number of keys that the token's query sees. A document begins with the <|endoftext|> before
-    it. Of one that began in an earlier window, only what is in this one counts.
+    it, or with the window.
     """
     import torch
 
@@ -62,10 +58,7 @@ def document_places(tokens, eod):
 
 
 class Synthetic:
-    """Samples without files: each sequence counts up with its own stride of 1 to 4, one token in 8 is noise.
-
-    The rule is the same for every seed, so another seed serves as validation.
-    """
+    """Samples without files: a sequence counts up with its own stride of 1 to 4, one token in 8 is noise."""
 
     def __init__(self, vocab_size, seq_len, seed=0):
         self.vocab_size = vocab_size
@@ -76,7 +69,6 @@ class Synthetic:
         self.key = draw_keys("synthetic", seed)[0]
 
     def batch(self, first, n):
-        """Return samples first .. first+n-1 as x, y, (n, T) int64 each, as Tokens.batch."""
         samples = np.arange(first, first + n, dtype=np.uint64)[:, None]  # (n, 1)
         positions = np.arange(self.seq_len + 1, dtype=np.uint64)  # (T+1,)
         random = splitmix64(splitmix64(samples + self.key))  # (n, 1), gives the first token and the stride
@@ -114,37 +106,29 @@ class Tokens:
         # From a window's start to the next window's: windows of text overlap by one token.
         self.stride = seq_len
         self.n_samples = (self.n_tokens - 1) // seq_len  # windows per epoch
-        self.masks = None
-        if "masks" in meta:
+        self.all_trained = "masks" not in meta
+        if not self.all_trained:
             self.open_masks(folder, meta)
-        self.all_trained = self.masks is None
         if self.n_samples < 1:
             raise ValueError(f"{folder}: {split} has {self.n_tokens} tokens, one window needs {seq_len + 1};"
                              f" use --seq-len {max(1, self.n_tokens - 1)} or prepare more text")
 
     def open_masks(self, folder, meta):
         """Open the masks of conversations and count the trained tokens of each window, (windows,) int64."""
-        self.masks = open_shards(folder, self.split, meta, "masks")
         if meta["seq_len"] != self.seq_len:
             raise ValueError(f"{folder} has windows of {meta['seq_len']} tokens, --seq-len is {self.seq_len};"
                              f" give --seq-len {meta['seq_len']}, or prepare the conversations again")
         self.stride = self.seq_len + 1
         self.n_samples = self.n_tokens // self.stride
-        same_sizes = [mask.size for mask in self.masks] == [shard.size for shard in self.shards]
-        if not same_sizes or self.n_tokens % self.stride:
-            raise ValueError(f"{folder}: the masks of {self.split} do not fit its tokens;"
-                             f" {how_to_fix(folder, meta)}")
+        self.masks = open_shards(folder, self.split, meta, "masks")
         trained = np.concatenate(self.masks).reshape(-1, self.stride)  # (windows, T+1)
         self.counts = trained[:, 1:].sum(1, dtype=np.int64)
 
     def batch(self, first, n):
-        """Return samples first .. first+n-1 as x, y, (n, T) int64 each: new tensors.
-
-        Samples are numbered over the whole run.
-        """
+        """Return samples first .. first+n-1 of the run as x, y, (n, T) int64 each: new tensors."""
         starts = self.window_starts(first, n).tolist()
         x, y = inputs_and_targets(self.read(self.shards, starts))
-        if self.masks is not None:
+        if not self.all_trained:
             from ops.cross_entropy import IGNORE  # not at the top: it imports torch
             _, trained = inputs_and_targets(self.read(self.masks, starts))
             y.masked_fill_(trained == 0, IGNORE)
@@ -170,7 +154,7 @@ class Tokens:
 
     def n_targets(self, first, n):
         """Return how many tokens of samples first .. first+n-1 are trained; a rank may ask about any."""
-        if self.masks is None:
+        if self.all_trained:
             return n * self.seq_len
         windows = self.window_starts(first, n) // self.stride
         return int(self.counts[windows].sum())
@@ -189,8 +173,7 @@ class Tokens:
         """Return where windows 0, 1, .. of a training epoch start in the stream: (n,) -> (n,) uint64."""
         keys = draw_keys("order", self.seed, epoch)
         starts = permute(windows, self.n_samples, keys[:4]) * np.uint64(self.stride)
-        cut_elsewhere = epoch > 0 and self.masks is None
-        if cut_elsewhere:
+        if epoch > 0 and self.all_trained:
             starts += keys[4] % np.uint64(self.seq_len)
         return starts
 
@@ -210,29 +193,22 @@ def parse_blend(spec):
 
     blend = {}
     for item in spec.split(","):
-        folder, weight = parse_item(spec, item)
-        if folder in blend:
-            raise ValueError(f"--data {spec} names a folder twice; add up its weights")
+        folder, weight = item, None
+        if ":" in item:
+            folder, _, weight = item.rpartition(":")
+        if not folder or folder in blend:
+            raise ValueError(f"--data {spec} names a folder twice, or none; write it as A:0.7,B:0.3")
         blend[folder] = weight
+    if set(blend.values()) == {None}:
+        return list(blend.items())
 
-    weights = list(blend.values())
-    if None in weights and any(weights):
-        raise ValueError(f"--data {spec} gives some weights; give each, as in A:0.7,B:0.3, or none")
-    return list(blend.items())
-
-
-def parse_item(spec, item):
-    folder, weight = item, None
-    if ":" in item:
-        folder, _, text = item.rpartition(":")
-        try:
-            weight = Fraction(text)
-        except (ValueError, ZeroDivisionError) as e:
-            raise ValueError(f"--data {spec}: {text!r} is not a weight; for example A:0.7,B:0.3") from e
-    if not folder or (weight is not None and weight <= 0):
-        raise ValueError(f"--data {spec} has an empty name or a weight that is not above 0; for example"
-                         " A:0.7,B:0.3")
-    return folder, weight
+    try:
+        weights = [Fraction(weight) for weight in blend.values()]
+    except (ValueError, TypeError, ZeroDivisionError):
+        weights = [0]
+    if min(weights) <= 0:
+        raise ValueError(f"--data {spec}: each folder has a weight above 0, as in A:0.7,B:0.3, or none")
+    return list(zip(blend, weights, strict=True))
 
 
 def first_folder(spec):
@@ -242,14 +218,13 @@ def first_folder(spec):
 def samples_per_period(spec, metas):
     """Return how many samples each data set of --data gives per period, [int].
 
-    metas: the meta.json of each. These are the smallest whole numbers in the ratio of the weights, or of the
-    training tokens where no weights are given. ValueError: the period is above MAX_PERIOD.
+    These are the smallest whole numbers in the ratio of the weights, or of the training tokens where there
+    are no weights. metas: the meta.json of each.
     """
     weights = [weight for _, weight in parse_blend(spec)]
     if None in weights:
         tokens = [meta["tokens"]["train"] for meta in metas]
         weights = [Fraction(max(1, round(WEIGHT_STEPS * n / sum(tokens)))) for n in tokens]
-
     shares = [weight / sum(weights) for weight in weights]
     period = lcm(*(share.denominator for share in shares))
     if period > MAX_PERIOD:
@@ -264,8 +239,7 @@ def sample_schedule(counts):
     counts: (data sets,), how many samples each gives per period; they sum to P. Sample c of a data set with
     n of the P samples may come once c P / n samples are given in all, and must come before (c + 1) P / n
     are. Of the samples that may come, the one with the earliest deadline does. No count is ever a whole
-    sample off its share (the chairman assignment problem, Tijdeman 1980). Megatron-LM takes the data set
-    that is furthest behind; under this greedy rule, small data sets fall up to 1.7 samples behind.
+    sample off its share (the chairman assignment problem, Tijdeman 1980).
     """
     counts = np.array(counts)
     period = counts.sum()
@@ -281,7 +255,7 @@ def sample_schedule(counts):
 
 
 def load_blend_meta(spec):
-    """Return the meta.json of the first data set of --data, with the shards of all and their `identity`.
+    """Return the meta.json of the first data set of --data, with the `identity` of all.
 
     identity: a str that other data or other weights would change; checkpoints keep it. ValueError, OSError:
     a data set is damaged, the tokenizers differ, or one data set trains on the val shard of another.
@@ -289,33 +263,23 @@ def load_blend_meta(spec):
     folders = [folder for folder, _ in parse_blend(spec)]
     metas = [load_meta(folder) for folder in folders]
     for folder, meta in zip(folders, metas, strict=True):
-        check_same_tokenizer(folders[0], metas[0], folder, meta)
-
+        if meta["tokenizer_sha256"] != metas[0]["tokenizer_sha256"]:
+            raise ValueError(f"{folders[0]} and {folder} have different tokenizers; prepare the second again "
+                             f"with --tokenizer {folders[0]} and another --name")
     shards = {split: [shard for meta in metas for shard in meta["shards"][split]] for split in SPLITS}
-    masks = []
-    for meta in metas:
-        for split in SPLITS:
-            if "masks" in meta:
-                masks += meta["masks"][split]
     shared = shared_sha256(shards)
     if shared:
         raise ValueError(f"--data {spec}: a train and a val shard have equal sha256 {shared[:9]}; one data"
                          " set would be tested on what another trains on: leave one out")
 
-    identity = [shard["sha256"][:16] for shard in (*shards["train"], *shards["val"], *masks)]
+    files = shards["train"] + shards["val"]
+    for meta in metas:
+        if "masks" in meta:
+            files += meta["masks"]["train"] + meta["masks"]["val"]
+    identity = [file["sha256"][:16] for file in files]
     if len(metas) > 1:
         identity.append(":".join(map(str, samples_per_period(spec, metas))))
-    return {**metas[0], "shards": shards, "identity": " ".join(identity)}
-
-
-def check_same_tokenizer(first, first_meta, folder, meta):
-    if all(meta[key] == first_meta[key] for key in ("tokenizer_sha256", "vocab_size")):
-        return
-    # A vocabulary of characters spells only the text that it was made of.
-    base, other = (folder, first) if first_meta["tokenizer"] == "char" else (first, folder)
-    raise ValueError(f"{first} and {folder} have different tokenizers ({first_meta['tokenizer']} of "
-                     f"{first_meta['vocab_size']} symbols, {meta['tokenizer']} of {meta['vocab_size']}); "
-                     f"prepare the text of {other} again, with --tokenizer {base} and another --name")
+    return {**metas[0], "identity": " ".join(identity)}
 
 
 def settled_doc_mask(spec, doc_mask):
@@ -341,23 +305,21 @@ class Blend:
     def __init__(self, spec, split, seq_len, seed=0, doc_mask="auto"):
         self.seq_len = seq_len
         folders = [folder for folder, _ in parse_blend(spec)]
-        metas = [load_meta(folder) for folder in folders]
         self.parts = [Tokens(folder, split, seq_len, seed, doc_mask) for folder in folders]
-        self.vocab_size = metas[0]["vocab_size"]
+        self.vocab_size = self.parts[0].vocab_size
         self.all_trained = all(part.all_trained for part in self.parts)
         self.has_documents = any(part.has_documents for part in self.parts)
 
-        self.per_period = np.array(samples_per_period(spec, metas))  # (data sets,)
-        self.schedule = sample_schedule(self.per_period)  # (P,) which data set gives each sample
-        period = len(self.schedule)
-        gives = self.schedule[:, None] == np.arange(len(self.parts))  # (P, data sets)
-        given_before = np.cumsum(gives, 0) - gives  # (P, data sets)
-        # (P,) how many samples the data set of each sample gave earlier in the period
-        self.given = given_before[np.arange(period), self.schedule]
+        per_period = samples_per_period(spec, [load_meta(folder) for folder in folders])
+        self.per_period = np.array(per_period)  # (data sets,)
+        self.schedule = sample_schedule(per_period)  # (P,) which data set gives each sample
+        self.given = np.empty_like(self.schedule)  # (P,) how many samples it gave earlier in the period
+        for part, count in enumerate(per_period):
+            self.given[self.schedule == part] = np.arange(count)
 
         # Samples until the first data set begins its second epoch.
-        self.n_samples = min(max(1, part.n_samples * period // count)
-                             for part, count in zip(self.parts, self.per_period.tolist(), strict=True))
+        self.n_samples = min(max(1, part.n_samples * len(self.schedule) // count)
+                             for part, count in zip(self.parts, per_period, strict=True))
 
     def locate(self, i):
         """Return the data set of each sample, and the sample's number in it: (n,) -> (n,) int64 both."""
@@ -376,7 +338,6 @@ class Blend:
             yield self.parts[i], int(numbers[rows[0]]), rows
 
     def batch(self, first, n):
-        """Return samples first .. first+n-1 as x, y, (n, T) int64 each, as Tokens.batch."""
         import torch
 
         x = torch.empty(n, self.seq_len, dtype=torch.int64)
@@ -386,10 +347,7 @@ class Blend:
         return x, y
 
     def places(self, first, x):
-        """Return the place of each token in its document, as Tokens.places.
-
-        A window is one document if --doc-mask does not separate those of its data set.
-        """
+        """Return Tokens.places; a window is one document where its data set does not separate them."""
         places = document_places(x, -1)  # no token has this id
         for part, start, rows in self.pieces(first, len(x)):
             if part.has_documents:
@@ -403,11 +361,10 @@ class Blend:
 # -----------------------------------------------------------------------------
 # 3) A run
 
-def open_data(cfg, local_rank):
+def open_data(cfg):
     """Return the data of a run: train, val, vocab_size and the identity of the data, a str.
 
-    Every rank checks headers; local rank 0, one per node, also the checksums. vocab_size is that of cfg or,
-    where it is 0, of the data and [MASK]. ValueError, OSError: see load_meta.
+    vocab_size is that of cfg or, where it is 0, of the data and [MASK]. ValueError, OSError: see load_meta.
     """
     n_mask = 1 if cfg.objective == "mlm" else 0  # [MASK] is one id past the data's
     if cfg.data == "synthetic":
@@ -419,19 +376,14 @@ def open_data(cfg, local_rank):
         identity = f"synthetic-{vocab_size}"
     else:
         meta = load_blend_meta(cfg.data)
-        if local_rank == 0:
-            for folder, _ in parse_blend(cfg.data):
-                verify(folder)
         needed = meta["vocab_size"] + n_mask
         vocab_size = cfg.vocab_size or needed
         if vocab_size < needed:
-            with_mask = " with [MASK]" if n_mask else ""
-            raise ValueError(f"--vocab-size {vocab_size} is less than the {needed} symbols of {cfg.data}"
-                             f"{with_mask}; try --vocab-size {needed}")
+            raise ValueError(f"--vocab-size {vocab_size} is less than the {needed} symbols that {cfg.data} "
+                             f"needs; try --vocab-size {needed}")
         train = open_tokens(cfg.data, "train", cfg.seq_len, cfg.seed, cfg.doc_mask)
         val = open_tokens(cfg.data, "val", cfg.seq_len, cfg.seed, cfg.doc_mask)
         identity = meta["identity"]
-
     train, val = mask_sources(cfg, train, val)
     return train, val, vocab_size, identity
 
@@ -441,8 +393,7 @@ def batch_size(samples, full, ramp=()):
 
     full: the batch after the ramp. ramp: () for none, or the (START, INCREMENT, SAMPLES) of
     --rampup-batch-size, as in Megatron-LM: the batch begins with START sequences and grows by INCREMENT while
-    the first SAMPLES are consumed, in stages of the same number of samples. It is a function of the samples
-    consumed alone: a resumed run, another layout and plan.py get the same batch.
+    the first SAMPLES are consumed, in stages of the same number of samples.
     """
     if not ramp:
         return full
@@ -454,9 +405,8 @@ def batch_size(samples, full, ramp=()):
 def trained_tokens(source, first, count, device):
     """Return the trained tokens of the `count` samples from `first` on, by which their loss is divided.
 
-    Every rank knows the number with no message. If the source trains every token, it is an int, a constant
-    of a recorded CUDA graph. Otherwise it is () int64 on the device, also in a step that trains all tokens:
-    a graph recorded with the one kind does not hold the other.
+    Every rank knows the number with no message. It is an int, a constant of a recorded CUDA graph, if the
+    source trains every token; otherwise () int64 on the device, in every step alike.
     """
     n = source.n_targets(first, count)
     if source.all_trained:

@@ -4,7 +4,6 @@
     same_start           all ranks have the same flags and the same code
     make_mesh, open_data the ranks' places and what they read, which the flags must fit
     compare              a value that differs between ranks is wrong input
-    verify_data_first    the files of --data, by rank 0 before the other nodes
     Stop                 a signal on any rank, the file OUT/stop, or --max-minutes
     replica_differences  compares the parameters that several ranks share (--check-every)
 """
@@ -23,7 +22,6 @@ import torch
 import parallel
 from config import Outcome
 from corpus import samples
-from corpus.shards import verify
 from corpus.tokenizer import prompt_tokenizer
 from cost.memory import check_memory
 from interface.layout import check_layout
@@ -102,8 +100,7 @@ def open_data(cfg, world, mesh):
     tokenizer: for samples of text, or None if the run prints none. ValueError, OSError: the data cannot be
     read, or is not the same on all ranks, or the model is too large for their memory. Collective.
     """
-    verify_data_first(world, cfg.data)
-    train, val, vocab_size, identity = samples.open_data(cfg, world.local_rank)
+    train, val, vocab_size, identity = samples.open_data(cfg)
     tokenizer = prompt_tokenizer(cfg)
     check_memory(cfg, mesh, vocab_size, world)
     fp8.check_device(cfg, world.device)
@@ -138,18 +135,6 @@ def compare(world, values, cure):
     text = world.everyone.first(different)  # a short text of the lowest rank that has one, over the world
     if text is not None:
         raise ValueError(text)
-
-
-def verify_data_first(world, spec):
-    """Verify the data sets of --data on rank 0, before the other nodes look at them.
-
-    They find its record, .verified.json, and need not read the files of a shared disk again. ValueError, on
-    rank 0: a file is damaged. Collective over the world.
-    """
-    if world.rank == 0 and spec != "synthetic":
-        for folder, _ in samples.parse_blend(spec):
-            verify(folder)
-    world.barrier()
 
 
 def start_copy(tensor):

@@ -244,7 +244,7 @@ def run(tmp_path_factory):
 def check_first_step(run):
     """AssertionError unless the first step's loss and gradients are plain code's of the samples' masks."""
     cfg, vocab, *_ = sample.read_run(run)
-    train_data, _, vocab_size, _ = open_data(cfg, 0)
+    train_data, _, vocab_size, _ = open_data(cfg)
     dump = load_file(run.parent / "dump.safetensors")
     w = {k: v.clone().requires_grad_() for k, v in dump.items() if not k.startswith("grad/")}
     assert vocab == vocab_size == train_data.mask_token + 1 and w["mlm.bias"].shape == (vocab,)
@@ -267,7 +267,7 @@ def test_the_loss_is_the_mean_over_the_masked_tokens(run, tmp_path):
 
 def test_the_validation_loss_is_that_of_the_checkpoint(run):
     cfg, vocab, *_ = sample.read_run(run)
-    _, val_data, _, _ = open_data(cfg, 0)
+    _, val_data, _, _ = open_data(cfg)
     seen = {row["step"]: row["val_loss"] for row in rows(run) if "val_loss" in row}
     for step in (3, 6):
         with torch.no_grad():

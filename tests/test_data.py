@@ -1,9 +1,7 @@
 """Token files, data order, tokenizers and prepare.py. Every message that a user can see is one line."""
-import hashlib
 import json
 import os
 import re
-import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -68,18 +66,14 @@ def test_permutation_is_bijective():
 
 
 def test_permutation_of_large_n():
-    """[0, n) is too large to list: results are in range, differ, are nearly uniform and fast."""
+    """[0, n) is too large to list: results are in range, differ and are nearly uniform."""
     for n in (99_999_989, 2**31 + 11, 3 * 2**40 + 1):
         i = np.random.default_rng(0).choice(10**8 - 11, 50_000, replace=False)
         out, other = order.permute(i, n, keys(1)), order.permute(i, n, keys(2))
-        assert out.max() < n and len(np.unique(out)) == len(i)
-        assert (out == other).mean() < 0.01
+        assert out.max() < n and len(np.unique(out)) == len(i) and (out == other).mean() < 0.01
         share = np.bincount((out * 16 // n).astype(int), minlength=16) / len(i)
         assert np.abs(share - 1 / 16).max() < 0.01
-        # A piece of the input gives the same piece of the permutation
-        start = time.thread_time()  # the CPU time of this thread, whatever else the machine does
-        assert np.array_equal(order.permute(i[:512], n, keys(1)), out[:512])
-        assert time.thread_time() - start < 0.1, "a global batch takes 0.4-0.7 ms on an idle core"
+        assert np.array_equal(order.permute(i[:512], n, keys(1)), out[:512]), "a piece gives the same piece"
 
 
 def test_order_is_pinned():
@@ -160,9 +154,9 @@ def test_each_replica_takes_its_part_of_the_samples(layout, of_rank):
 
 def test_the_seed_of_a_run_orders_its_data(toy):
     for seed in (3, 4):
-        train, *_ = open_data(Config(data="synthetic", seq_len=9, seed=seed, vocab_size=77), 0)
+        train, *_ = open_data(Config(data="synthetic", seq_len=9, seed=seed, vocab_size=77))
         assert torch.equal(train.batch(0, 3)[0], samples.Synthetic(77, 9, seed).batch(0, 3)[0])
-        train, val, *_ = open_data(Config(data=str(toy[0]), seq_len=32, seed=seed), 1)
+        train, val, *_ = open_data(Config(data=str(toy[0]), seq_len=32, seed=seed))
         want = samples.Tokens(toy[0], "train", 32, seed)
         assert (train.window_starts(0, 50) == want.window_starts(0, 50)).all()
         assert (train.seq_len, val.seq_len, train.vocab_size) == (32, 32, want.vocab_size)
@@ -228,58 +222,39 @@ def test_missing_data_names_the_command(tmp_path):
     refused(FileNotFoundError, opens(tmp_path / "mine"), "python prepare.py FILE... --name mine")
 
 
-def test_edited_token_is_caught_by_verify(toy, capsys):
+def test_edited_files_are_caught_by_verify(toy, capsys):
     folder, _ = toy
     shard = folder / "train_00003.bin"
-    files = len(list(folder.glob("*.bin"))) + 1
-    assert shards.verify(folder) == files and shards.verify(folder) == files  # the second from .verified.json
-    before = shard.stat()
+    assert shards.verify(folder) == len(list(folder.glob("*.bin"))) + 1
     edit(shard, 4096 + 77, b"\1")
     opens(folder)()  # headers and sizes are right
-    refused(ValueError, lambda: shards.verify(folder), str(shard), "sha256", "expected", "make it with")
     code, out, err = run(capsys, "--name", "toy", "--out", folder.parent, "--verify")  # without a SOURCE
-    assert code == 2 and err.startswith("nanoshard: ") and err.count("\n") == 1 and "train_00003" in err
-    # With the old size and time, verify() trusts its cache; with cache=False it reads the file
-    os.utime(shard, ns=(before.st_atime_ns, before.st_mtime_ns))
-    assert shards.verify(folder) == files
-    refused(ValueError, lambda: shards.verify(folder, cache=False), str(shard))
+    assert code == 2 and err.count("\n") == 1 and f"nanoshard: {shard} has sha256" in err
+    shard.unlink()
+    for call in (opens(folder), lambda: shards.verify(folder)):
+        refused(FileNotFoundError, call, str(shard), "missing", "make it with: python prepare.py")
     edit(folder / "tokenizer.json", 12, b"!")
     refused(ValueError, lambda: shards.verify(folder), "tokenizer.json", "sha256")
-    (folder / "tokenizer.json").unlink()
-    refused(FileNotFoundError, lambda: shards.verify(folder), "tokenizer.json", "missing")
 
 
-def test_token_ids_above_the_vocabulary(toy, capsys):
-    """The header and the sha256 fit: meta.json's max_id, or the ids themselves where it lacks or lies."""
+def test_an_id_above_the_vocabulary_is_refused_at_the_start(toy):
     folder, _ = toy
-    path, n = folder / "meta.json", tok.load(folder).n_vocab
+    path = folder / "meta.json"
     meta = json.loads(path.read_text())
     largest = [np.fromfile(folder / s["file"], "<u2", offset=4096).max() for s in meta["shards"]["train"]]
-    assert [s["max_id"] for s in meta["shards"]["train"]] == largest and max(largest) == n - 1
-    edit(folder / "train_00001.bin", 4096 + 60, n.to_bytes(2, "little"))
-    raw, shard = (folder / "train_00001.bin").read_bytes(), meta["shards"]["train"][1]
-    for max_id, local_rank in (({"max_id": n}, 1), ({"max_id": n - 1}, 0), ({}, 0)):
-        meta["shards"]["train"][1] = {"file": shard["file"], "tokens": shard["tokens"], **max_id,
-                                      "sha256": hashlib.sha256(raw).hexdigest()}
-        path.write_text(json.dumps(meta))
-        refused(ValueError, lambda r=local_rank: open_data(Config(data=str(folder), seq_len=32), r),
-                f"train_00001.bin has the token id {n},", "make it with")
-        code, _, err = run(capsys, "x", "--name", "toy", "--out", folder.parent, "--verify")
-        assert code == 2 and err.count("\n") == 1 and f"the token id {n}," in err
+    assert [s["max_id"] for s in meta["shards"]["train"]] == largest
+    path.write_text(json.dumps({**meta, "vocab_size": meta["vocab_size"] - 1}))
+    refused(ValueError, opens(folder), f"has the token id {max(largest)}, vocab_size is {max(largest)}")
 
 
-def test_open_data_verifies_once_per_node(toy):
-    """Only local rank 0 reads the files to compare checksums; every rank checks headers and vocabulary."""
+def test_the_data_of_a_run(toy):
     folder, stream = toy
     cfg = Config(data=str(folder), seq_len=32, seed=3)
-    train, val, vocab_size, identity = open_data(cfg, local_rank=1)
-    assert not (folder / ".verified.json").exists()
+    train, val, vocab_size, identity = open_data(cfg)
     assert vocab_size == tok.load(folder).n_vocab and train.split == "train" and val.split == "val"
-    edit(folder / "train_00003.bin", 4096 + 77, b"\1")
-    assert open_data(replace(cfg, vocab_size=500), 1)[2:] == (500, identity)
-    refused(ValueError, lambda: open_data(cfg, 0), "train_00003.bin", "sha256")
-    refused(ValueError, lambda: open_data(replace(cfg, vocab_size=3), 1), f"--vocab-size {vocab_size}")
-    train, val, vocab_size, identity = open_data(Config(data="synthetic"), 0)
+    assert open_data(replace(cfg, vocab_size=500))[2:] == (500, identity)
+    refused(ValueError, lambda: open_data(replace(cfg, vocab_size=3)), f"--vocab-size {vocab_size}")
+    train, val, vocab_size, identity = open_data(Config(data="synthetic"))
     assert (vocab_size, identity) == (256, "synthetic-256")
     assert not torch.equal(train.batch(0, 1)[0], val.batch(0, 1)[0])
 
@@ -313,22 +288,10 @@ def test_bpe_round_trip(tmp_path):
         assert again.encode_numpy(text).tolist() == ids
     assert len(t.encode(make_text(500, 9))) < 0.6 * len(make_text(500, 9)), "it merges"
     assert again.decode([t.eod]) == tok.EOD and again.decode([10**6]) == "\ufffd"
-    refused(ValueError, lambda: tok.train_bpe(["a"], 100), "--vocab-size 100", "257")
     refused(FileNotFoundError, lambda: tok.load(tmp_path / "none"), "none", "prepare.py")
-    (tmp_path / "tokenizer.json").write_text('{"kind": "bpe"}')
-    refused(ValueError, lambda: tok.load(tmp_path), "tokenizer.json")
-
-
-@pytest.mark.parametrize("change, say", [
-    (lambda spec: spec.update(kind=5), "kind is 5"), (lambda spec: spec.update(pattern="("), "parenthesis"),
-    (lambda spec: spec.update(ranks=[1]), "ranks is [1]"),
-    (lambda spec: spec.update(special={}), "special lacks"),
-    (lambda spec: [spec.clear(), spec.update(kind="char", chars=["a"])], "chars is ['a']")])
-def test_damaged_tokenizers_are_refused(change, say, tmp_path):
-    spec = tok.train_bpe(["aaab"], 257).spec
-    change(spec)
-    (tmp_path / "tokenizer.json").write_text(json.dumps(spec))
-    refused(ValueError, lambda: tok.load(tmp_path), "tokenizer.json", say, "python prepare.py")
+    for damaged in ('{"kind": "bpe"}', "{}", "[]", '{"kind": "bp'):
+        (tmp_path / "tokenizer.json").write_text(damaged)
+        refused(ValueError, lambda: tok.load(tmp_path), "tokenizer.json")
 
 
 def test_vocabulary_that_cannot_be_fetched(tmp_path, monkeypatch, capsys, texts):
@@ -440,8 +403,6 @@ def test_second_call_does_nothing_unless_something_changed(tmp_path, texts, caps
     assert made() and not made()  # the same command makes its own work again
     edit(tmp_path / "a/train_00000.bin", 5000, b"\1\1\1")
     assert made() and shards.verify(tmp_path / "a") and not made()  # repaired
-    (tmp_path / "a/val_00000.bin").unlink()
-    assert made() and not made()
     assert made("--shard-tokens", 5000, "--replace") and (tmp_path / "a/train_00001.bin").exists()
     assert made("--replace") and not (tmp_path / "a/train_00001.bin").exists(), "no stale shard stays"
     assert run(capsys, *argv, "--verify")[:2] == (0, f"{tmp_path}/a: 3 files have their sha256\n")
@@ -466,9 +427,9 @@ def test_a_failure_leaves_the_old_data(tmp_path, texts, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize("what,words", [
-    ("another data set", "holds another data set"), ("a damaged meta.json", "holds another data set, damag"),
-    ("a folder", "x is no data set of prepare.py"), ("a file", "x is no data set of prepare.py"),
-    ("x.tmp", "x.tmp is in the way")])
+    ("another data set", "x is there, made by: python prepare.py"), ("a damaged meta.json", "no sound JSON"),
+    ("a folder", "x is there, made by: something else"), ("a file", "x is there, made by: something else"),
+    ("x.tmp", "x.tmp is there: another command writes it, or one was killed")])
 def test_nothing_is_replaced_unasked(what, words, tmp_path, texts, capsys):
     argv = [texts[0], "--name", "x", "--out", tmp_path, "--tokenizer", "char"]
     if what in ("another data set", "a damaged meta.json"):
@@ -488,22 +449,21 @@ def test_nothing_is_replaced_unasked(what, words, tmp_path, texts, capsys):
 
 def test_files_of_others_stay_when_a_data_set_is_replaced(tmp_path, texts, capsys):
     """Also through a link to another disk, which stays a link."""
-    (tmp_path / "disk/x").mkdir(parents=True)
+    (tmp_path / "disk").mkdir()
     (tmp_path / "x").symlink_to("disk/x")
     argv = [texts[0], "--name", "x", "--out", tmp_path, "--tokenizer", "char"]
     assert run(capsys, *argv)[0] == 0
-    made_by = shards.load_meta(tmp_path / "x")["command"]
     (tmp_path / "x/notes.txt").write_text("mine")
     code, _, err = run(capsys, *argv, "--val-fraction", 0.3, "--replace")
     assert code == 0 and "x.old stays" in err and (tmp_path / "x").is_symlink()
     assert tree(tmp_path / "disk/x.old") == [(tmp_path / "disk/x.old/notes.txt", b"mine")]
-    meta = shards.load_meta(tmp_path / "x")
-    assert meta["replaced"] == made_by and "--replace" not in meta["command"]
+    assert "--replace" not in shards.load_meta(tmp_path / "x")["command"]
 
 
 def test_stdlib_sources_and_undecodable_files(tmp_path, capsys, monkeypatch):
     """On a small library: the order, what is left out, what --with-tests adds, what is not utf-8."""
-    real = [file.path for file in prepare.list_files(prepare.parse(["stdlib"]))[0]]
+    flags = prepare.parse(["stdlib"])
+    real = [file.path for file in prepare.list_files(flags.sources, flags)]
     assert len(real) > 300 and not [
         n for n in real if re.search("/(tests?|site-packages|encodings|pydoc_data)/", n)]
     lib = tmp_path / "lib"
@@ -515,8 +475,8 @@ def test_stdlib_sources_and_undecodable_files(tmp_path, capsys, monkeypatch):
     (lib / "test/latin.py").write_bytes(b"# caf\xe9\n")
     (lib / "empty.py").write_text("")
     monkeypatch.setattr(prepare.sysconfig, "get_path", lambda name: str(lib))
-    args = prepare.parse(["stdlib"])
-    assert [Path(file.path).relative_to(lib).as_posix() for file in prepare.list_files(args)[0]] == [
+    found = prepare.list_files(flags.sources, flags)
+    assert [Path(file.path).relative_to(lib).as_posix() for file in found] == [
         "a.py", "a/z.py", "b.py", "empty.py", "encodings.py"]
     argv = ["stdlib", "--out", tmp_path, "--vocab-size", 300, "--val-fraction", 0.5, "--with-tests"]
     code, out, err = run(capsys, *argv)
@@ -526,22 +486,17 @@ def test_stdlib_sources_and_undecodable_files(tmp_path, capsys, monkeypatch):
     assert sum(meta["documents"].values()) == 6, "one document a file, none for the empty and the skipped"
 
 
-@pytest.mark.parametrize(
-    "argv, say", [
-        (["--name", "x"], "SOURCE"),
-        (["nowhere.txt", "--name", "x"], "nowhere.txt is not a file"),
-        (["a.txt"], "a.txt is not a file"),
-        (["stdlib", "a.txt", "--name", "x"], "stdlib is not a file"),
-        *((["stdlib", f"--name={name}"], "is no plain name") for name in ("..", "x/y", ".x", "-x", "a\nb")),
-        (["stdlib", "--vocab-size", "256"], "--vocab-size 256 must be at least 257"),
-        (["stdlib", "--val-fraction", "nan"], "nan"),
-        (["stdlib", "--tokeniser", "char"], "perhaps you meant --tokenizer"),
-        (["stdlib", "--val-fraction", "1.5"], "between 0 and 1"),
-        (["stdlib", "--workers", "0"], "--workers 0"),
-        (["stdlib", "--shuffle", "--no-shuffle"], "exclude each other"),
-        (["stdlib", "--tokenizer", "char", "--vocab-size", "300"], "--vocab-size"),
-        (["stdlib", "--verify", "--name", "nothing"], "no prepared data"),
-    ])
+@pytest.mark.parametrize("argv, say", [
+    (["--name", "x"], "SOURCE"), (["nowhere.txt", "--name", "x"], "nowhere.txt is not a file"),
+    (["fineweb_edu"], "--name NAME is missing"), (["fineweb", "--name", "x"], "fineweb_edu_10bt"),
+    *((["stdlib", f"--name={name}"], "is no plain name") for name in ("..", "x/y", ".x", "-x", "a\nb")),
+    (["stdlib", "--vocab-size", "256"], "--vocab-size 256 must be at least 257"),
+    (["stdlib", "--tokeniser", "char"], "perhaps you meant --tokenizer"),
+    (["stdlib", "--val-fraction", "1.5"], "--val-fraction 1.5"), (["stdlib", "--val-fraction", "nan"], "nan"),
+    (["stdlib", "--workers", "0"], "--workers 0"), (["stdlib", "--shard-tokens", "0"], "--shard-tokens 0"),
+    (["stdlib", "--shuffle", "--no-shuffle"], "exclude each other"),
+    (["stdlib", "--tokenizer", "char", "--vocab-size", "300"], "--vocab-size"),
+    (["stdlib", "--verify", "--name", "nothing"], "no prepared data")])
 def test_wrong_input_is_one_line_and_exit_code_2(argv, say, tmp_path, capsys):
     code, out, err = run(capsys, *argv, "--out", tmp_path)
     assert code == 2 and err.startswith("nanoshard: ") and err.count("\n") == 1 and say in err, err

@@ -249,7 +249,7 @@ def test_data_without_documents_are_refused(flags, words, data, tmp_path):
 def test_steps_and_evaluations_see_each_conversation_alone(data):
     """train.py's own step and evaluation, against a loop over the conversations."""
     cfg = Config(**SMALL, data=str(data / "chat"))
-    source, val, vocab_size, _ = open_data(cfg, 0)
+    source, val, vocab_size, _ = open_data(cfg)
     mesh = make_mesh(World())
     model, data_parallel, opt = train.build(cfg, mesh, vocab_size, CPU)
     randomize(model)

@@ -1,7 +1,6 @@
 """Every launcher is recognised; python, mpiexec and torchrun train alike; one exception ends all ranks.
 Ranks that were started differently, GPUs that a process was shown alone, signals, streams that fail, the
 address that the store listens on."""
-import dataclasses
 import json
 import os
 import re
@@ -24,7 +23,7 @@ from pool import ROOT, context, run_ranks
 from runs import SHAPE, TINY, assert_refused, rows
 
 import train
-from corpus import samples, shards
+from corpus import samples
 from runtime import agree, launch, session
 from runtime.launch import VISIBLE, detect
 
@@ -162,34 +161,6 @@ def session_with_other_data(world, argv):
     real = samples.open_data
     with mock.patch.object(samples, "open_data", lambda *a: (*real(*a)[:3], ["one", "two"][world.rank])):
         return runs.session(world, argv)
-
-
-def files_read(world, argv):
-    """A session of ranks that are nodes of their own: its code, how many files were read, and stderr."""
-    read, real = [], shards.verify_file
-
-    def noted(path, *args):
-        time.sleep(0.05)  # the other rank would begin meanwhile
-        read.append(path.name)
-        return real(path, *args)
-
-    alone = dataclasses.replace(world, local_rank=0)
-    with mock.patch.object(shards, "verify_file", noted):
-        result = runs.session(alone, argv)
-    return result["code"], len(read), result["err"]
-
-
-def test_rank_0_verifies_the_data_and_the_other_nodes_find_its_record(tmp_path):
-    folder = runs.chars(tmp_path)
-    (folder / ".verified.json").unlink(missing_ok=True)
-    argv = [*TINY, f"--data={folder}", "--vocab-size=0", "--steps=1", f"--out={tmp_path / 'run'}"]
-    (code, first, _), (_, second, _) = run_ranks(2, files_read, argv)
-    assert (code, first > 0, second) == (0, True, 0)
-    shard = next(folder.glob("train*.bin"))
-    *most, low, high = shard.read_bytes()
-    shard.write_bytes(bytes([*most, low ^ 1, high]))
-    said = [(code, err.count("sha256")) for code, _, err in run_ranks(2, files_read, argv)]
-    assert said == [(2, 1), (2, 0)]
 
 
 def test_our_files_are_compared_and_no_others():

@@ -270,7 +270,7 @@ def test_step_prints_what_each_rank_read(ramp, run, tmp_path, capsys):
     sample.main([str(tmp_path / "run"), "--step=4"])
     printed = capsys.readouterr().out
     cfg, _ = sample.read_run_config(tmp_path / "run/config.json")
-    source, words = sample.open_data(cfg, 0)[0], tokenizer.load(run)
+    source, words = sample.open_data(cfg)[0], tokenizer.load(run)
     read = [[], []]
     for number, rank, within in re.findall(r"--- sample (\d+): rank (\d) of dp, micro-batch (\d)\n", printed):
         x, y = source.batch(int(number), 1)

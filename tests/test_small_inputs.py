@@ -14,26 +14,12 @@ from test_borders import refused_line
 import checkpoint
 import prepare
 from config import Config
-from corpus import chat, shards, tokenizer
 from corpus.order import permute
 from hub import families, gguf
 from interface import command_line, files
 
 # -----------------------------------------------------------------------------
 # Data sets
-
-def test_equal_conversations_are_in_one_split_wherever_they_stand():
-    vocab = tokenizer.train_char(["ab 0123456789"]).with_special(chat.MARKERS)
-    different = [[{"role": "user", "content": f"a {i}"}, {"role": "assistant", "content": f"b {i}"}]
-                 for i in range(20)]
-    packed = chat.pack([*different, *different[::-1]], chat.Template(vocab), 16, 0.4, seed=1)
-    found = {}
-    for split in shards.SPLITS:
-        one_each = packed.ids[split]  # a conversation fills more than half of a window
-        found[split] = sorted(vocab.decode(row) for row in one_each)
-        assert found[split][::2] == found[split][1::2] and len(found[split]) == packed.count[split]
-    assert len(found["train"]) + len(found["val"]) == 40 and not {*found["train"]} & {*found["val"]}
-
 
 def test_the_order_of_a_few_samples_is_that_of_every_version():
     """A run that is resumed by a later version reads on in the same order."""

@@ -135,10 +135,10 @@ def test_an_evaluation_changes_nothing(tmp_path):
 
 def test_synthetic_validation_is_other_text_than_training():
     cfg = Config(data="synthetic", vocab_size=10**9, seq_len=T)
-    train_data, val_data, _, _ = open_data(cfg, 0)
+    train_data, val_data, _, _ = open_data(cfg)
     sequences = [{tuple(row) for row in data.batch(0, 2000)[0].tolist()} for data in (train_data, val_data)]
     assert len(sequences[0]) == len(sequences[1]) == 2000 and not sequences[0] & sequences[1]
-    other, _, _, _ = open_data(dataclasses.replace(cfg, seed=cfg.seed + 7), 0)
+    other, _, _, _ = open_data(dataclasses.replace(cfg, seed=cfg.seed + 7))
     assert not torch.equal(other.batch(0, 4)[0], train_data.batch(0, 4)[0])
 
 
