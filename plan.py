@@ -41,22 +41,8 @@ from cost import plan_page
 from cost.advice import idle_warnings
 from cost.gpus import GPUS
 from cost.memory import GIB, memory, saved_activations
-from cost.parameters import (
-    count_parameters,
-    flops_per_token,
-    held_layers,
-    local_parameters,
-    micro_batches,
-    stage_mesh,
-)
-from cost.step_time import (
-    MOST_UNEVEN,
-    bubble,
-    expected_choice,
-    max_load_factor,
-    stage_time,
-    step_time,
-)
+from cost.parameters import Rank, count_parameters, flops_per_token, micro_batches, stage_mesh
+from cost.step_time import MOST_UNEVEN, bubble, max_load_factor, stage_time, step_time
 from cost.traffic import bytes_between_nodes, reductions, traffic
 from fast.choose import needs_row_limit
 from interface.layout import check_layout
@@ -71,14 +57,24 @@ LAYOUT = ("tp", "cp", "pp", "pp_chunks", "ep", "zero", "shard", "micro_batch", "
 
 
 def check_gpus(cfg, gpus):
-    """Return (cfg with its global batch, rank 0's mesh).
-
-    ValueError: train.py would refuse this layout.
-    """
+    """Return (cfg with its global batch, rank 0's mesh). ValueError: train.py would refuse this layout."""
     mesh = stage_mesh(cfg, gpus, 0)
     batch = cfg.global_batch or cfg.micro_batch * mesh.dp.size
     check_layout(cfg, mesh, batch)
     return dataclasses.replace(cfg, global_batch=batch), mesh
+
+
+def stage_ranks(cfg, gpus, chip, vocab):
+    """Return [(Rank, [stages])], one Rank for all stages that hold equal parts of the model.
+
+    It is of the first of them, which has the most micro-batches in flight.
+    """
+    found = {}
+    for stage in range(cfg.pp):
+        rank = Rank(cfg, stage_mesh(cfg, gpus, stage), vocab, node=chip.node)
+        _, stages = found.setdefault((rank.blocks, rank.has_embedding, rank.has_head), (rank, []))
+        stages.append(stage)
+    return list(found.values())
 
 
 def estimate(cfg, gpus, gpu, vocab, uneven=False):
@@ -91,49 +87,39 @@ def estimate(cfg, gpus, gpu, vocab, uneven=False):
     chip = GPUS[gpu]
     if cfg.fp8 and not chip.fp8:
         raise ValueError(f"--fp8: {gpu} cannot multiply fp8 numbers; leave out --fp8")
-    # Stages that hold equal parts of the model differ only in their position. The first of them has the
-    # most micro-batches in flight, so it stands for all.
-    groups = {}
-    for stage in range(cfg.pp):
-        groups.setdefault(held_layers(cfg, stage_mesh(cfg, gpus, stage)), []).append(stage)
-    meshes = [stage_mesh(cfg, gpus, stages[0]) for stages in groups.values()]
-    choice = expected_choice(cfg, meshes[0], chip.node)
-
-    needed = [memory(cfg, mesh, vocab, choice) for mesh in meshes]
-    fullest = max(needed, key=lambda parts: sum(parts.values()))
+    ranks = stage_ranks(cfg, gpus, chip, vocab)
+    first, _ = ranks[0]
+    fullest = max((memory(rank) for rank, _ in ranks), key=lambda parts: sum(parts.values()))
     used = sum(fullest.values())
-    sent = [traffic(cfg, mesh, vocab, cfg.global_batch, choice) for mesh in meshes]
-    between = [bytes_between_nodes(mesh, sent_here, lambda rank: rank // chip.node)
-               for mesh, sent_here in zip(meshes, sent, strict=True)]
 
-    block = saved_activations(cfg, meshes[0], max_load_factor(cfg, meshes[0], uneven=uneven), choice)
+    saved = saved_activations(first, max_load_factor(cfg, first.mesh, uneven=uneven)).saved
+    sent = Counter()  # of the stage that sends the most over an axis
+    between = 0
     of_stage = {}  # seconds of a micro-batch on each stage
-    for stages, mesh, sent_here in zip(groups.values(), meshes, sent, strict=True):
-        seconds = stage_time(cfg, mesh, chip, vocab, block, sent_here, uneven=uneven)
-        of_stage.update(dict.fromkeys(stages, seconds))
+    for rank, stages in ranks:
+        sent_here = traffic(rank, cfg.global_batch)
+        sent |= sent_here
+        between = max(between, bytes_between_nodes(rank.mesh, sent_here, lambda rank: rank // chip.node))
+        of_stage.update(dict.fromkeys(stages, stage_time(rank, chip, saved, sent_here, uneven=uneven)))
 
-    largest = max(meshes, key=lambda mesh: sum(local_parameters(cfg, mesh, vocab).values()))
-    step = step_time(cfg, largest, chip, vocab, max(of_stage.values()),
-                     reductions(cfg, largest, vocab, choice))
+    largest, _ = max(ranks, key=lambda pair: pair[0].parameters())
+    step = step_time(largest, chip, max(of_stage.values()), reductions(largest))
     total = sum(step.values())
     tokens = cfg.global_batch * cfg.seq_len
     full, causal = flops_per_token(cfg, vocab)
     count = count_parameters(cfg, vocab)
+    per_gpu = full * tokens / total / gpus
     return {
-        "layout": {"gpus": gpus, "dp": meshes[0].dp.size, **{name: getattr(cfg, name) for name in LAYOUT}},
+        "layout": {"gpus": gpus, "dp": first.mesh.dp.size, **{name: getattr(cfg, name) for name in LAYOUT}},
         "parameters": {"vocabulary": vocab, "total": count["total"], "embedding": count["embedding"],
-                       "active": count["matmul"],
-                       "per_rank": sum(local_parameters(cfg, largest, vocab).values())},
+                       "active": count["matmul"], "per_rank": largest.parameters()},
         "memory_gib": {part: nbytes / GIB for part, nbytes in fullest.items()},
         "memory": used / GIB, "fits": used <= chip.memory, "capacity_gib": chip.memory / GIB,
         "flops": {"full": full * tokens, "causal": causal * tokens},
-        "traffic_mb": {axis: max(stage.get(axis, 0) for stage in sent) / 1e6
-                       for axis in sorted(set().union(*sent))},  # of the stage that sends the most
-        "between_nodes_mb": max(between) / 1e6,
+        "traffic_mb": {axis: nbytes / 1e6 for axis, nbytes in sorted(sent.items())},
+        "between_nodes_mb": between / 1e6,
         "ms_parts": {part: seconds * 1e3 for part, seconds in step.items()}, "ms": total * 1e3,
-        "tok_s_gpu": tokens / total / gpus,
-        "tflops": full * tokens / total / gpus / 1e12,
-        "mfu": full * tokens / total / gpus / chip.peak,
+        "tok_s_gpu": tokens / total / gpus, "tflops": per_gpu / 1e12, "mfu": per_gpu / chip.peak,
         "stage_ms": [of_stage[stage] * 1e3 for stage in range(cfg.pp)]}
 
 
@@ -176,7 +162,6 @@ def training_cost(cfg, plan, vocab):
 def from_data(cfg):
     """Return (cfg with the --doc-mask of its data, number of symbols, where that number is from).
 
-    It is the flag's or the preset's, or else that of --data. Without data it is that of GPT-2's vocabulary.
     A masked language model adds [MASK] to the symbols of the data.
     """
     mask = 1 if cfg.objective == "mlm" else 0
@@ -212,7 +197,8 @@ def layouts(cfg, gpus, gpu):
     """
     batch = cfg.global_batch or cfg.micro_batch * gpus
     sizes = divisors(gpus)
-    tp_sizes = [tp for tp in sizes if 128 % tp == 0 and tp <= GPUS[gpu].node]
+    node = GPUS[gpu].node
+    tp_sizes = [tp for tp in sizes if 128 % tp == 0 and tp <= node]
     cp_sizes = [cfg.cp]
     if cfg.cp == 1:
         cp_sizes = [cp for cp in sizes if cp == 1 or cfg.seq_len // cp >= SHORTEST_SHARE]
@@ -226,8 +212,7 @@ def layouts(cfg, gpus, gpu):
         mbs_sizes = [size for size in (1, 2, 4, 8, 16, 32, 64, 128) if batch % (size * dp) == 0]
         chunks = [1, 2] if pp > 1 else [1]
         for ep, micro_batch, recompute, (zero, shard), pp_chunks in itertools.product(
-                ep_sizes, mbs_sizes, ("none", "selective", "full"),
-                _shares(tp, dp * cp, GPUS[gpu].node), chunks):
+                ep_sizes, mbs_sizes, ("none", "selective", "full"), _shares(tp, dp * cp, node), chunks):
             layout = dataclasses.replace(cfg, tp=tp, cp=cp, pp=pp, ep=ep, micro_batch=micro_batch,
                                          recompute=recompute, zero=zero, shard=shard, pp_chunks=pp_chunks,
                                          global_batch=batch)
@@ -303,6 +288,7 @@ def draw_schedule(ranks, chunks, num_micro_batches, width=100):
     F0 and B0 are the forward and the backward of micro-batch 0. With several chunks F0a is its forward
     through chunk a. A backward takes twice as long as a forward.
     """
+    num_micro_batches = min(num_micro_batches, max(width, ranks))  # A line has no room for more.
     table = timetable(ranks, chunks, num_micro_batches)
     unit = len(f"F{num_micro_batches - 1} ") + (chunks > 1)  # columns of a forward
     rows = [[" " * unit for _ in range(max(table))] for _ in range(ranks)]
@@ -413,7 +399,7 @@ def plan_one(cfg, vocab):
     plan["ms_uneven"] = None  # where a rank waits for the one with the most rows, and that was measured
     if needs_row_limit(cfg, mesh) and cfg.ep <= MOST_UNEVEN:
         plan["ms_uneven"] = estimate(cfg, cfg.gpus, cfg.gpu, vocab, uneven=True)["ms"]
-    plan["warnings"] = idle_warnings(cfg, mesh, cfg.gpu, vocab, plan["stage_ms"])
+    plan["warnings"] = idle_warnings(Rank(cfg, mesh, vocab), GPUS[cfg.gpu], vocab, plan["stage_ms"])
     if not plan["fits"]:
         plan["warnings"].append(
             f"does not fit: {plan['memory']:.1f} of {plan['capacity_gib']:.1f} GiB; try --search")

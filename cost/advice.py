@@ -1,17 +1,13 @@
 """What of a layout leaves a GPU idle: the warnings that plan.py prints, a line for each."""
-from config import ceil_div, head_width, pad_vocab
-from cost.gpus import GPUS
+from config import ceil_div, head_width
 from cost.parameters import micro_batches
 from cost.step_time import bubble, matmul_shapes, waves
 
 
-def idle_warnings(cfg, mesh, gpu, vocab, stage_ms):
-    """Return all warnings about one layout.
-
-    mesh: that of rank 0. gpu: a name in GPUS. vocab: symbols, before padding. stage_ms: of each stage.
-    """
-    return [*width_warnings(cfg), *shape_warnings(cfg, mesh, GPUS[gpu], vocab),
-            *pipeline_warnings(cfg, mesh, stage_ms), *network_warnings(cfg, GPUS[gpu].node)]
+def idle_warnings(rank, gpu, vocab, stage_ms):
+    """Return all warnings. gpu: a cost.gpus.Gpu. vocab: before padding. stage_ms: of each stage."""
+    return [*width_warnings(rank.cfg), *shape_warnings(rank, gpu, vocab),
+            *pipeline_warnings(rank.cfg, rank.mesh, stage_ms), *network_warnings(rank.cfg, gpu.node)]
 
 
 def width_warnings(cfg):
@@ -28,16 +24,17 @@ def width_warnings(cfg):
     return lines
 
 
-def shape_warnings(cfg, mesh, chip, vocab):
+def shape_warnings(rank, gpu, vocab):
+    cfg = rank.cfg
     lines = []
     if vocab % 128:
-        lines.append(f"the vocabulary {vocab} is padded to {pad_vocab(vocab)} rows")
-    dense, experts = matmul_shapes(cfg, mesh)
+        lines.append(f"the vocabulary {vocab} is padded to {ceil_div(vocab, 128) * 128} rows")
+    dense, experts = matmul_shapes(rank)
     for m, n, count in dict.fromkeys((m, n, count) for m, n, _, count in dense + experts):
-        used, whole = waves(m, n, count, chip)
+        used, whole = waves(m, n, count, gpu)
         if used / whole < 0.8:
             lines.append(f"wave quantisation: {count} x ({m}, {n}) fill {used:.2f} of {whole} waves of "
-                         f"{chip.sms} multiprocessors: {100 * (1 - used / whole):.0f} % idle")
+                         f"{gpu.sms} multiprocessors: {100 * (1 - used / whole):.0f} % idle")
     if cfg.n_kv_head % cfg.tp:
         lines.append(f"tp {cfg.tp} exceeds n-kv-head {cfg.n_kv_head}: key/value weights are replicated, "
                      f"{cfg.tp // cfg.n_kv_head} ranks compute each head")

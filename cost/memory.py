@@ -6,31 +6,9 @@ import itertools
 import os
 from typing import NamedTuple
 
-from config import pad_vocab
-from cost.parameters import (
-    dense_hidden,
-    element_bytes,
-    expert_rows,
-    head_rows,
-    held_layers,
-    kv_width,
-    local_buckets,
-    local_parameters,
-    local_trained,
-    micro_batches,
-    muon_shares,
-    n_slices,
-    owned_parameters,
-    query_columns,
-    rank_tokens,
-    sharded_parameters,
-    uncopied_gradients,
-    unwidened_gradients,
-)
-from cost.step_time import allocated_row_factor, expected_choice
+from cost.parameters import Rank, micro_batches
+from cost.step_time import allocated_row_factor
 from fast.choose import choose, needs_row_limit
-from model import DTYPES
-from muon import batches_of, iteration_dtype
 from ops.accelerator import total_memory
 from ops.activations import GATED
 from pipeline import rank_layers, schedule
@@ -39,10 +17,9 @@ from zero import uses_slot
 GIB = 2**30
 CONTEXT = 1.2 * GIB  # CUDA context, buffers of cuBLAS and NCCL: on the card, but not torch's
 PROCESS = 0.25 * GIB  # Python with torch, on a CPU
-# Rows of the fullest rank over the mean, dropless with ep > 1: moe-4b with its balance loss at step 20.
-IMBALANCE = 1.44
 # Of what a step allocates and frees, the part that torch's allocator reserves without using it.
 FRAGMENTS = 0.05
+GRADIENTS = 1 / 3  # of what a block keeps for backward, the largest gradients that are alive at once
 
 # -----------------------------------------------------------------------------
 # What a block keeps for backward
@@ -51,186 +28,151 @@ class BlockActivations(NamedTuple):
     """Bytes of one block, or of a part of it, in one micro-batch."""
     saved: float    # tensors that backward needs
     remains: float  # what stays of them under --recompute, and what selective keeps in their place
-    peak: float     # the largest gradients that are alive at once in backward
 
 
-def saved_activations(cfg, mesh, load_factor=0.0, choice=None):
+def saved_activations(rank, load_factor=0.0):
     """Return the BlockActivations of one block. A test compares them with what autograd keeps.
 
     load_factor: rows of this rank's experts over the balanced number, dropless with ep > 1. 0 takes the
     largest number that there has to be memory for.
     """
-    attention = _attention_activations(cfg, mesh)
-    mlp = _mlp_activations(cfg, mesh)
-    elements = rank_tokens(cfg, mesh) * cfg.n_embd  # of one (B*t, C) tensor
-    saved = attention.saved + mlp.saved
-    remains = attention.remains + mlp.remains
-    peak = max(attention.peak, mlp.peak) + 2 * elements * element_bytes(cfg)[0]
-    if cfg.dropout > 0:
-        saved += 2 * elements / mesh.tp.size  # the masks of both residual branches, a byte per element
-    if cfg.n_experts:
-        experts = _expert_activations(cfg, mesh, load_factor, choice or expected_choice(cfg, mesh))
-        saved += experts.saved
-        remains += experts.remains
-        peak += experts.peak
-    return BlockActivations(saved, remains, peak)
+    elements = rank.rows * rank.cfg.n_embd  # of one (B*t, C) tensor
+    parts = [_attention_activations(rank), _mlp_activations(rank)]
+    if rank.cfg.n_experts:
+        parts.append(_expert_activations(rank, load_factor))
+    saved = sum(part.saved for part in parts)
+    if rank.cfg.dropout > 0:
+        saved += 2 * elements / rank.mesh.tp.size  # the masks of both residual branches, a byte per element
+    return BlockActivations(saved, sum(part.remains for part in parts))
 
 
-def _attention_activations(cfg, mesh):
+def _attention_activations(rank):
     """Of a block's input to the input of norm2."""
-    weight_bytes, wide_bytes = element_bytes(cfg)
-    rows = rank_tokens(cfg, mesh)
+    cfg = rank.cfg
+    rows = rank.rows
     C = cfg.n_embd
-    q = query_columns(cfg) / mesh.tp.size
-    kv = kv_width(cfg, mesh)
-    qkv = q + 2 * kv
-    uses_rope = cfg.pos == "rope"
+    qkv = rank.q + 2 * rank.kv
     has_norm = cfg.qk_norm != "none"
 
     # Elements per token: the inputs of the block and of norm2, norm1's output as gathered, q k v side
     # by side, attention's output.
-    row = 2 * C / mesh.tp.size + C + qkv + q
+    row = 2 * C / rank.mesh.tp.size + C + qkv + rank.q
     if cfg.norm_place == "both":
-        row += 2 * C / mesh.tp.size  # the inputs of the norms of attention's and the MLP's output
-    if uses_rope or has_norm:
-        row += q + kv  # q and k rotated, or normed
+        row += 2 * C / rank.mesh.tp.size  # the inputs of the norms of attention's and the MLP's output
+    if cfg.pos == "rope" or has_norm:
+        row += rank.q + rank.kv  # q and k rotated, or normed
     saved = rows * row
-    peak = 0
-    if mesh.cp.size > 1:
+    if rank.mesh.cp.size > 1:
         # Attention keeps keys and values of whole sequences. Besides its output it keeps the outputs
         # of the rank's two segments. Rotated queries are copies, so the original q k v can be freed.
-        whole_sequences = 2 * kv * cfg.micro_batch * cfg.seq_len
-        saved += whole_sequences + rows * q
-        if uses_rope and not has_norm:
+        whole_sequences = 2 * rank.kv * cfg.micro_batch * cfg.seq_len
+        saved += whole_sequences + rows * rank.q
+        if cfg.pos == "rope" and not has_norm:
             saved -= rows * qkv
-        peak = 3 * whole_sequences  # gradients of both segments' keys and values, and their sum
     if cfg.zero < 3:
         saved += C * qkv  # wq, wk and wv concatenated
-    wide = 4 * rows * cfg.n_head / mesh.tp.size  # the softmax' log-sum-exp, in fp32
-    remains = weight_bytes * rows * C / mesh.tp.size  # the block's input
+    wide = 4 * rows * cfg.n_head / rank.mesh.tp.size  # the softmax' log-sum-exp, in fp32
+    remains = rank.weight_bytes * rows * C / rank.mesh.tp.size  # the block's input
     if cfg.recompute == "selective":
         # It keeps q k v, attention's output, and the product with wo as it is before the scatter.
-        remains += weight_bytes * rows * (qkv + q + C) + wide
+        remains += rank.weight_bytes * rows * (qkv + rank.q + C) + wide
     if cfg.qk_norm == "all":  # q and k widened, and the same divided by their mean square's root
-        wide += 2 * wide_bytes * rows * (q + kv)
-    return BlockActivations(weight_bytes * saved + wide, remains, weight_bytes * peak)
+        wide += 2 * rank.sum_bytes * rows * (rank.q + rank.kv)
+    return BlockActivations(rank.weight_bytes * saved + wide, remains)
 
 
-def _mlp_activations(cfg, mesh):
+def _mlp_activations(rank):
     """Of the MLP or of the shared experts, with norm2's output."""
-    hidden = dense_hidden(cfg) / mesh.tp.size
-    if not hidden:
-        return BlockActivations(0, 0, 0)
-    weight_bytes, _ = element_bytes(cfg)
-    rows = rank_tokens(cfg, mesh)
-    C = cfg.n_embd
+    cfg = rank.cfg
+    if not rank.hidden:
+        return BlockActivations(0, 0)
     gates = 2 if cfg.mlp in GATED else 1
-
     # Gate, up and their product (GEGLU also gelu(gate)), or the hidden layer before and after GELU.
-    inner = rows * hidden * {"swiglu": 3, "geglu": 4}.get(cfg.mlp, 2)
-    concatenated = 2 * hidden * C if gates == 2 else 0  # w1 and w3
-    saved = rows * C + inner
+    inner = rank.rows * rank.hidden * {"swiglu": 3, "geglu": 4}.get(cfg.mlp, 2)
+    concatenated = 2 * rank.hidden * cfg.n_embd if gates == 2 else 0  # w1 and w3
+    saved = rank.rows * cfg.n_embd + inner
     if cfg.zero < 3:
         saved += concatenated
-
-    # With tp or cp a block is compiled in pieces, between its collectives.
-    compiled_whole = cfg.compile and mesh.tp.size == mesh.cp.size == 1
     remains = 0
     if cfg.recompute == "selective" and cfg.n_experts:
         remains = inner + concatenated  # the shared experts are not recomputed
     elif cfg.recompute == "selective":
-        remains = rows * hidden * gates  # the products with w1 and w3
-        if not compiled_whole:
-            # The product with w2 stays as it is before the scatter. Backward does not need it, so a
-            # block that is compiled whole drops it.
-            remains += rows * C
-    elif cfg.recompute == "full" and compiled_whole and cfg.mlp == "swiglu" and not cfg.n_experts:
-        remains = rows * hidden  # a Triton kernel's output is not recomputed (inferred from a run)
-    return BlockActivations(weight_bytes * saved, weight_bytes * remains, weight_bytes * inner)
+        remains = rank.rows * (rank.hidden * gates + cfg.n_embd)  # all products
+    elif cfg.recompute == "full" and cfg.mlp == "swiglu" and not cfg.n_experts:
+        # A block that is compiled whole, not between its collectives, keeps a Triton kernel's output.
+        is_whole = cfg.compile and rank.mesh.tp.size == rank.mesh.cp.size == 1
+        remains = rank.rows * rank.hidden if is_whole else 0
+    return BlockActivations(rank.weight_bytes * saved, rank.weight_bytes * remains)
 
 
-def _expert_activations(cfg, mesh, load_factor, choice):
+def _expert_activations(rank, load_factor):
     """Of the router and the routed experts alone."""
-    weight_bytes, wide_bytes = element_bytes(cfg)
-    C, F = cfg.n_embd, cfg.ffn_hidden
-    n = rank_tokens(cfg, mesh) // mesh.tp.size
-
-    held = expert_rows(cfg, n)  # rows of this rank's experts
-    if needs_row_limit(cfg, mesh):
-        # In a bad step the rows fill what a CUDA graph has for them. The first step does without a graph.
-        room = allocated_row_factor(cfg, mesh) if choice.graph else 0
-        held *= load_factor or max(room, IMBALANCE)
+    cfg = rank.cfg
+    n = rank.split_rows
+    held = rank.expert_rows()  # rows of this rank's experts
+    if needs_row_limit(cfg, rank.mesh):
+        held *= load_factor or allocated_row_factor(cfg, rank.mesh)
     # Of the router: its tensors, their input widened, and which copy goes where, in int64
-    router = 2 * n * cfg.n_experts * wide_bytes
-    if wide_bytes > weight_bytes:
-        router += n * C * wide_bytes
-    permutations = 3
-    if choice.symm_mem:
-        permutations = 2
-    elif mesh.ep.size > 1:
-        permutations = 5
-    router += 8 * n * cfg.top_k * permutations
+    router = 2 * n * cfg.n_experts * rank.sum_bytes + 8 * n * cfg.top_k * 3
+    if rank.sum_bytes > rank.weight_bytes:
+        router += n * cfg.n_embd * rank.sum_bytes
 
     recomputes = cfg.mlp == "swiglu" and cfg.dtype != "fp64"  # SwiGLUExperts keeps two of four
-    row = (2 if recomputes or cfg.mlp not in GATED else 4) * F
-    if not choice.symm_mem:
-        row += C  # the input of the experts
-    saved = router + weight_bytes * (held * row + n * cfg.top_k * C)
+    row = (2 if recomputes or cfg.mlp not in GATED else 4) * cfg.ffn_hidden
+    if not rank.choice.symm_mem:
+        row += cfg.n_embd  # the input of the experts
+    saved = router + rank.weight_bytes * (held * row + n * cfg.top_k * cfg.n_embd)
     remains = saved if cfg.recompute == "selective" else router
-    norm2_output = weight_bytes * n * C
-    return BlockActivations(saved, remains + norm2_output, weight_bytes * held * (2 * F + C))
+    remains += rank.weight_bytes * n * cfg.n_embd  # norm2's output
+    return BlockActivations(saved, remains)
 
 
 # -----------------------------------------------------------------------------
 # What stays from step to step
 
-def gradient_bytes(cfg, mesh, vocab_size, choice):
-    """Return the bytes of the gradients.
+def gradient_bytes(rank):
+    """Return the bytes of the gradients, each as Rank.gradient_kind says.
 
-    Sums have at least fp32. A gradient to which nothing is added keeps the model's dtype. Peer copies
-    also need this rank's slice of the sums, and room for the other ranks' part of a bucket. From ZeRO-2
-    on a rank keeps only its slices of the sums, and two slots for whole buckets; peer copies leave the
-    gradients in the slots unwidened.
+    From ZeRO-2 on a rank keeps only its slices of the sums, and two slots for whole buckets. Peer copies also
+    need room for the other ranks' part of a bucket.
     """
-    weight_bytes, sum_bytes = element_bytes(cfg)
-    local = local_trained(cfg, mesh, vocab_size)
-    buckets = local_buckets(cfg, mesh, vocab_size)
-    alone, copied = unwidened_gradients(mesh, local, choice)
-    sliced = {}
-    if cfg.zero > 1:
-        sliced = {axis: n for axis, n in local.items() if uses_slot(getattr(mesh, axis))}
+    total = slot = arriving = 0
+    for bucket in rank.trained:
+        kind = rank.gradient_kind(bucket)
+        whole = bucket.elements * (rank.sum_bytes if kind == "summed" else rank.weight_bytes)
+        uses_slots = rank.cfg.zero > 1 and uses_slot(getattr(rank.mesh, bucket.axis))
+        if uses_slots:
+            slot = max(slot, whole)
+        else:
+            total += whole
+        if uses_slots or kind == "copied":
+            total += bucket.elements / rank.n_slices(bucket) * rank.sum_bytes
+        if kind == "copied":
+            arriving = max(arriving, whole)
+    return total + 2 * slot + arriving
 
-    whole = sum(n for axis, n in local.items() if axis not in sliced)
-    unwidened = alone + sum(n for axis, n in copied.items() if axis not in sliced)
-    slices = sum(n / n_slices(cfg, mesh, axis) for axis, n in {**copied, **sliced}.items())
-    slot = max((n for axis in sliced for n in buckets[axis]), default=0)
-    arriving = max((n for axis in copied for n in buckets[axis]), default=0)
-    return ((whole - unwidened + slices) * sum_bytes + unwidened * weight_bytes + arriving * weight_bytes
-            + 2 * slot * (weight_bytes if copied else sum_bytes))
 
-
-def state_bytes(cfg, mesh, vocab_size, choice):
-    """Return {part: bytes on this rank} of what stays from step to step: weights, gradients, optimizer."""
-    weight_bytes, sum_bytes = element_bytes(cfg)
-    local = local_parameters(cfg, mesh, vocab_size)
-    owned = owned_parameters(cfg, mesh, local_trained(cfg, mesh, vocab_size))
-    of_muon = sum(elements for _, elements, _ in muon_shares(cfg, mesh, vocab_size))
-    masters = owned * (sum_bytes if sum_bytes > weight_bytes else 0)
-    if cfg.dtype == "bf16":  # Those of AdamW are the 16 bits that a weight lacks.
-        masters -= (owned - of_muon) * sum_bytes / 2
-    moment_bytes = 2 if cfg.moments_dtype == "bf16" else sum_bytes
-    moments = 2 * (owned - of_muon) * moment_bytes + of_muon * sum_bytes  # Muon has one moment, not two.
+def state_bytes(rank):
+    """Return {part: bytes} of what stays from step to step: weights, gradients, optimizer."""
+    cfg = rank.cfg
+    of_muon = sum(elements for _, elements, _ in rank.muon_shares())
+    of_adam = rank.owned() - of_muon
+    moment_bytes = 2 if cfg.moments_dtype == "bf16" else rank.sum_bytes
+    optimizer = 2 * of_adam * moment_bytes + of_muon * rank.sum_bytes  # Muon has one moment, not two.
+    if cfg.dtype == "bf16":  # AdamW's masters are the 16 bits that a weight lacks.
+        optimizer += of_adam * 2 + of_muon * rank.sum_bytes
+    elif rank.sum_bytes > rank.weight_bytes:
+        optimizer += (of_adam + of_muon) * rank.sum_bytes
 
     # ZeRO-3 keeps this rank's slices in the place of all matrices, and two parts that are gathered.
-    sharded, parts = sharded_parameters(cfg, mesh, vocab_size)
-    gathered = max(sum((a + b).values()) for a, b in itertools.pairwise(parts))
-    weights = sum(local.values()) + gathered
-    weights -= sum(n * (1 - 1 / n_slices(cfg, mesh, axis)) for axis, n in sharded.items())
-    if cfg.zero == 2 and choice.peer_copies:  # this rank's slice once more, for the others to read
-        weights += owned
-    return {"weights": weights * weight_bytes,
-            "gradients": gradient_bytes(cfg, mesh, vocab_size, choice),
-            "optimizer": masters + moments}
+    weights = max(sum((a + b).values()) for a, b in itertools.pairwise(rank.gathered()))
+    for bucket in rank.buckets:
+        weights += bucket.elements
+        if rank.is_sharded(bucket):
+            weights -= rank.padded(bucket) * (1 - 1 / rank.n_slices(bucket))
+    if cfg.zero == 2 and rank.choice.peer_copies:  # this rank's slice once more, for the others to read
+        weights += rank.owned()
+    return {"weights": weights * rank.weight_bytes, "gradients": gradient_bytes(rank), "optimizer": optimizer}
 
 
 # -----------------------------------------------------------------------------
@@ -249,96 +191,42 @@ def blocks_in_flight(cfg, mesh):
     return most
 
 
-def _logits_bytes(cfg, mesh, vocab_size):
+def _logits_bytes(rank):
     """Return the bytes of the head and the cross-entropy on the last stage."""
-    weight_bytes, sum_bytes = element_bytes(cfg)
-    C = cfg.n_embd
-    v = pad_vocab(vocab_size) // mesh.tp.size
-    rows = head_rows(cfg, mesh)
-    is_fused = mesh.tp.size == 1 and not cfg.logit_softcap
+    cfg = rank.cfg
     # On one rank the logits have the model's dtype, and their gradient overwrites them. Over tp there
     # are the softmax, its gradient, and the gradient scaled, all in fp32; with a soft-cap likewise.
-    logits = rows * v * (weight_bytes if is_fused else 3 * sum_bytes)
-    weight_grad = 0 if cfg.lora else v * C * weight_bytes
-    tensors = 5 * rank_tokens(cfg, mesh)  # rows of the head's input, its norm and their gradients
-    if cfg.objective == "mlm":
-        tensors += 5 * rows  # the same around the dense layer, of the masked rows
-    return logits + weight_grad + tensors * C * weight_bytes
+    is_fused = rank.mesh.tp.size == 1 and not cfg.logit_softcap
+    logits = rank.head_rows * rank.vocab * (rank.weight_bytes if is_fused else 3 * rank.sum_bytes)
+    weight_grad = 0 if cfg.lora else rank.vocab * cfg.n_embd * rank.weight_bytes
+    return logits + weight_grad
 
 
-def _backward_bytes(cfg, mesh, vocab_size, block):
-    """Return the bytes that the first block's backward needs besides the activations in flight."""
-    weight_bytes, _ = element_bytes(cfg)
-    held = held_layers(cfg, mesh)
-    needed = block.peak
-    if not held.has_head or cfg.pp_chunks > 1:
-        # There are a message to the next stage and one from it.
-        needed += 2 * rank_tokens(cfg, mesh) * cfg.n_embd / mesh.tp.size * weight_bytes
+def memory(rank):
+    """Return {part: bytes} at the fullest moment, on a GPU.
 
-    in_blocks = sum(local_trained(cfg, mesh, vocab_size).values())
-    if not cfg.lora:
-        tables = held.has_embedding + (held.has_head and not cfg.tied)
-        in_blocks -= tables * pad_vocab(vocab_size) // mesh.tp.size * cfg.n_embd
-    needed += max(0, in_blocks) / held.blocks * weight_bytes  # gradients before they reach the bucket
-    if cfg.recompute != "none":
-        needed += block.saved - block.remains
-    return needed
-
-
-def muon_workspace(cfg, mesh, vocab_size):
-    """Return the bytes that Muon's update needs for a moment, when no activations are left.
-
-    There are the vector of directions, under ZeRO twice more what is sent and received, and what the
-    iteration of a batch of matrices needs.
+    workspace: what a block's backward needs beyond the logits. overhead: the CUDA context, and
+    fragments. torch's allocator counts neither this, nor symm_mem, nor what travels as peer copies.
     """
-    most = 0
-    for _, elements, owned in muon_shares(cfg, mesh, vocab_size):
-        matrices = max(owned, key=len)
-        batches = batches_of(matrices, elements)
-        vectors = 3 if len(owned) > 1 else 1
-        needed = max((len(batch) * matrices[batch[0]].workspace for batch in batches), default=0)
-        most = max(most, vectors * elements + needed)
-    return most * iteration_dtype(DTYPES[cfg.dtype]).itemsize
-
-
-def memory(cfg, mesh, vocab_size, choice=None):
-    """Return {part: bytes on this rank} at the fullest moment, on a GPU.
-
-    weights, gradients, optimizer: as in state_bytes, without gradients that take the place of activations.
-    activations: of all micro-batches in flight.
-    logits: what the head and the cross-entropy need.
-    workspace: what the first block's backward needs besides, if that is more than the logits; or Muon's
-        update, if that is more than all these.
-    symm_mem: the experts' symmetric memory.
-    overhead: the CUDA context, and fragments.
-    torch's allocator counts neither the last two nor weights and gradients that travel as peer copies.
-    choice: the run's fast.choose.Choice, by default the expected one.
-    """
-    choice = choice or expected_choice(cfg, mesh)
-    weight_bytes, _ = element_bytes(cfg)
-    held = held_layers(cfg, mesh)
-    block = saved_activations(cfg, mesh, choice=choice)
-
+    cfg = rank.cfg
+    block = saved_activations(rank)
     kept = block.saved if cfg.recompute == "none" else block.remains
-    activations = blocks_in_flight(cfg, mesh) * kept
-    logits = _logits_bytes(cfg, mesh, vocab_size) if held.has_head else 0
-    workspace = max(0, _backward_bytes(cfg, mesh, vocab_size, block) - logits,
-                    muon_workspace(cfg, mesh, vocab_size) - logits - activations)
+    activations = blocks_in_flight(cfg, rank.mesh) * kept
+    logits = _logits_bytes(rank) if rank.has_head else 0
+    workspace = GRADIENTS * block.saved
+    if cfg.recompute != "none":  # One block's activations come back.
+        workspace += block.saved - block.remains
+    workspace = max(0, workspace - logits)  # The logits are gone by then.
     symm_mem = 0
-    if choice.symm_mem:  # One buffer of rows for each layer, two for all layers.
-        rows = expert_rows(cfg, rank_tokens(cfg, mesh) // mesh.tp.size)
-        if not cfg.capacity_factor:
-            rows *= allocated_row_factor(cfg, mesh)
-        symm_mem = (held.blocks + 2) * rows * cfg.n_embd * weight_bytes
-    overhead = CONTEXT + FRAGMENTS * (activations + logits + workspace)
-    state = state_bytes(cfg, mesh, vocab_size, choice)
-    # A gradient that stays where backward wrote it has no memory before (LoneBucket). Backward makes
-    # those of a block when it has freed the activations of the blocks behind it.
-    made_late = uncopied_gradients(cfg, mesh, vocab_size, choice) * weight_bytes
-    freed_before = activations * (held.blocks - 1) / held.blocks
-    state["gradients"] -= min(made_late, freed_before)
+    if rank.choice.symm_mem:  # One buffer of rows for each layer, two for all layers.
+        rows = rank.expert_rows() * allocated_row_factor(cfg, rank.mesh)
+        symm_mem = (rank.blocks + 2) * rows * cfg.n_embd * rank.weight_bytes
+    state = state_bytes(rank)
+    # A lone gradient has no memory until backward makes it, when it has freed other blocks' activations.
+    lone = sum(bucket.elements for bucket in rank.trained if rank.gradient_kind(bucket) == "lone")
+    state["gradients"] -= min(lone * rank.weight_bytes, activations * (rank.blocks - 1) / rank.blocks)
     return {**state, "activations": activations, "logits": logits, "workspace": workspace,
-            "symm_mem": symm_mem, "overhead": overhead}
+            "symm_mem": symm_mem, "overhead": CONTEXT + FRAGMENTS * (activations + logits + workspace)}
 
 
 # -----------------------------------------------------------------------------
@@ -350,23 +238,21 @@ def check_memory(cfg, mesh, vocab_size, world):
     On a CPU, where the kernel kills a process that takes too much, activations are counted, too. On a GPU
     they are not: what passes may still be too large, and torch says so.
     """
-    choice = choose(cfg, mesh, world.device, lambda *_: True)  # at best: no rank is asked what it can reach
-    needed = sum(state_bytes(cfg, mesh, vocab_size, choice).values())
-    what = "weights, gradients and optimizer state alone take"
+    at_best = choose(cfg, mesh, world.device, lambda *_: True)  # no rank is asked what it can reach
+    rank = Rank(cfg, mesh, vocab_size, at_best)
+    needed = sum(state_bytes(rank).values())
     have = total_memory(world.device)
-    where = f"on {world.device} of rank {world.rank}"
     if world.device.type == "cpu":  # the ranks of a node share its memory
-        parts = memory(cfg, mesh, vocab_size, choice)
+        parts = memory(rank)
         # Without a fused kernel there are the logits, their softmax and its gradient.
         needed += PROCESS + parts["activations"] + 3 * parts["logits"]
         needed *= world.local_size
-        what = f"a step of micro-batches of {cfg.micro_batch} takes about"
         have = host_memory()
-        where = f"for the {world.local_size} rank(s) of this node"
     if needed > have > 0:
-        raise ValueError(f"{what} {needed / GIB:,.1f} GiB {where}, which has {have / GIB:,.1f} GiB; try "
-                         "--zero 1 or 3, --tp or --pp on more devices, --recompute full, or a smaller "
-                         "--micro-batch or --n-embd")
+        raise ValueError(
+            f"a step with micro-batches of {cfg.micro_batch} takes at least {needed / GIB:,.1f} GiB of "
+            f"{world.device}, where rank {world.rank} has {have / GIB:,.1f} GiB; try --zero 1 or 3, --tp or "
+            "--pp on more devices, --recompute full, or a smaller --micro-batch or --n-embd")
 
 
 def host_memory():

@@ -7,14 +7,15 @@ trains.
 import dataclasses
 from collections import Counter
 from functools import cache
-from operator import attrgetter
 from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
 
 import ddp
-from config import Config, head_width, n_masked, pad_vocab
+from config import head_width, n_masked, pad_vocab
+from cost.gpus import NODE
+from fast.choose import choose
 from model import DTYPES, GPT
 from moe import expert_capacity
 from muon import owned_matrices, shapes_of
@@ -22,45 +23,41 @@ from parallel import Axis, Mesh, make_mesh
 from pipeline import rank_layers
 from zero import uses_slot
 
-# The flags of a layout but zero, and values that cut nothing: mesh and blocks say what these flags say.
-LAYOUT = dict(micro_batch=1, global_batch=0, recompute="none", pp=1, tp=1, cp=1, ep=1, pp_chunks=1,
-              pp_layers="")
-_flags_of_any_layout = attrgetter(*(f.name for f in dataclasses.fields(Config)
-                                    if f.name not in {*LAYOUT, "zero"}))
+AXES = tuple(Mesh.__annotations__)
 
 # -----------------------------------------------------------------------------
 # The model on the meta device
 
 class BucketSize(NamedTuple):
     """One bucket of a rank."""
-    axis: str      # the name of the axis whose ranks sum its gradients
+    axis: str       # the name of the axis whose ranks sum its gradients
     decayed: bool
-    name: str      # of one of its parameters
-    elements: int  # of all its parameters
+    name: str       # of one of its parameters
+    elements: int   # of all its parameters
     matrices: list  # (shape on this rank, full shape) of each, if Muon updates them
-    trained: bool  # False for weights that --lora freezes, which are in no bucket but ZeRO-3's
-    lone: bool  # whether one parameter fills it
+    trained: bool   # False for weights that --lora freezes, which are in no bucket but ZeRO-3's
+    lone: bool      # whether one parameter fills it
 
 
-_built = {}  # {what a model depends on: (its BucketSizes, its numbers of parameters)}
+@cache
+def _without_layout(cfg):
+    """Return cfg without its layout: all layouts that cut the model alike share one model."""
+    zero = 0 if cfg.zero == 1 else cfg.zero
+    return dataclasses.replace(cfg, micro_batch=1, global_batch=0, recompute="none", pp=1, tp=1, cp=1, ep=1,
+                               shard=0, pp_chunks=1, pp_layers="", zero=zero)
 
 
-def _build(cfg, vocab_size, cut, lone_axes, first, blocks, zero=0):
+@cache
+def _build(cfg, vocab_size, cut, lone_axes, first, blocks):
     """Return ([BucketSize], numbers of parameters) of a rank that holds these consecutive blocks.
 
-    The buckets are in the order in which backward fills them. cut: {axis that cuts the model: its size}.
-    lone_axes: the names of the axes of one rank.
+    The buckets are in the order in which backward fills them. cfg: from _without_layout. cut: the sizes of
+    AXES, 1 for those that do not cut the model. lone_axes: the names of the axes of one rank.
     """
-    # All layouts that cut the model alike share one entry. A search asks thousands of times, so the key is
-    # a plain tuple: to make another Config and to hash it takes half of a search.
-    key = (_flags_of_any_layout(cfg), vocab_size, *cut.items(), lone_axes, first, blocks, zero)
-    if key not in _built:
-        cfg = dataclasses.replace(cfg, **LAYOUT, zero=zero)
-        mesh = Mesh(*(Axis(name, size=cut.get(name, 1)) for name in Mesh.__annotations__))
-        with torch.device("meta"):
-            model = GPT(cfg, mesh, vocab_size, [(first, first + blocks)])
-        _built[key] = _bucket_sizes(cfg, model, lone_axes), _count(cfg, model, vocab_size)
-    return _built[key]
+    mesh = Mesh(*(Axis(name, size=size) for name, size in zip(AXES, cut, strict=True)))
+    with torch.device("meta"):
+        model = GPT(cfg, mesh, vocab_size, [(first, first + blocks)])
+    return _bucket_sizes(cfg, model, lone_axes), _count(cfg, model, vocab_size)
 
 
 def _bucket_sizes(cfg, model, lone_axes):
@@ -101,37 +98,21 @@ def count_parameters(cfg, vocab_size):
     """Return the numbers of parameters of the whole model: {"total", "matmul", "embedding", "adapters"}.
 
     matmul: those that one token is multiplied with: the head, and of the experts only the top-k and the
-    shared ones. The router is left out, as in the reports that we compare with. embedding: the input tables.
-    adapters: those of --lora.
+    shared ones, without the router. embedding: the input tables. adapters: those of --lora.
     """
-    _, count = _build(cfg, vocab_size, {}, tuple(Mesh.__annotations__), 0, cfg.n_layer)
+    _, count = _build(_without_layout(cfg), vocab_size, (1,) * len(AXES), AXES, 0, cfg.n_layer)
     return count
 
 
 # -----------------------------------------------------------------------------
 # Work
 
-def dense_hidden(cfg):
-    """Return the hidden width of the MLP that every token passes.
-
-    In a model with experts these are the shared experts, side by side; 0 if there are none.
-    """
-    return cfg.ffn_hidden * (cfg.n_shared_experts if cfg.n_experts else 1)
-
-
-def query_columns(cfg):
-    """Return the columns of the queries of all heads together."""
-    return cfg.n_head * head_width(cfg)
-
-
 def flops_per_token(cfg, vocab_size):
     """Return (full, causal): floating-point operations of forward and backward for one token.
 
-    They are 6 for each parameter that the token is multiplied with, plus 12 L C T for attention, or
-    half of that because the causal mask hides half (Megatron-LM's formula, arXiv:2104.04473,
-    appendix). C is here the width of all heads, and a window shortens T. mlm has no such mask, and its
-    head sees the masked tokens only: the result is the mean over all tokens. A weight that --lora
-    freezes has no gradient, so it costs 4 operations in the place of 6.
+    6 for each parameter that the token is multiplied with (4 for a weight that --lora freezes), plus 12 L C T
+    for attention, or half of that behind the causal mask (arXiv:2104.04473, appendix). C is the width of all
+    heads. A masked language model has no such mask, and its head sees the masked tokens only.
     """
     attention = 12 * cfg.n_layer * query_columns(cfg) * attended_length(cfg)
     count = count_parameters(cfg, vocab_size)
@@ -144,11 +125,12 @@ def flops_per_token(cfg, vocab_size):
     return products + attention, products + attention / 2
 
 
-def attended_length(cfg):
-    """Return twice the keys that a query sees, in the mean over a causal sequence and all layers.
+def query_columns(cfg):  # of all heads
+    return cfg.n_head * head_width(cfg)
 
-    Without a window that is the length of the sequence.
-    """
+
+def attended_length(cfg):
+    """Return twice the keys that a query sees, in the mean over a causal sequence and all layers."""
     T = cfg.seq_len
     if not 0 < cfg.window < T:
         return T
@@ -175,193 +157,124 @@ def stage_mesh(cfg, gpus, stage):
 
 
 # -----------------------------------------------------------------------------
-# The tokens of one rank
+# One rank
 
 def micro_batches(cfg, mesh, batch=0):
-    """Return the number of micro-batches of one data-parallel rank in a step.
-
-    batch: sequences of the step, by default --global-batch.
-    """
+    """Return a rank's micro-batches in a step of `batch` sequences, by default --global-batch."""
     sequences = batch or cfg.global_batch
     return max(1, sequences // (cfg.micro_batch * mesh.dp.size))
 
 
-def rank_tokens(cfg, mesh):
-    """Return the tokens of a micro-batch that pass a rank's layers, B*t: cp splits the sequences."""
-    return cfg.micro_batch * cfg.seq_len // mesh.cp.size
+class Rank:
+    """What one rank holds of a model, and what of a micro-batch passes it.
 
-
-def head_rows(cfg, mesh):
-    """Return the rows of a micro-batch that pass the head.
-
-    In a masked language model these are the masked tokens, and one rank of cp may hold all of them.
+    vocab_size: before padding. choice: the run's fast.choose.Choice, by default that of a run on GPUs, of
+    which `node` reach each other's memory.
     """
-    most = n_masked(cfg.seq_len) if cfg.objective == "mlm" else cfg.seq_len
-    return cfg.micro_batch * min(most, cfg.seq_len // mesh.cp.size)
 
+    def __init__(self, cfg, mesh, vocab_size, choice=None, node=NODE):
+        self.cfg = cfg
+        self.mesh = mesh
+        self.choice = choice
+        if choice is None:
+            self.choice = choose(cfg, mesh, torch.device("cuda"), lambda _, axis, device: axis.size <= node)
+        dtype = DTYPES[cfg.dtype]
+        self.weight_bytes = dtype.itemsize
+        self.sum_bytes = torch.promote_types(dtype, torch.float32).itemsize  # of summed gradients, masters
 
-def element_bytes(cfg):
-    """Return (bytes of a weight, bytes of a summed gradient).
+        stages = rank_layers(cfg, mesh.pp)
+        self.blocks = sum(end - first for first, end in stages)
+        self.has_embedding = stages[0][0] == 0
+        self.has_head = stages[-1][1] == cfg.n_layer
+        self.buckets = self._find_buckets(vocab_size)  # in the order in which backward fills them
+        self.trained = [bucket for bucket in self.buckets if bucket.trained]
 
-    Master weights and moments are as wide as a summed gradient, which has at least fp32.
-    """
-    dtype = DTYPES[cfg.dtype]
-    return dtype.itemsize, torch.promote_types(dtype, torch.float32).itemsize
+        # Of a micro-batch: rows of whole layers, of a rank of tp between the blocks, and at the head
+        self.rows = cfg.micro_batch * cfg.seq_len // mesh.cp.size
+        self.split_rows = self.rows // mesh.tp.size
+        most = n_masked(cfg.seq_len) if cfg.objective == "mlm" else cfg.seq_len
+        self.head_rows = cfg.micro_batch * min(most, cfg.seq_len // mesh.cp.size)
+        # Columns: of queries, of keys, of the hidden layer that every token passes, of the head
+        self.q = query_columns(cfg) // mesh.tp.size
+        self.kv = max(cfg.n_kv_head // mesh.tp.size, 1) * head_width(cfg)
+        dense = cfg.n_shared_experts if cfg.n_experts else 1
+        self.hidden = dense * cfg.ffn_hidden // mesh.tp.size
+        self.vocab = pad_vocab(vocab_size) // mesh.tp.size
 
+    def _find_buckets(self, vocab_size):
+        # Consecutive blocks stand for those of this rank, since nothing depends on their numbers.
+        first = 1
+        if self.has_embedding:
+            first = 0
+        elif self.has_head:
+            first = self.cfg.n_layer - self.blocks
+        sizes = {name: getattr(self.mesh, name).size for name in AXES}
+        cut = tuple(size if name in ("tp", "cp", "ep") else 1 for name, size in sizes.items())
+        lone_axes = tuple(name for name, size in sizes.items() if size == 1)
+        buckets, _ = _build(_without_layout(self.cfg), vocab_size, cut, lone_axes, first, self.blocks)
+        return buckets
 
-def kv_width(cfg, mesh):
-    """Return the columns of the keys, and of the values, that a rank computes."""
-    heads = max(cfg.n_kv_head // mesh.tp.size, 1)
-    return heads * head_width(cfg)
+    def expert_rows(self):
+        """Return the rows that it sends to the experts: copies, or with a capacity all that they accept."""
+        if self.cfg.capacity_factor:
+            return self.cfg.n_experts * expert_capacity(self.cfg, self.split_rows)
+        return self.split_rows * self.cfg.top_k
 
+    def parameters(self):
+        return sum(bucket.elements for bucket in self.buckets)
 
-def expert_rows(cfg, n):
-    """Return the rows that a rank with n token rows sends to the experts.
+    def n_slices(self, bucket):  # into which ZeRO cuts it
+        return getattr(self.mesh, bucket.axis).sharing(self.cfg.zero).shard.size
 
-    Dropless, these are top-k copies of each row; with a capacity, all rows that all experts accept.
-    """
-    if cfg.capacity_factor:
-        return cfg.n_experts * expert_capacity(cfg, n)
-    return n * cfg.top_k
+    def owned(self):
+        """Return the number of parameters whose optimizer state this rank keeps."""
+        return sum(bucket.elements / self.n_slices(bucket) for bucket in self.trained)
 
+    def padded(self, bucket):
+        return ddp.padded_elements(bucket.elements, self.n_slices(bucket))
 
-# -----------------------------------------------------------------------------
-# The parameters of one rank
+    def is_sharded(self, bucket):
+        """Whether ZeRO-3 keeps slices of a bucket's weights, and gathers them for each use."""
+        return self.cfg.zero == 3 and bucket.decayed and uses_slot(getattr(self.mesh, bucket.axis))
 
-class HeldLayers(NamedTuple):
-    """What of the model a rank's stages hold together."""
-    blocks: int
-    has_embedding: bool
-    has_head: bool
+    def gathered(self):
+        """Return what ZeRO-3 gathers for the embedding, each block and the head: [{axis name: elements}]."""
+        parts = [Counter() for _ in range(self.cfg.n_layer + 2)]
+        for bucket in filter(self.is_sharded, self.buckets):
+            module, number = bucket.name.split(".")[:2]
+            part = 0  # the embedding
+            if module == "blocks":
+                part = int(number) + 1
+            elif module in ("head", "mlm"):
+                part = -1
+            parts[part][bucket.axis] += self.padded(bucket)
+            if self.cfg.tied and module == "wte":  # the head reads the embedding, too
+                parts[-1][bucket.axis] += self.padded(bucket)
+        return parts
 
+    def gradient_kind(self, bucket):
+        """Return how the gradient of a trained bucket is kept.
 
-def held_layers(cfg, mesh):
-    """Return the HeldLayers of this rank."""
-    stages = rank_layers(cfg, mesh.pp)
-    blocks = sum(end - first for first, end in stages)
-    return HeldLayers(blocks, has_embedding=stages[0][0] == 0, has_head=stages[-1][1] == cfg.n_layer)
+        "summed": in fp32. The others keep the model's dtype: "copied" between GPUs, "alone" on an axis of one
+        rank, where nothing is added to it, and "lone" if it stays where backward wrote it (LoneBucket).
+        """
+        axis = getattr(self.mesh, bucket.axis)
+        if self.choice.peer_copies and axis.sharing().shard.size > 1:
+            return "copied"
+        if self.choice.single_microbatch and axis.size == 1:
+            return "lone" if bucket.lone else "alone"
+        return "summed"
 
-
-def _buckets(cfg, mesh, vocab_size):
-    """Return the BucketSize of each of this rank's buckets, in the order in which backward fills them."""
-    held = held_layers(cfg, mesh)
-    # Consecutive blocks stand for those of this rank, since nothing depends on their numbers.
-    first = 1
-    if held.has_embedding:
-        first = 0
-    elif held.has_head:
-        first = cfg.n_layer - held.blocks
-    cut = {name: getattr(mesh, name).size for name in ("tp", "cp", "ep")}
-    lone_axes = tuple(name for name in Mesh.__annotations__ if getattr(mesh, name).size == 1)
-    zero = 0 if cfg.zero == 1 else cfg.zero
-    buckets, _ = _build(cfg, vocab_size, cut, lone_axes, first, held.blocks, zero)
-    return buckets
-
-
-def local_buckets(cfg, mesh, vocab_size):
-    """Return {name of the axis whose ranks sum the gradient: [parameters of each bucket]}.
-
-    Weights that are not trained are left out.
-    """
-    sizes = {}
-    for bucket in _buckets(cfg, mesh, vocab_size):
-        if bucket.trained:
-            sizes.setdefault(bucket.axis, []).append(bucket.elements)
-    return sizes
-
-
-def muon_shares(cfg, mesh, vocab_size):
-    """Return (shard, elements of this rank's slices, [Matrices of each rank]) of Muon's buckets, by axis."""
-    by_axis = {}
-    for bucket in _buckets(cfg, mesh, vocab_size):
-        if bucket.matrices:
-            by_axis.setdefault(bucket.axis, []).append(bucket)
-    found = []
-    for name, buckets in by_axis.items():
-        shard = getattr(mesh, name).sharing(cfg.zero).shard
-        lengths = [ddp.padded_elements(bucket.elements, shard.size) // shard.size for bucket in buckets]
-        owned = owned_matrices([bucket.matrices for bucket in buckets], lengths, shard.size)
-        found.append((shard, sum(lengths), owned))
-    return found
-
-
-def local_parameters(cfg, mesh, vocab_size):
-    """Return {name of the axis whose ranks hold the same: parameters on this rank}."""
-    held = Counter()
-    for bucket in _buckets(cfg, mesh, vocab_size):
-        held[bucket.axis] += bucket.elements
-    return held
-
-
-def local_trained(cfg, mesh, vocab_size):
-    """Return {name of the axis whose ranks sum the gradient: parameters of this rank that are trained}."""
-    return {axis: sum(sizes) for axis, sizes in local_buckets(cfg, mesh, vocab_size).items()}
-
-
-def sharded_parameters(cfg, mesh, vocab_size, trained_alone=False):
-    """Return what ZeRO-3 shards, and what it gathers for each part of the model.
-
-    The first is {axis name: elements of this rank's buckets, padded}. The second is a list of the same
-    for the embedding, each block and the head. Without ZeRO-3 all are empty. trained_alone: leave out
-    weights that are not trained.
-    """
-    sharded = Counter()
-    parts = [Counter() for _ in range(cfg.n_layer + 2)]
-    for bucket in _buckets(cfg, mesh, vocab_size) if cfg.zero == 3 else []:
-        axis = getattr(mesh, bucket.axis)
-        if not (bucket.decayed and uses_slot(axis)):
-            continue
-        if trained_alone and not bucket.trained:
-            continue
-        n = ddp.padded_elements(bucket.elements, axis.sharing().shard.size)
-        module, number = bucket.name.split(".")[:2]
-        part = 0  # the embedding
-        if module == "blocks":
-            part = int(number) + 1
-        elif module in ("head", "mlm"):
-            part = -1
-        sharded[bucket.axis] += n
-        parts[part][bucket.axis] += n
-        if cfg.tied and module == "wte":  # the head reads the embedding, too
-            parts[-1][bucket.axis] += n
-    return sharded, parts
-
-
-def owned_parameters(cfg, mesh, local):
-    """Return the number of parameters whose optimizer state this rank keeps.
-
-    ZeRO divides them among the ranks that share them. local: local_trained.
-    """
-    return sum(n / n_slices(cfg, mesh, axis) for axis, n in local.items())
-
-
-def n_slices(cfg, mesh, axis):
-    """Return into how many slices ZeRO cuts the buckets of an axis, given by its name."""
-    return getattr(mesh, axis).sharing(cfg.zero).shard.size
-
-
-def unwidened_gradients(mesh, local, choice):
-    """Return the numbers of parameters whose gradient keeps the model's dtype: nothing is added to it here.
-
-    The first number is that of all axes of one rank. The second is {axis name: parameters that travel as
-    peer copies}. local: local_trained. choice: a fast.choose.Choice.
-    """
-    alone, copied = 0, {}
-    for name, n in local.items():
-        axis = getattr(mesh, name)
-        if axis.size == 1:
-            alone += n if choice.single_microbatch else 0
-        elif choice.peer_copies and axis.sharing().shard.size > 1:
-            copied[name] = n
-    return alone, copied
-
-
-def uncopied_gradients(cfg, mesh, vocab_size, choice):
-    """Return the number of parameters whose gradient the optimizer reads where backward wrote it.
-
-    Such a gradient fills a LoneBucket of fast/buckets.py. choice: a fast.choose.Choice.
-    """
-    if not choice.single_microbatch:
-        return 0
-    buckets = [bucket for bucket in _buckets(cfg, mesh, vocab_size) if bucket.lone and bucket.trained]
-    return sum(bucket.elements for bucket in buckets if getattr(mesh, bucket.axis).size == 1)
+    def muon_shares(self):
+        """Return (shard, elements of this rank's slices, [Matrices of each rank]) of Muon on each axis."""
+        by_axis = {}
+        for bucket in self.buckets:
+            if bucket.matrices:
+                by_axis.setdefault(bucket.axis, []).append(bucket)
+        found = []
+        for name, buckets in by_axis.items():
+            shard = getattr(self.mesh, name).sharing(self.cfg.zero).shard
+            lengths = [self.padded(bucket) // shard.size for bucket in buckets]
+            owned = owned_matrices([bucket.matrices for bucket in buckets], lengths, shard.size)
+            found.append((shard, sum(lengths), owned))
+        return found

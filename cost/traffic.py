@@ -6,51 +6,36 @@ test compares the two, and a run prints both after its first step.
 from collections import Counter
 from typing import NamedTuple
 
-from cost.parameters import (
-    element_bytes,
-    expert_rows,
-    head_rows,
-    held_layers,
-    kv_width,
-    local_buckets,
-    local_trained,
-    micro_batches,
-    muon_shares,
-    rank_tokens,
-    sharded_parameters,
-    unwidened_gradients,
-)
-from cost.step_time import expected_choice
-from ddp import padded_elements
+from cost.parameters import micro_batches
 from model import DTYPES
 from muon import iteration_dtype, length_of, steps_per_gram
 from optim import VOTES, StepStats
 from zero import uses_slot
 
 
-def traffic(cfg, mesh, vocab_size, batch, choice=None):
+def traffic(rank, batch):
     """Return {axis name: bytes that this rank sends in an optimizer step of `batch` sequences}.
 
-    The experts' rows count as if they were balanced. choice: the run's fast.choose.Choice, by default
-    the expected one.
+    rank: a cost.parameters.Rank. The experts' rows count as if they were balanced.
     """
-    held = held_layers(cfg, mesh)
-    num_micro_batches = micro_batches(cfg, mesh, batch)
+    cfg = rank.cfg
+    num_micro_batches = micro_batches(cfg, rank.mesh, batch)
     sent = Counter()
-    for axis, reduction in reductions(cfg, mesh, vocab_size, choice, batch).items():
+    for axis, reduction in reductions(rank, batch).items():
         sent[axis] = reduction.gradients + reduction.weights
-    sent["tp"] += num_micro_batches * tensor_parallel_bytes(cfg, mesh, held)
-    sent["cp"] += num_micro_batches * held.blocks * context_parallel_bytes(cfg, mesh)
+    sent["tp"] += num_micro_batches * tensor_parallel_bytes(rank)
+    sent["cp"] += num_micro_batches * rank.blocks * context_parallel_bytes(rank)
     if cfg.n_experts:
-        sent["ep"] += num_micro_batches * held.blocks * dispatch_bytes(cfg, mesh)
+        sent["ep"] += num_micro_batches * rank.blocks * dispatch_bytes(rank)
     if cfg.router_bias_rate > 0:
         # moe.update_router_bias: an all-reduce of E fp64 counts per layer and step
-        sent["stage"] += 2 * mesh.stage.ring * held.blocks * cfg.n_experts * 8
-    sent["pp"] += num_micro_batches * pipeline_bytes(cfg, mesh, held)
-    sent.update(muon_bytes(cfg, mesh, vocab_size))
+        sent["stage"] += 2 * rank.mesh.stage.ring * rank.blocks * cfg.n_experts * 8
+    # Each stage sends an activation to the next stage and its gradient to the stage before.
+    messages = 2 * cfg.pp_chunks - rank.has_embedding - rank.has_head
+    sent["pp"] += num_micro_batches * messages * rank.split_rows * cfg.n_embd * rank.weight_bytes
+    sent.update(muon_bytes(rank))
     # The bytes of fp64 that Optimizer.stats all-reduces
-    statistics = 8 * (len(StepStats._fields) + VOTES)
-    sent["world"] += 2 * mesh.world.ring * statistics
+    sent["world"] += 2 * rank.mesh.world.ring * 8 * (len(StepStats._fields) + VOTES)
     return {axis: nbytes for axis, nbytes in sent.items() if nbytes}
 
 
@@ -82,70 +67,59 @@ def bytes_between_nodes(mesh, sent, node_of):
 
 
 # -----------------------------------------------------------------------------
-# One micro-batch, forward and backward. held: the rank's cost.parameters.HeldLayers.
+# One micro-batch, forward and backward
 
-def tensor_parallel_bytes(cfg, mesh, held):
-    weight_bytes, wide_bytes = element_bytes(cfg)
-    has_mlp = not cfg.n_experts or cfg.n_shared_experts > 0
+def tensor_parallel_bytes(rank):
+    cfg = rank.cfg
     # Attention and the MLP gather and scatter (B*T, C) once each. Backward does both adjoints.
-    calls = held.blocks * ((8 if has_mlp else 4) + _recomputed_calls(cfg, has_mlp))
-    if held.has_embedding:
-        calls += 2  # its scatter, and the adjoint
-        if cfg.lora:  # Nothing is trained before the first block's gather, so two adjoints are left out.
-            calls -= 2
-    if held.has_head:
-        calls += 2  # its gather, and the adjoint
-
-    nbytes = calls * rank_tokens(cfg, mesh) * cfg.n_embd * weight_bytes
-    if held.has_head:  # cross-entropy over the vocabulary: all-reduces of a maximum and two sums per row
-        nbytes += 2 * 3 * head_rows(cfg, mesh) * wide_bytes
-    nbytes += held.blocks * 2 * cfg.n_experts * wide_bytes  # all-reduce of the router's counts
+    calls = rank.blocks * ((8 if rank.hidden else 4) + _recomputed_calls(rank))
+    # The embedding's scatter and the head's gather, with the adjoint. With adapters nothing is trained before
+    # the first block's gather, so two adjoints are left out.
+    calls += 2 * rank.has_head
+    if not cfg.lora:
+        calls += 2 * rank.has_embedding
+    nbytes = calls * rank.rows * cfg.n_embd * rank.weight_bytes
+    if rank.has_head:  # cross-entropy over the vocabulary: all-reduces of a maximum and two sums per row
+        nbytes += 2 * 3 * rank.head_rows * rank.sum_bytes
+    nbytes += rank.blocks * 2 * cfg.n_experts * rank.sum_bytes  # all-reduce of the router's counts
     if cfg.qk_norm == "all":  # all-reduce of two sums per row, and of their gradients
         times = 2 if cfg.recompute == "none" else 3
-        nbytes += held.blocks * times * 2 * 2 * rank_tokens(cfg, mesh) * wide_bytes
-    return mesh.tp.ring * nbytes
+        nbytes += rank.blocks * times * 2 * 2 * rank.rows * rank.sum_bytes
+    return rank.mesh.tp.ring * nbytes
 
 
-def _recomputed_calls(cfg, has_mlp):
+def _recomputed_calls(rank):
     """Return the gathers and scatters of one block that recomputation repeats.
 
     It stops at the last tensor that backward needs.
     """
+    cfg = rank.cfg
     if cfg.recompute == "none":
         return 0
     if cfg.n_experts:  # attention's two; the shared experts' gather
-        return 3 if has_mlp and cfg.recompute == "full" else 2
+        return 3 if rank.hidden and cfg.recompute == "full" else 2
     # A norm behind the MLP needs what the last scatter gives.
     return 3 if cfg.norm_place == "before" else 4
 
 
-def context_parallel_bytes(cfg, mesh):
+def context_parallel_bytes(rank):
     """Of one block. Keys and values of whole sequences are gathered, once more when backward runs the
     attention again, and their gradients are reduce-scattered. --recompute selective keeps the attention's
     output, but not the gathered keys and values that backward needs.
     """
-    weight_bytes, wide_bytes = element_bytes(cfg)
-    gathered = cfg.micro_batch * cfg.seq_len * 2 * kv_width(cfg, mesh) * weight_bytes
+    cfg = rank.cfg
+    gathered = cfg.micro_batch * cfg.seq_len * 2 * rank.kv * rank.weight_bytes
     calls = 2 if cfg.recompute == "none" else 3
-    counts = 2 * cfg.n_experts * wide_bytes  # all-reduce of the router's counts
-    return mesh.cp.ring * (calls * gathered + counts)
+    counts = 2 * cfg.n_experts * rank.sum_bytes  # all-reduce of the router's counts
+    return rank.mesh.cp.ring * (calls * gathered + counts)
 
 
-def dispatch_bytes(cfg, mesh):
+def dispatch_bytes(rank):
     """Of one layer of experts: rows go there and back, in forward, backward and a second forward."""
-    weight_bytes, _ = element_bytes(cfg)
+    cfg = rank.cfg
     trips = 6 if cfg.recompute == "full" else 4
-    rows = expert_rows(cfg, rank_tokens(cfg, mesh) // mesh.tp.size)
     counts = 0 if cfg.capacity_factor else 8 * cfg.n_experts  # dropless: E int64 say how many rows come
-    return mesh.ep.ring * (trips * rows * cfg.n_embd * weight_bytes + counts)
-
-
-def pipeline_bytes(cfg, mesh, held):
-    """Each stage sends an activation to the next stage and its gradient to the stage before."""
-    weight_bytes, _ = element_bytes(cfg)
-    messages = 2 * cfg.pp_chunks - held.has_embedding - held.has_head
-    n = rank_tokens(cfg, mesh) // mesh.tp.size
-    return messages * n * cfg.n_embd * weight_bytes
+    return rank.mesh.ep.ring * (trips * rank.expert_rows() * cfg.n_embd * rank.weight_bytes + counts)
 
 
 # -----------------------------------------------------------------------------
@@ -159,7 +133,7 @@ class Reduction(NamedTuple):
     last: float       # share of the bucket that leaves last and is needed first, which nothing can hide
 
 
-def reductions(cfg, mesh, vocab_size, choice=None, batch=0):
+def reductions(rank, batch=0):
     """Return {axis name: Reduction} of a step of `batch` sequences, by default --global-batch.
 
     An all-reduce is a reduce-scatter and an all-gather of gradients. ZeRO-1 all-gathers weights in the
@@ -167,53 +141,53 @@ def reductions(cfg, mesh, vocab_size, choice=None, batch=0):
     copies carry gradients in the model's dtype. With --shard, all this stays in the shards, and the
     replicas all-reduce their slices once.
     """
-    choice = choice or expected_choice(cfg, mesh)
-    weight_bytes, sum_bytes = element_bytes(cfg)
-    num_micro_batches = micro_batches(cfg, mesh, batch)
-    _, copied = unwidened_gradients(mesh, local_trained(cfg, mesh, vocab_size), choice)
-    sharded, _ = sharded_parameters(cfg, mesh, vocab_size, trained_alone=True)
-    _, parts = sharded_parameters(cfg, mesh, vocab_size)
+    cfg = rank.cfg
+    num_micro_batches = micro_batches(cfg, rank.mesh, batch)
+    parts = rank.gathered()
+    by_axis = {}
+    for bucket in rank.trained:
+        by_axis.setdefault(bucket.axis, []).append(bucket)
 
     found = {}
-    for name, buckets in local_buckets(cfg, mesh, vocab_size).items():
-        axis = getattr(mesh, name)
+    for name, buckets in by_axis.items():
+        axis = getattr(rank.mesh, name)
         shard, replicas = axis.sharing(cfg.zero)
-        n = sum(padded_elements(bucket, shard.size) for bucket in buckets)
-        last = buckets[-1] / n
+        n = sum(rank.padded(bucket) for bucket in buckets)
+        last = buckets[-1].elements / n
         if shard.size > 1:
-            grad_bytes = weight_bytes if name in copied else sum_bytes
+            is_copied = rank.gradient_kind(buckets[0]) == "copied"
+            grad_bytes = rank.weight_bytes if is_copied else rank.sum_bytes
             times = num_micro_batches if cfg.zero > 1 and uses_slot(axis) else 1
             # ZeRO-3 gathers the embedding, the last block and the head once in a micro-batch, the other
             # blocks in forward and again in backward.
             of_zero_3 = sum(part[name] for part in parts + parts[1:cfg.n_layer])
-            gathered = n - sharded[name] + num_micro_batches * of_zero_3
+            of_zero_1 = sum(rank.padded(bucket) for bucket in buckets if not rank.is_sharded(bucket))
+            gathered = of_zero_1 + num_micro_batches * of_zero_3
             found[shard.name] = Reduction(shard.ring * n * grad_bytes * times,
-                                          shard.ring * gathered * weight_bytes, len(buckets), last)
+                                          shard.ring * gathered * rank.weight_bytes, len(buckets), last)
         if replicas.size > 1:
-            gradients = 2 * replicas.ring * n / shard.size * sum_bytes
+            gradients = 2 * replicas.ring * n / shard.size * rank.sum_bytes
             found[replicas.name] = Reduction(gradients, 0, len(buckets), last)
     return found
 
 
-def muon_bytes(cfg, mesh, vocab_size):
+def muon_bytes(rank):
     """Return {axis name: bytes that Muon sends in an update}.
 
     Over the shard of a bucket, under ZeRO, the elements of matrices go to their owners, and updates come
     back. Over tp, matrices that tp cuts have all-reduces of their Gram matrices and of their norms.
     """
-    nbytes = iteration_dtype(DTYPES[cfg.dtype]).itemsize
-    _, norm_bytes = element_bytes(cfg)
+    nbytes = iteration_dtype(DTYPES[rank.cfg.dtype]).itemsize
     sent = Counter()
-    for shard, _, owned in muon_shares(cfg, mesh, vocab_size):
-        rank = shard.rank
+    for shard, _, owned in rank.muon_shares():
         for owner, matrices in enumerate(owned):
             for matrix in matrices:
                 for holder, part in matrix.parts.items():
-                    if holder != owner and rank in (holder, owner):
+                    if holder != owner and shard.rank in (holder, owner):
                         sent[shard.name] += length_of(part) * nbytes
-        for matrix in owned[rank]:
+        for matrix in owned[shard.rank]:
             if matrix.cut is not None:
                 side, other = matrix.sides
-                summed = len(steps_per_gram(side, other)) * side * side * nbytes + norm_bytes
-                sent["tp"] += 2 * mesh.tp.ring * summed
+                summed = len(steps_per_gram(side, other)) * side * side * nbytes + rank.sum_bytes
+                sent["tp"] += 2 * rank.mesh.tp.ring * summed
     return sent

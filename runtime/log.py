@@ -25,7 +25,7 @@ import torch
 import plot
 from config import FLAGS, Config, has_effect, typed
 from corpus.samples import first_folder
-from cost.parameters import flops_per_token
+from cost.parameters import Rank, flops_per_token
 from cost.step_time import peak_flops
 from cost.traffic import bytes_between_nodes, traffic
 from fast.compile import compile_seconds
@@ -86,7 +86,7 @@ class Metrics:
             if run.log_file is not None:
                 run.log_file.experts(run.state.step, experts)
         if run.state.step == run.first_step and run.log_file is not None:
-            predicted = traffic(cfg, run.mesh, run.state.vocab_size, batch, run.choice)
+            predicted = traffic(Rank(cfg, run.mesh, run.state.vocab_size, run.choice), batch)
             counted = report_traffic(predicted, sent, run.mesh, run.world.nodes)
             if counted:
                 run.log_file.note(run.state.step, traffic=counted)

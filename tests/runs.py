@@ -24,6 +24,7 @@ import checkpoint
 import prepare
 import train
 from cost.memory import state_bytes
+from cost.parameters import Rank
 from fast.choose import Choice
 from interface.command_line import parse
 from ops.split_master import whole
@@ -208,7 +209,7 @@ def optimizer_as_planned(*flags):
         used += tensor.numel() * tensor.element_size()
     for slices in opt.moments().values():
         used += sum(piece.numel() * piece.element_size() for piece in slices if piece is not None)
-    planned = state_bytes(cfg, mesh, cfg.vocab_size, Choice(False, False, False, False))
+    planned = state_bytes(Rank(cfg, mesh, cfg.vocab_size, Choice(False, False, False, False)))
     assert used == planned["optimizer"]
     return opt
 

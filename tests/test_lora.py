@@ -32,8 +32,7 @@ import train
 from config import Config
 from corpus.samples import Synthetic
 from cost.memory import state_bytes
-from cost.parameters import count_parameters
-from cost.step_time import expected_choice
+from cost.parameters import Rank, count_parameters
 from hub.peft import adapter_config, modules_of, tensor_names
 from model import GPT
 from parallel import make_mesh
@@ -202,10 +201,9 @@ def test_only_adapters_are_trained_and_zero_3_shares_out_the_rest():
 def test_the_planner_counts_the_adapters_alone():
     cfg = Config(**dict(BASES["qwen"], dtype="bf16", global_batch=4))
     mesh = make_mesh(World(), groups=False)
-    choice = expected_choice(cfg, mesh)
     total = count_parameters(cfg, cfg.vocab_size)["total"]
     trained = count_parameters(cfg, cfg.vocab_size)["adapters"]
-    parts = state_bytes(cfg, mesh, cfg.vocab_size, choice)
+    parts = state_bytes(Rank(cfg, mesh, cfg.vocab_size))
     assert parts["weights"] == 2 * total
     assert parts["optimizer"] == trained * 10, "half a master and two moments in fp32"
     assert parts["gradients"] <= trained * 4

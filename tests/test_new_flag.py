@@ -14,7 +14,7 @@ import train
 from config import Config, flags_of_kind
 from corpus.masked import Masked
 from corpus.samples import Synthetic
-from cost.parameters import count_parameters, local_parameters, stage_mesh
+from cost.parameters import Rank, count_parameters, stage_mesh
 from interface.command_line import read_flags, read_run_config
 from interface.presets import GPT2
 from model import GPT
@@ -154,18 +154,18 @@ def test_the_planner_counts_the_parameters_of_each_rank(name):
     """On one rank they are those of the whole model. Over tp and pp each stage has what its ranks build."""
     for base, _, cfg in changed_models(name):
         what = f"with {typed(name)} {getattr(cfg, name)} and a model like {base}"
-        counted = sum(local_parameters(cfg, ONE, cfg.vocab_size).values())
+        counted = Rank(cfg, ONE, cfg.vocab_size).parameters()
         total = count_parameters(cfg, cfg.vocab_size)["total"]
         assert counted == total, (
-            f"{what}: of all parameters on one rank, local_parameters counts {counted}, count_parameters "
+            f"{what}: of all parameters on one rank, Rank counts {counted}, count_parameters "
             f"{total}; mend cost/parameters.py")
         cfg = dataclasses.replace(cfg, tp=2, pp=3, ep=2 if cfg.n_experts else 1)
         for stage in range(3):
             mesh = stage_mesh(cfg, 6, stage)
-            counted = sum(local_parameters(cfg, mesh, cfg.vocab_size).values())
+            counted = Rank(cfg, mesh, cfg.vocab_size).parameters()
             built = built_parameters(cfg, mesh)
             assert counted == built, (
-                f"{what}: local_parameters (cost/parameters.py) is {counted - built} parameters off those "
+                f"{what}: Rank (cost/parameters.py) is {counted - built} parameters off those "
                 f"that a rank of stage {stage} builds; it takes equal blocks for granted")
 
 

@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
-from pool import ROOT, run_ranks
+from pool import run_ranks
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -20,22 +20,12 @@ from config import Config, head_width
 from corpus.samples import Synthetic
 from cost import step_time
 from cost.gpus import GPUS
-from cost.memory import CONTEXT, GIB, saved_activations
-from cost.parameters import (
-    count_parameters,
-    flops_per_token,
-    local_buckets,
-    local_parameters,
-    local_trained,
-    owned_parameters,
-    stage_mesh,
-    uncopied_gradients,
-    unwidened_gradients,
-)
-from cost.step_time import expected_choice, peak_flops
+from cost.memory import saved_activations
+from cost.parameters import Rank, count_parameters, flops_per_token, stage_mesh
+from cost.step_time import peak_flops
 from cost.traffic import traffic
 from ddp import Bucket, DataParallel, assign_buckets, trained_parameters
-from fast.buckets import LoneBucket
+from fast.buckets import CopyBucket, LoneBucket
 from interface.command_line import parse
 from interface.presets import PRESETS
 from model import GPT
@@ -54,6 +44,11 @@ def preset(name, **more):
 # -----------------------------------------------------------------------------
 # Parameters and FLOPs
 
+KNOWN = {"llama-3.2-1b": 1_235_814_400, "qwen3-0.6b": 596_049_920, "olmo-2-1b": 1_484_916_736,
+         "qwen3-30b-a3b": 30_532_122_624, "gemma-3-1b": 999_885_952, "dense-210m": 213_148_160}
+ROUNDED = {"moe-4b": 4.376, "bloom-176b": 176.2}
+
+
 @pytest.mark.parametrize("name", PRESETS)
 def test_parameters_of_every_preset_are_exact(name):
     cfg = preset(name)
@@ -61,13 +56,9 @@ def test_parameters_of_every_preset_are_exact(name):
     with torch.device("meta"):
         whole = GPT(cfg, ONE, vocab)
     exact = sum(p.numel() for p in whole.parameters())
-    assert count_parameters(cfg, vocab)["total"] == exact
-    assert exact == sum(local_parameters(cfg, ONE, vocab).values())
-    known = {"dense-210m": 0.2131, "moe-4b": 4.376, "bloom-176b": 176.2}
-    assert name not in known or abs(exact / 1e9 / known[name] - 1) < 1e-3
-    published = {"llama-3.2-1b": 1_235_814_400, "qwen3-0.6b": 596_049_920, "olmo-2-1b": 1_484_916_736,
-                 "qwen3-30b-a3b": 30_532_122_624, "gemma-3-1b": 999_885_952}
-    assert exact == published.get(name, exact)
+    assert count_parameters(cfg, vocab)["total"] == exact == Rank(cfg, ONE, vocab).parameters()
+    assert exact == KNOWN.get(name, exact)
+    assert exact / 1e9 == pytest.approx(ROUNDED.get(name, exact / 1e9), rel=1e-3)
 
 
 @pytest.mark.parametrize("name, published, left_out", [
@@ -86,7 +77,7 @@ def test_models_whose_norms_have_no_weights_are_as_large_as_published(name, publ
 
 def test_parameters_per_rank_add_up():
     cfg = preset("bloom-176b", tp=4, pp=12)
-    share = [sum(local_parameters(cfg, stage_mesh(cfg, 384, s), 250880).values()) for s in range(12)]
+    share = [Rank(cfg, stage_mesh(cfg, 384, s), 250880).parameters() for s in range(12)]
     total, C = count_parameters(cfg, 250880)["total"], cfg.n_embd
     # Each of 4 ranks holds norms, positions and the biases behind row-parallel products. The last stage also
     # holds a copy of the tied embedding.
@@ -166,7 +157,7 @@ BLOCK = dict(n_embd=64, ffn_hidden=224, **HEADS, seq_len=64, micro_batch=8, dtyp
 def test_saved_activations_are_what_autograd_keeps(family):
     cfg = Config(**{**BLOCK, **FAMILY[family]})
     mesh = make_mesh(World(size=cfg.cp), cp=cfg.cp, groups=False)
-    assert saved_activations(cfg, mesh).saved == pytest.approx(kept_bytes(cfg, mesh), rel=0.03)
+    assert saved_activations(Rank(cfg, mesh, 100)).saved == pytest.approx(kept_bytes(cfg, mesh), rel=0.03)
 
 
 class Kept(TorchDispatchMode):
@@ -197,70 +188,11 @@ def test_what_selective_recomputation_keeps(family):
     with Kept() as forward:
         out, _ = block(x, 64, *table)
     nbytes = sum(map(sum, forward.calls.values()))
-    assert saved_activations(cfg, ONE).remains == pytest.approx(nbytes + x.nbytes, rel=1e-9)
+    assert saved_activations(Rank(cfg, ONE, 100)).remains == pytest.approx(nbytes + x.nbytes, rel=1e-9)
     with Kept() as backward:
         out.sum().backward()
     products = [c for name in ("mm", "addmm") for c in forward.calls.get(name, [])]
     assert {name: len(c) for name, c in backward.calls.items()} == {"mm": 2 * len(products)}, "dX and dW"
-
-
-SMOL = "smol-1.7b --ffn-hidden 5632 --n-layer 12 --seq-len 4096 "
-# Rows of flags, GPUs, and the most GiB allocated, as measured on H200
-ALLOCATED = [(SMOL + "--micro-batch 4", 2, 31.04), (SMOL + "--micro-batch 16", 2, 79.67),
-             (SMOL + "--recompute full", 2, 18.53), (SMOL + "--pp 2 --global-batch 32", 2, 23.42),
-             (SMOL + "--pp 2 --micro-batch 16 --global-batch 128", 2, 70.46),
-             (SMOL + "--pp 2 --micro-batch 32 --global-batch 256 --no-compile", 2, 127.67),
-             (SMOL + "--tp 2 --zero 1 --no-compile", 2, 19.97)]
-# Rows of flags, GPUs, and the most GiB reserved
-RESERVED = [("dense-210m --zero 1", 4, 12.2), ("dense-210m", 1, 14.5), ("moe-4b --ep 4 --zero 1", 4, 34.6)]
-
-
-def measured_rows():
-    """Return rows measured on H200: (flags, GPUs, ms, most GiB allocated, row limit at the end).
-
-    The row limit is 0.0 if it was exceeded, and None if there was none.
-    """
-    lines = map(json.loads, (ROOT / "bench/results/h200-peer-copies.jsonl").read_text().splitlines())
-    rows = [(r["flags"], r["gpus"], r["ms"], r["allocated_gib"], r["slack"]) for r in lines]
-    for r in json.loads((ROOT / "bench/results/layouts-w3-4xh200.json").read_text()):  # an older commit
-        flags = f"--tp {r['tp']} --pp {r['pp']} --zero {r['zero']} --global-batch {r['gbs']}"
-        rows.append((f"smol-1.7b --ffn-hidden 5632 {flags}", 4, r["seconds"] * 1e3, r["mem"], None))
-    return rows
-
-
-ALLOCATED += [(flags, gpus, gib) for flags, gpus, _, gib, _ in measured_rows()]
-
-
-def whole_masters(cfg, mesh):
-    """Return the GiB by which the masters of these rows, fp32 as a whole, were longer than today's."""
-    return 2 * owned_parameters(cfg, mesh, local_trained(cfg, mesh, cfg.vocab_size)) / GIB
-
-
-@pytest.mark.parametrize("flags,gpus,measured", ALLOCATED + RESERVED)
-def test_memory_within_a_tenth_of_measured(flags, gpus, measured):
-    cfg, _ = plan.check_gpus(parse(flags.split()), gpus)
-    parts = plan.estimate(cfg, gpus, "h200", cfg.vocab_size)["memory_gib"]
-    mesh = stage_mesh(cfg, gpus, 0)
-    local = local_parameters(cfg, mesh, cfg.vocab_size)
-    _, copied = unwidened_gradients(mesh, local, expected_choice(cfg, mesh))
-    outside = CONTEXT / GIB if (flags, gpus, measured) in RESERVED else parts["overhead"]
-    outside += parts["symm_mem"] + 4 * sum(copied.values()) / GIB  # symmetric memory is not torch's
-    assert sum(parts.values()) + whole_masters(cfg, mesh) - outside == pytest.approx(measured, rel=0.1)
-
-
-@pytest.mark.parametrize("flags,gpus,measured", [
-    ("smol-1.7b --zero 3", 2, 35.12), ("llama-7b --zero 3 --micro-batch 2", 2, 83.13),
-    ("llama-7b --zero 3 --micro-batch 4", 2, 100.54), ("smol-1.7b --zero 1 --recompute selective", 2, 33.79),
-    ("smol-1.7b --zero 1 --recompute full", 2, 26.87), ("bert-345m", 1, 30.95),
-    ("dense-210m --seq-len 65536 --micro-batch 1 --recompute full --cp 2 --zero 1", 2, 12.47),
-    ("llama-7b --pp 2 --pp-chunks 2 --vocab-size 256 --micro-batch 2 --global-batch 8 --pp-layers 8,8,8,8", 2,
-     88.57)])
-def test_memory_with_symmetric_memory_is_near_the_measured(flags, gpus, measured):
-    """Reserved and symmetric memory on H200. The largest error is 6 %."""
-    cfg, mesh = plan.check_gpus(parse(flags.split()), gpus)
-    parts = plan.estimate(cfg, gpus, "h200", cfg.vocab_size)["memory_gib"]
-    longer = whole_masters(cfg, mesh)
-    assert sum(parts.values()) + longer - CONTEXT / GIB == pytest.approx(measured, rel=0.07)
 
 
 def test_zero_3_holds_seven_billion_parameters_on_four_gpus_of_40_gb():
@@ -268,32 +200,6 @@ def test_zero_3_holds_seven_billion_parameters_on_four_gpus_of_40_gb():
         plan.estimate(preset("llama-7b", zero=zero, global_batch=4, recompute="full"), 4, "a100-40", 32000)
         for zero in range(4))), strict=True)
     assert fits == (False, False, False, True) and memory[3] < 36
-
-
-# -----------------------------------------------------------------------------
-# Milliseconds: no constant of step_time.py was fitted to these measurements, but where a test says so
-
-def crowded(flags):
-    """Synthetic tokens send the fullest of 4 ranks more than 2.3 times its share: neither the row limit nor
-    the waiting is that of text, and a capacity drops more. Two rows, -24 and +12 %, that step_time.py does
-    not try to predict."""
-    return "--ep" in flags and "--data" not in flags
-
-
-@pytest.mark.parametrize("flags,gpus,ms", [row[:3] for row in measured_rows() if not crowded(row[0])])
-def test_step_within_a_tenth_of_measured(flags, gpus, ms):
-    cfg, mesh = plan.check_gpus(parse(flags.split()), gpus)
-    longer = whole_masters(cfg, mesh) * GIB / (step_time.STREAM * GPUS["h200"].hbm) * 1e3
-    found = plan.estimate(cfg, gpus, "h200", cfg.vocab_size)["ms"] + longer
-    assert found == pytest.approx(ms, rel=0.1)
-
-
-def test_synthetic_tokens_are_as_uneven_as_young_text():
-    """The sum of uneven routing, which was made for text, is within a tenth of the dropless row over ep."""
-    [(flags, gpus, ms)] = [row[:3] for row in measured_rows() if crowded(row[0]) and "capacity" not in row[0]]
-    cfg, _ = plan.check_gpus(parse(flags.split()), gpus)
-    assert plan.estimate(cfg, gpus, "h200", cfg.vocab_size, uneven=True)["ms"] == pytest.approx(ms, rel=0.1)
-    assert plan.estimate(cfg, gpus, "h200", cfg.vocab_size)["ms"] < 0.8 * ms
 
 
 def test_uneven_routing_has_a_sum_where_it_was_measured():
@@ -305,67 +211,28 @@ def test_uneven_routing_has_a_sum_where_it_was_measured():
     assert ms(1) is None and ms(16) is None and ms(4, "--capacity-factor=1") is None
 
 
-EIGHT_BILLION = ("llama-3.2-1b --n-layer 32 --n-embd 4096 --ffn-hidden 14336 --no-tied --vocab-size 128256 "
-                 "--rope-scaling 8 1 4 8192 --seq-len 8192 --micro-batch 1 --recompute full")
-LONG = "dense-210m --micro-batch 1 --recompute full --zero 1"
-
-
-@pytest.mark.parametrize("flags,gpus,ms", [
-    (EIGHT_BILLION, 1, 934.1), ("dense-210m --seq-len 8192 --micro-batch 2", 1, 59.0),
-    ("dense-210m --seq-len 8192 --micro-batch 2 --window 1024", 1, 43.1),
-    ("dense-210m --seq-len 8192 --micro-batch 2 --window 1024 --full-every 6", 1, 45.8),
-    (f"{LONG} --seq-len 16384 --global-batch 2", 2, 101.0),
-    (f"{LONG} --seq-len 16384 --global-batch 2 --cp 2", 2, 198.8), (f"{LONG} --seq-len 65536 --cp 2", 2, 910),
-    ("smol-1.7b --zero 1", 2, 176.6), ("smol-1.7b --zero 1 --recompute selective", 2, 185.3),
-    ("smol-1.7b --zero 1 --recompute full", 2, 216.3), ("smol-1.7b --zero 3", 2, 181.79),
-    ("llama-7b --zero 3 --micro-batch 2", 2, 346.15), ("llama-7b --zero 3 --micro-batch 4", 2, 625.73),
-    ("smol-1.7b --fp8", 1, 142.5)])
-def test_step_of_other_rows_within_a_tenth_of_measured(flags, gpus, ms):
-    """Rows measured on H200. The two with --cp were used to fit the rate of attention there."""
-    cfg, _ = plan.check_gpus(parse(flags.split()), gpus)
-    assert plan.estimate(cfg, gpus, "h200", cfg.vocab_size)["ms"] == pytest.approx(ms, rel=0.1)
-
-
-@pytest.mark.parametrize("flags,ms", [("llama-3.2-1b", 121.7), ("llama-3.2-1b --lora 16", 96.7)])
-def test_adapters_and_all_weights_within_a_twentieth_of_measured(flags, ms):
-    """docs/chat.md has the measurements."""
-    cfg, _ = plan.check_gpus(parse(flags.split()), 1)
-    assert plan.estimate(cfg, 1, "h200", cfg.vocab_size)["ms"] == pytest.approx(ms, rel=0.05)
-
-
 @pytest.mark.parametrize("flags, gpus, single", [
     (dict(), 1, True), (dict(), 1, False), (dict(), 2, True), (dict(n_experts=2), 1, True),
     (dict(n_experts=2), 2, True), (dict(n_experts=2, ep=2), 2, True)], ids=str)
-def test_gradients_without_a_copy_are_those_of_lone_buckets(flags, gpus, single):
-    """cost.parameters.uncopied_gradients, of a model whose embedding, head and experts fill their buckets."""
+def test_gradients_are_kept_as_buckets_keep_them(flags, gpus, single):
+    """Rank.gradient_kind, of a model whose embedding, head and experts fill their buckets."""
     cfg = Config(n_layer=1, n_embd=512, n_head=4, n_kv_head=4, ffn_hidden=32768 if flags else 512, **flags)
-    vocab = 40_000
     mesh = make_mesh(World(size=gpus), ep=cfg.ep, groups=False)
-    choice = expected_choice(cfg, mesh)._replace(single_microbatch=single, peer_copies=False)
+    choice = Rank(cfg, mesh, 40_000).choice._replace(single_microbatch=single, peer_copies=False)
     with torch.device("meta"):
-        model = GPT(cfg, mesh, vocab)
-    want = 0
+        model = GPT(cfg, mesh, 40_000)
+    elements = {LoneBucket: 0, CopyBucket: 0, Bucket: 0}
     lone_axes = [name for name, axis in mesh.axes().items() if axis.size == 1]
     for group in assign_buckets(trained_parameters(model), lone_axes=lone_axes):
         params = [p for _, p in group]
         axis = getattr(mesh, params[0].reduction_axis)
-        if choice.bucket_class(Bucket, axis, params) is LoneBucket:
-            want += sum(p.numel() for p in params)
-    assert uncopied_gradients(cfg, mesh, vocab, choice) == want
-    assert bool(want) == (single and (gpus == 1 or cfg.ep == 2))
-
-
-def test_row_limits_settle_as_measured():
-    """Real tokens, step 200: the CUDA graph's row limit at the end. Three runs of one command, ep 4, ended at
-    1.74, 1.85 and 1.93."""
-    seen = 0
-    for flags, gpus, *_, slack in measured_rows():
-        if slack is not None and not crowded(flags):
-            cfg, mesh = plan.check_gpus(parse(flags.split()), gpus)
-            limit = step_time.row_limit_factor(cfg, stage_mesh(cfg, gpus, 0))
-            assert limit == pytest.approx(slack, rel=0.07), flags
-            seen += 1
-    assert seen == 2
+        elements[choice.bucket_class(Bucket, axis, params)] += sum(p.numel() for p in params)
+    found = {"lone": 0, "alone": 0, "summed": 0}
+    rank = Rank(cfg, mesh, 40_000, choice)
+    for bucket in rank.trained:
+        found[rank.gradient_kind(bucket)] += bucket.elements
+    assert list(found.values()) == list(elements.values())
+    assert bool(found["lone"]) == (single and (gpus == 1 or cfg.ep == 2))
 
 
 @pytest.mark.parametrize("name,peak", [("NVIDIA H200", 989e12), ("NVIDIA A100-SXM4-80GB", 312e12),
@@ -381,7 +248,7 @@ def test_the_fast_ways_are_those_of_choose():
     """GPUs of one node reach each other's memory; nothing else is decided by the planner."""
     def choice(gpus, *flags):
         cfg, mesh = plan.check_gpus(parse([*flags]), gpus)
-        return expected_choice(cfg, mesh)
+        return Rank(cfg, mesh, cfg.vocab_size or 65).choice
     assert choice(8, "dense-210m", "--zero", "1") == (True, False, True, True, True, False, False)
     assert not choice(16, "dense-210m", "--zero", "1").peer_copies
     for zero in "23":  # nothing captured; rows by all_to_all
@@ -400,13 +267,9 @@ def test_buckets_are_those_of_data_parallel():
     for name, layout in (("tiny", {}), ("tiny-moe", dict(ep=2)), ("gpt2", dict(n_layer=4, bias=True))):
         cfg = preset(name, **layout)
         mesh = stage_mesh(cfg, 2, 0)
-        model = GPT(cfg, mesh, 500)
-        real = DataParallel(model, mesh)
-        seen = {}
-        for bucket in real.buckets:
-            seen.setdefault(bucket.axis.name, []).append(bucket.filled)
-        predicted = local_buckets(cfg, mesh, 500)
-        assert {k: sorted(v) for k, v in seen.items()} == {k: sorted(v) for k, v in predicted.items()}
+        real = DataParallel(GPT(cfg, mesh, 500), mesh)
+        seen = sorted((bucket.axis.name, bucket.filled) for bucket in real.buckets)
+        assert seen == sorted((bucket.axis, bucket.elements) for bucket in Rank(cfg, mesh, 500).buckets)
 
 
 # -----------------------------------------------------------------------------
@@ -461,7 +324,7 @@ def sent(world, flags):
     batches = train.micro_batches(cfg, mesh, Synthetic(100, 8, 1), 0, batch, world.device)
     train.Step(cfg, model, data_parallel, opt)(batches, 1)
     axes = {name: sum(axis.sent.values()) for name, axis in mesh.axes().items()}
-    return {k: v for k, v in axes.items() if v}, traffic(cfg, mesh, cfg.vocab_size, batch)
+    return {k: v for k, v in axes.items() if v}, traffic(Rank(cfg, mesh, cfg.vocab_size), batch)
 
 
 @pytest.mark.parametrize("n, flags", [(4, flags) for flags in LAYOUTS] + [(2, flags) for flags in GATHERED])

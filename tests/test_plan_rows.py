@@ -1,4 +1,4 @@
-"""plan.py against the steps of bench/results/rows.jsonl, measured since its model of a step was written."""
+"""plan.py against the measured rows of bench/results: milliseconds of steps, and memory."""
 import json
 from functools import cache
 from typing import NamedTuple
@@ -9,27 +9,33 @@ from pool import ROOT
 import plan
 from cost import step_time, traffic
 from cost.gpus import GPUS
-from cost.parameters import local_trained, muon_shares, owned_parameters, stage_mesh
-from cost.step_time import KERNEL_GAP
-from cost.step_time import UNEVEN as UNEVEN_PART
+from cost.memory import CONTEXT, GIB
+from cost.parameters import Rank, stage_mesh
 from interface.command_line import parse
+
+RESULTS = ROOT / "bench/results"
+
+
+def lines_of(name):
+    return [json.loads(line) for line in (RESULTS / name).read_text().splitlines()]
 
 
 class Row(NamedTuple):
     """A time of ours. A step of other code than today's, which takes another time, has no row."""
-    lease: str    # where it was measured, and at which commit or for what
     flags: str
     gpus: int
     gpu: str
-    ms: float
-    gib: float    # the most that torch allocated, and symmetric memory; None where today's code keeps more
-    measured: bool  # dense products by measured algorithms: fast/products.py
-    uneven: bool  # steps 30 to 60 of W2b where ranks share the experts: their routing is still uneven
+    ms: float     # of a step; None where only memory was measured
+    gib: float    # None where today's code keeps more
     whole: bool   # AdamW's masters of bf16 weights were whole: 4 bytes, of which 2 are kept today
+    counts: str = "allocated and symmetric"  # what of torch's memory gib counts
+    uneven: bool = False  # steps 30 to 60 of W2b where ranks share the experts: their routing is still uneven
+    lease: str = ""  # where it was measured, and at which commit or for what
+    measured: bool = False  # dense products by measured algorithms: fast/products.py
 
 
-RESULTS = ROOT / "bench/results"
-ROWS = [Row(**json.loads(line)) for line in (RESULTS / "rows.jsonl").read_text().splitlines()]
+ROWS = [Row(**line) for line in lines_of("rows.jsonl") + lines_of("rows-of-tables.jsonl")]
+TIMED = [row for row in ROWS if row.ms]
 UNEVEN = [row for row in ROWS if row.uneven]
 
 
@@ -41,14 +47,17 @@ def estimate(flags, gpus, gpu, uneven=False):
 
 
 @cache
+def rank_0(flags, gpus):
+    cfg, mesh = plan.check_gpus(parse(flags.split()), gpus)
+    return Rank(cfg, mesh, cfg.vocab_size)
+
+
 def bytes_of_whole_masters(row):
     """Return the bytes that a row's optimizer kept, read and wrote more than today's."""
-    cfg, mesh = plan.check_gpus(parse(row.flags.split()), row.gpus)
-    if not row.whole or cfg.dtype != "bf16":
+    rank = rank_0(row.flags, row.gpus)
+    if not row.whole or rank.cfg.dtype != "bf16":
         return 0
-    owned = owned_parameters(cfg, mesh, local_trained(cfg, mesh, cfg.vocab_size))
-    of_muon = sum(elements for _, elements, _ in muon_shares(cfg, mesh, cfg.vocab_size))
-    return 2 * (owned - of_muon)
+    return 2 * (rank.owned() - sum(elements for _, elements, _ in rank.muon_shares()))
 
 
 def predicted_over_measured(row, uneven):
@@ -56,26 +65,34 @@ def predicted_over_measured(row, uneven):
     return (estimate(row.flags, row.gpus, row.gpu, uneven)["ms"] + longer) / row.ms
 
 
+def predicted_gib(row):
+    """Return what plan.py expects of the memory that a row counts."""
+    parts = estimate(row.flags, row.gpus, row.gpu)["memory_gib"]
+    outside = CONTEXT / GIB if "reserved" in row.counts else parts["overhead"]
+    if "symmetric" not in row.counts:
+        rank = rank_0(row.flags, row.gpus)
+        copied = [bucket.elements for bucket in rank.trained if rank.gradient_kind(bucket) == "copied"]
+        outside += parts["symm_mem"] + 4 * sum(copied) / GIB
+    return sum(parts.values()) - outside + bytes_of_whole_masters(row) / GIB
+
+
 def test_rows_of_each_kind_are_found():
-    assert len(ROWS) == 173 and len(UNEVEN) == 6
+    assert (len(ROWS), len(TIMED), len(UNEVEN)) == (230, 210, 6)
 
 
-@pytest.mark.parametrize("row", ROWS, ids=str)
+@pytest.mark.parametrize("row", TIMED, ids=str)
 def test_step_within_16_percent_of_measured(row):
     assert predicted_over_measured(row, row.uneven) == pytest.approx(1, abs=0.165)
 
 
 def test_steps_are_within_5_percent_in_the_mean():
-    errors = [abs(predicted_over_measured(row, row.uneven) - 1) for row in ROWS]
+    errors = [abs(predicted_over_measured(row, row.uneven) - 1) for row in TIMED]
     assert sum(errors) / len(errors) < 0.05
 
 
 @pytest.mark.parametrize("row", [row for row in ROWS if row.gib], ids=str)
 def test_memory_within_12_percent_of_measured(row):
-    """Without what is not torch's: CUDA's context, and what the allocator reserves and does not use."""
-    parts = estimate(row.flags, row.gpus, row.gpu)["memory_gib"]
-    predicted = sum(parts.values()) - parts["overhead"] + bytes_of_whole_masters(row) / 2**30
-    assert predicted == pytest.approx(row.gib, rel=0.12, abs=0.13)
+    assert predicted_gib(row) == pytest.approx(row.gib, rel=0.12, abs=0.13)
 
 
 # With 32 experts the routing was more even: the sum of settled routing is that of these rows, within 0.2 %.
@@ -87,7 +104,21 @@ def test_uneven_routing_takes_longer_than_what_it_settles_to(row):
     assert low < settled < high
 
 
-LADDER = (RESULTS / "ladder-2-gpus-h200.jsonl").read_text().splitlines()
+def test_synthetic_tokens_are_as_uneven_as_young_text():
+    """They send the fullest of 4 ranks more than 2.3 times its share. Real tokens at step 200 had settled: three
+    runs of one command, ep 4, ended at row limits of 1.74, 1.85 and 1.93."""
+    lines = [line for line in lines_of("h200-peer-copies.jsonl") if "--ep" in line["flags"]]
+    [crowded] = [line for line in lines if "--data" not in line["flags"] and "capacity" not in line["flags"]]
+    found = crowded["flags"], crowded["gpus"], "h200"
+    assert estimate(*found, True)["ms"] == pytest.approx(crowded["ms"], rel=0.1)
+    assert estimate(*found)["ms"] < 0.8 * crowded["ms"]
+    settled = [line for line in lines if "--data" in line["flags"] and line["slack"] is not None]
+    for line in settled:
+        rank = rank_0(line["flags"], line["gpus"])
+        assert step_time.row_limit_factor(rank.cfg, rank.mesh) == pytest.approx(line["slack"], rel=0.07)
+    assert len(settled) == 2
+
+
 WORKLOADS = {"W1": "dense-210m", "W2b": "moe-4b --ep 2",
              "G2": "gpt2 --no-bias --micro-batch 64 --global-batch 0 --vocab-size 50304"}
 
@@ -95,42 +126,24 @@ WORKLOADS = {"W1": "dense-210m", "W2b": "moe-4b --ep 2",
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_what_the_compiler_brings_is_counted(name):
     """The step without --compile, less the step with it: bench/ladder.py measured both."""
-    ms = {row["off"]: row["ms"] for row in map(json.loads, LADDER) if row["workload"] == name}
-    found = {}
-    for off, flags in (("nothing", ""), ("compile", " --no-compile")):
-        found[off] = estimate(f"{WORKLOADS[name]} --zero 1{flags}", 2, "h200")["ms"]
-    brought = found["compile"] - found["nothing"]
-    assert brought == pytest.approx(ms["compile"] - ms["nothing"], rel=0.3)
-
-
-@pytest.mark.parametrize("flags, passes, ranks", [
-    ("dense-210m", 47, 1), ("dense-210m --norm rms1p", 47, 1), ("dense-210m --norm layer", 12, 1),
-    ("dense-210m --tp 2", 47, 2), ("moe-4b", 47, 1)])
-def test_what_torchs_own_small_kernels_take(flags, passes, ranks):
-    """Each goes over its rank's part of 16,384 rows of 512 numbers in bf16, in each of 24 blocks."""
-    longer = parts(f"{flags} --no-compile", ranks)["compute"] - parts(flags, ranks)["compute"]
-    seconds = 2 * 16384 // ranks * 512 * 2 / GPUS["h100"].hbm + KERNEL_GAP
-    assert longer == pytest.approx(24 * passes * seconds * 1e3, rel=0.03)
-
-
-def parts(flags, gpus):
-    """Return {part: ms} that plan.py predicts of a step on H100."""
-    return estimate(flags, gpus, "h100")["ms_parts"]
+    ms = {row["off"]: row["ms"] for row in lines_of("ladder-2-gpus-h200.jsonl") if row["workload"] == name}
+    with_it, without = (estimate(f"{WORKLOADS[name]} --zero 1{flags}", 2, "h200")["ms"]
+                        for flags in ("", " --no-compile"))
+    assert without - with_it == pytest.approx(ms["compile"] - ms["nothing"], rel=0.3)
 
 
 def test_the_bubble_waits_for_the_sums_of_gradients_too():
     """Four stages and eight micro-batches idle for 3/8 of all that a stage does in its turn."""
-    found = parts("dense-210m --pp 4 --micro-batch 1 --global-batch 8", 4)
+    found = estimate("dense-210m --pp 4 --micro-batch 1 --global-batch 8", 4, "h100")["ms_parts"]
     assert found["bubble"] == pytest.approx(3 / 8 * (found["compute"] + found["gradients"]))
     assert found["gradients"] > 0.01 * found["compute"]
 
 
 @pytest.mark.parametrize("ep", [2, 4, 8])
 def test_uneven_is_what_the_loads_of_a_run_say(ep):
-    lines = (RESULTS / "young-loads-h100.jsonl").read_text().splitlines()
-    rows = [row for row in map(json.loads, lines) if row["ep"] == ep and 30 <= row["step"] <= 60]
+    rows = [row for row in lines_of("young-loads-h100.jsonl") if row["ep"] == ep and 30 <= row["step"] <= 60]
     mean = sum(row["mean_layer"] for row in rows) / len(rows)
-    assert len(rows) == 31 and (mean - 1) / (ep - 1) == pytest.approx(UNEVEN_PART, abs=0.01)
+    assert len(rows) == 31 and (mean - 1) / (ep - 1) == pytest.approx(step_time.UNEVEN, abs=0.01)
     assert max(row["worst_layer"] for row in rows) > 0.99 * ep
 
 

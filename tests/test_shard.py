@@ -20,6 +20,7 @@ import plan
 import train
 from config import Config, check
 from cost import plan_flags
+from cost.parameters import Rank
 from cost.traffic import bytes_between_nodes, share_between_nodes, traffic
 from ddp import Bucket
 from fast.buckets import PeerBucket
@@ -247,7 +248,7 @@ def test_a_run_prints_what_leaves_its_node(capsys):
     for shard in (0, 2):
         cfg = Config(zero=3, shard=shard, global_batch=64)
         mesh = make_mesh(World(rank=0, size=4), shard=shard, groups=False)
-        sent = traffic(cfg, mesh, 256, 64)
+        sent = traffic(Rank(cfg, mesh, 256), 64)
         found = log.report_traffic(sent, sent, mesh, [0, 0, 1, 1])
         leaving[shard], _ = found["to other nodes"]
         assert bytes_between_nodes(mesh, sent, lambda rank: rank // 2) == leaving[shard]

@@ -14,6 +14,7 @@ from test_layouts import MOE, equality
 import train
 from config import Config
 from cost.memory import state_bytes
+from cost.parameters import Rank
 from fast.choose import Choice
 from interface.command_line import parse
 from ops.split_master import SplitMaster, joined, low_bits, whole
@@ -193,7 +194,7 @@ def masters_of(world, flags):
     used = sum(master.low.numel() * 2 for master in opt.masters if isinstance(master, SplitMaster))
     for slices in opt.moments().values():
         used += sum(piece.numel() * 4 for piece in slices)
-    planned = state_bytes(cfg, mesh, cfg.vocab_size, Choice(False, False, False, False))
+    planned = state_bytes(Rank(cfg, mesh, cfg.vocab_size, Choice(False, False, False, False)))
     return all(isinstance(master, SplitMaster) for master in opt.masters), used, planned["optimizer"]
 
 

@@ -19,6 +19,7 @@ import train
 from config import Config
 from corpus.samples import Synthetic
 from cost.memory import state_bytes
+from cost.parameters import Rank
 from fast.choose import choose
 from parallel import make_mesh
 from pipeline import generate
@@ -56,7 +57,7 @@ def parts_alive(world, flags):
     train.evaluate(cfg, model, source, batch, world.device)
     kind = "generation"
     generate(model, [1, 2, 3], 2)
-    predicted = state_bytes(cfg, mesh, cfg.vocab_size, choose(cfg, mesh, world.device))["weights"]
+    predicted = state_bytes(Rank(cfg, mesh, cfg.vocab_size, choose(cfg, mesh, world.device)))["weights"]
     return seen, after, max(bytes_seen), predicted
 
 
