@@ -22,6 +22,7 @@ import plan
 import sample
 from config import Config
 from cost import memory
+from cost.parameters import Rank
 from cost.plan_flags import PlanFlags
 from fast.choose import choose
 from interface.command_line import command_line, parse, wrong_input
@@ -272,14 +273,14 @@ def test_a_step_that_exceeds_the_nodes_memory_is_refused(tmp_path, monkeypatch):
     flags = ["--n-embd=64", "--n-head=2", "--n-layer=2"]
     monkeypatch.setattr(memory, "host_memory", lambda: 2**16)
     said = refused_run(tmp_path, *flags, words=("--tp or --pp on more devices", "smaller --micro-batch"))
-    assert re.search(r"takes about [\d.]+ GiB for the 1 rank\(s\) of this node, which has 0.0", said), said
+    assert re.search(r"takes at least [\d.]+ GiB of cpu, where rank 0 has 0.0 GiB", said), said
     pair = SimpleNamespace(rank=0, size=2, calls=None, local_rank=0, local_size=2, device=World().device)
     cases = ((2.0, [], ""), (1.9, [], "--zero 1 or 3"), (1.9, ["--zero=1"], "--zero 1 or 3"),
              (2.0, ["--micro-batch=300"], "micro-batches of 300"))
     monkeypatch.setattr(memory, "host_memory", lambda: 2**40)
     cfg = parse(flags)
     choice = choose(cfg, make_mesh(pair, groups=False), pair.device)
-    parts = memory.memory(cfg, make_mesh(pair, groups=False), 100, choice)
+    parts = memory.memory(Rank(cfg, make_mesh(pair, groups=False), 100, choice))
     need = memory.PROCESS + sum(parts[part] for part in ("weights", "gradients", "optimizer", "activations"))
     need += 3 * parts["logits"]
     for enough, more, words in cases:

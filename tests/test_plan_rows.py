@@ -105,8 +105,8 @@ def test_uneven_routing_takes_longer_than_what_it_settles_to(row):
 
 
 def test_synthetic_tokens_are_as_uneven_as_young_text():
-    """They send the fullest of 4 ranks more than 2.3 times its share. Real tokens at step 200 had settled: three
-    runs of one command, ep 4, ended at row limits of 1.74, 1.85 and 1.93."""
+    """They send the fullest of 4 ranks more than 2.3 times its share. Real tokens had settled at step 200:
+    three runs of one command, ep 4, ended at row limits of 1.74, 1.85 and 1.93."""
     lines = [line for line in lines_of("h200-peer-copies.jsonl") if "--ep" in line["flags"]]
     [crowded] = [line for line in lines if "--data" not in line["flags"] and "capacity" not in line["flags"]]
     found = crowded["flags"], crowded["gpus"], "h200"
