@@ -26,10 +26,8 @@ import torch.distributed as dist
 from timing import slowest
 
 from config import Outcome, ceil_div
-from interface import terminal
 from parallel import all_gather_single, make_mesh, reduce_scatter_single
 
-WIDE = 97  # columns of a row with algbw
 AXES = ("world", "dp", "tp", "cp", "pp", "ep", "edp", "stage")
 
 
@@ -206,19 +204,18 @@ def mesh_table(world, mesh, say):
         axis = getattr(mesh, name)
         total = axis.all_reduce(torch.tensor([world.rank], device=world.device))  # one number, over the axis
         own[name] = axis.ranks, total.item()
-    everybody = gather_objects(world, own)  # a few numbers per rank, over the world
-    table, right = {name: {} for name in AXES}, True
-    say(f"{'axis':<6} {'groups':<40} check")
+    table = {name: {} for name in AXES}
+    right = True
+    for theirs in gather_objects(world, own):  # a few numbers per rank, over the world
+        for name, (ranks, total) in theirs.items():
+            table[name].setdefault(ranks, []).append(total)
+            right &= total == sum(ranks)
+    say(f"{'axis':<6} {'groups':<40} sums")
     for name, groups in table.items():
-        for theirs in everybody:
-            groups.setdefault(theirs[name][0], []).append(theirs[name][1])
-        good = all(got == [sum(ranks)] * len(ranks) for ranks, got in groups.items())
-        right &= good
-        shown = " ".join(str(list(ranks)) for ranks in list(groups)[:8])
-        if len(groups) > 8:
-            shown += " ..."
-        sums = " ".join(str(got[0]) for got in list(groups.values())[:8])
-        say(f"{name:<6} {shown:<40} sums {sums}: {'ok' if good else 'WRONG'}")
+        few = list(groups.items())[:8]
+        shown = " ".join(str(list(ranks)) for ranks, _ in few)
+        say(f"{name:<6} {shown:<40} {' '.join(str(totals[0]) for _, totals in few)}")
+    say("each rank has the sum of its group" if right else "WRONG: a rank has another sum")
     return table, right
 
 
@@ -252,20 +249,9 @@ def measure(world, axis, sizes, iters, say):
             busbw = algbw * FACTOR[name](axis.size)
             rows.append({"axis": axis.name, "ranks": axis.size, "collective": name, "bytes": 4 * count,
                          "version": version, "ok": good, "us": seconds * 1e6, "algbw": algbw, "busbw": busbw})
-            text += cells(f"{seconds * 1e6:.0f}", f"{algbw:.3f}", f"{busbw:.3f}", "ok" if good else "WRONG")
+            text += f" | {seconds * 1e6:>11.0f} {algbw:>7.3f} {busbw:>7.3f} {'ok' if good else 'WRONG':>5}"
         say(text)
     return rows
-
-
-def cells(us, algbw, busbw, check):
-    """Return what a row says of one version. A narrow terminal gets no algbw: it follows from the time."""
-    if terminal.columns() < WIDE:
-        return f" |{us:>11} {busbw:>7} {check:>5}"
-    return f" | {us:>11} {algbw:>7} {busbw:>7} {check:>5}"
-
-
-def say_nothing(text):
-    """Stand in for terminal.say on all ranks but the first."""
 
 
 def bytes_of(text):
@@ -297,7 +283,8 @@ class Flags:
 
 
 def run(world, flags, say=print):
-    """Return the mesh table, the rows, and whether everything is right."""
+    """Return the mesh table, the rows, and whether everything is right. Rank 0 says them."""
+    say = say if world.rank == 0 else [].append
     with world.everyone.input():
         mesh = make_mesh(world, flags.tp, flags.pp, flags.ep, cp=flags.cp)
         if flags.json and world.rank == 0:
@@ -309,7 +296,7 @@ def run(world, flags, say=print):
         if axis.size > 1 and name == same[0]:  # the same ranks under another name are measured once
             say("")
             say(f"{' = '.join(same)}: {len(table[name])} x {axis.size} ranks at once, bandwidths in GB/s")
-            titles = [cells(f"{version}: us", "algbw", "busbw", "check") for version in ("hand", "library")]
+            titles = [f" | {version:>7}: us   algbw   busbw check" for version in ("hand", "library")]
             say(f"{'collective':<19} bytes" + "".join(titles))
             rows += measure(world, axis, [bytes_of(text) for text in flags.sizes], flags.iters, say)
     return table, rows, right and all(row["ok"] for row in rows)
@@ -322,8 +309,7 @@ def main(argv=None):
     if world.size == 1:
         print("one rank: nothing to measure; try mpiexec -n 2 python bench/collectives.py")
         return Outcome.DONE
-    say = terminal.say if world.rank == 0 else say_nothing
-    table, rows, right = run(world, flags, say)
+    table, rows, right = run(world, flags)
     if flags.json and world.rank == 0:
         report = {"backend": world.backend, "mesh": {k: list(v) for k, v in table.items()}, "rows": rows}
         flags.json.write_text(json.dumps(report))

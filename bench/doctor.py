@@ -5,9 +5,8 @@
                                             the slowest is named (torchrun and srun, too)
     --network                               NCCL's network, which several nodes check without being asked
 
-The exit code is 0, or 1 if a check FAILs. Under torchrun it is 0, because torchrun prints forty lines around
-any other. --json prints the same as one object, with "ok". --report also writes OUT/doctor.txt, to attach to
-a ticket: the lines of every node, the versions of all packages, the variables of NCCL and of the scheduler.
+The exit code is 0, or 1 if a check FAILs. --json prints the same as one object, with "ok". --report also
+writes OUT/doctor.txt, to attach to a ticket. A check returns (status, text, fix).
 """
 import importlib.metadata
 import json
@@ -24,31 +23,22 @@ from pathlib import Path
 
 BEGAN = time.perf_counter()
 from common import ROOT, bare_environment, read_flags, start
-from runtime.launch import env_rank, launch, shutdown
+from runtime.launch import launch, shutdown
 
 import torch
 import torch.distributed as dist
 from reach import fast_paths, gpus_seen, link_rates, links, network
-from surroundings import (
-    NETWORK,
-    bytecode,
-    compiler,
-    filesystem,
-    import_time,
-    modules,
-    open_files,
-    proxies,
-    shared_memory,
-    triton_kernel,
-)
 
 TORCH_SECONDS = time.perf_counter() - BEGAN
 from config import Outcome
 from corpus import shards
 from corpus.samples import parse_blend
+from fast.buckets import launch_sum
 from ops.accelerator import ask, device_name
+from ops.backend import TRITON_DEVICES
 
 SLOW_DISK = 50  # MB/s; a slower disk takes minutes for a checkpoint of a billion parameters
+NETWORK = ("lustre", "nfs", "nfs4", "gpfs", "beegfs", "cephfs", "fuse", "9p", "virtiofs")
 SHOWS = {"cuda": "rocm-smi" if torch.version.hip else "nvidia-smi", "xpu": "xpu-smi"}  # a device's processes
 RANKS = """import sys
 from mpi4py import MPI
@@ -62,7 +52,7 @@ def ok(text):
 
 
 def packages():
-    """Are the packages of requirements-site.txt here? plotext 6 removed the functions that we call."""
+    """Are the packages of requirements-site.txt here?"""
     missing, found = [], []
     for line in (ROOT / "requirements-site.txt").read_text().splitlines():
         name = re.split(r"[<>=,]", line)[0].strip()
@@ -73,15 +63,43 @@ def packages():
                 missing.append(name)
     if missing:
         return "FAIL", f"missing: {', '.join(missing)}", "pip install -r requirements-site.txt"
-    if any(f.startswith("plotext 6") for f in found):
-        return "WARN", "plotext 6 or later has no module functions", "pip install 'plotext>=5.3,<6'"
     return ok(", ".join(found))
 
 
-def torch_import():
+def filesystem(path, mounts=Path("/proc/mounts")):
+    """Return the type of the file system that holds path: that of the longest mount point above it."""
+    best = ("", "?")
+    for line in mounts.read_text().splitlines() if mounts.exists() else []:
+        point, kind = line.split()[1:3]
+        if Path(path).resolve().is_relative_to(point) and len(point) > len(best[0]):
+            best = point, kind
+    return best[1]
+
+
+def torch_import(seconds=TORCH_SECONDS):
     """How long did importing torch take, and from which disk?"""
-    what = f"torch {torch.__version__}, python {sys.version.split()[0]}"
-    return import_time(what, TORCH_SECONDS, Path(torch.__file__).parent, tempfile.gettempdir())
+    text = (f"torch {torch.__version__}, python {sys.version.split()[0]}, imported in {seconds:.1f} s from "
+            f"{filesystem(Path(torch.__file__).parent)}")
+    if seconds > 30:
+        return "WARN", text, "copy the environment to each node's own disk, once per job"
+    return ok(text)
+
+
+def triton_kernel(device):
+    """Does Triton compile and run a kernel on this rank's device?"""
+    if device.type not in TRITON_DEVICES:
+        return ok(f"no kernels for {device.type}: torch's operations take their place")
+    try:
+        x = torch.arange(1000.0, device=device)
+        total = torch.empty_like(x)
+        launch_sum(x, x, total, 1, False)
+    except Exception as e:  # a compiler's, a driver's, an import's
+        lines = str(e).strip().splitlines() or [""]
+        return "FAIL", f"a kernel does not run: {type(e).__name__}: {lines[-1][:120]}", \
+            "load a C compiler, and install the triton that belongs to this torch"
+    if not torch.equal(total, 2 * x):
+        return "FAIL", "a kernel adds two vectors wrongly", "use another node; report it to the site"
+    return ok("a kernel was compiled and ran")
 
 
 def device(world):
@@ -160,40 +178,27 @@ def mpi():
     if where is None:
         return "WARN", f"mpi4py {have} but no mpiexec in PATH: start with torchrun or srun", \
             "pip install mpich, or load the site's MPI"
-    env, jobs = bare_environment(), []
-    refused = False  # Open MPI refuses to run as root, and to start more ranks than it has slots
-    for flags in ([], ["--allow-run-as-root"], ["--allow-run-as-root", "--oversubscribe"]):
-        try:
-            job = subprocess.run([where, *flags, "-n", "2", sys.executable, "-c", RANKS], capture_output=True,
-                                 text=True, timeout=60, env=env, stdin=subprocess.DEVNULL)
-        except (OSError, subprocess.TimeoutExpired) as e:
-            return "FAIL", f"{where} -n 2: {e}", "use another mpiexec; on a login node, try inside a job"
-        seen = re.findall(r"^rank (\d) (\d+) (.*)", job.stdout, re.M)
-        refused |= not flags and "allow-run-as-root" in job.stderr  # words of its explanation
-        jobs.append(job)
-        if job.returncode == 0:
-            break
-    fix = ""
-    if refused:
-        fix = "export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1, or do not be root"
+    try:
+        job = subprocess.run([where, "-n", "2", sys.executable, "-c", RANKS], capture_output=True, text=True,
+                             timeout=60, env=bare_environment(), stdin=subprocess.DEVNULL)
+    except (OSError, subprocess.TimeoutExpired) as e:
+        return "FAIL", f"{where} -n 2: {e}", "use another mpiexec; on a login node, try inside a job"
+    seen = re.findall(r"^rank (\d) (\d+) (.*)", job.stdout, re.M)
     if sorted(s[:2] for s in seen) == [("0", "2"), ("1", "2")]:
         library = re.sub(r"[\s:]+", " ", seen[0][2]).strip()[:40]
-        text = f"mpi4py {have} and {where} agree: {library}"
-        if flags:
-            text += f" (needs {' '.join(flags)})"
-        return "OK", text, fix
+        return ok(f"mpi4py {have} and {where} agree: {library}")
     if seen:
         return "FAIL", f"{where} started 2 ranks, mpi4py sees {seen[0][1]}: their MPIs differ", \
             "use the mpiexec of the MPI that mpi4py was built with"
-    # Another MPI does not know the flag, so its complaint about the flag is passed over. What is shown is a
-    # rank's exception, or the launcher's first line of text: Open MPI draws lines of dashes around a text.
-    job = next((job for job in jobs if "allow-run-as-root" not in job.stderr), jobs[0])
-    lines = [line for line in (job.stderr + job.stdout).splitlines() if re.search("[a-z]", line)]
+    said = job.stderr + job.stdout
+    if "allow-run-as-root" in said:
+        return "WARN", f"{where}: Open MPI refuses root", \
+            "export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1, or do not be root"
+    # A rank's exception, or the launcher's first line of text: Open MPI draws lines of dashes around a text.
+    lines = [line for line in said.splitlines() if re.search("[a-z]", line)]
     why = next((line for line in lines if re.match(r"[\w.]*Error: ", line)), [*lines, "no output"][0])
-    said = f"{where} -n 2 ends with {job.returncode}: {why.strip()[:90]}"
-    if refused:  # what it would do as another user is unknown, and torchrun works as root
-        return "WARN", f"{said}; it refuses root", fix
-    return "FAIL", said, "try inside a job, or another mpiexec"
+    return "FAIL", f"{where} -n 2 ends with {job.returncode}: {why.strip()[:90]}", \
+        "try inside a job, or another mpiexec"
 
 
 def write_speed(folder, megabytes=32):
@@ -248,11 +253,7 @@ def tokens(data):
             said.append(f"{folder}: {n_tokens:,} training tokens, {files} files have their sha256")
     except (OSError, ValueError) as e:
         status = "FAIL" if Path(folder).exists() else "WARN"
-        text = " ".join(str(e).split())
-        fix = "python prepare.py stdlib"
-        if "make it with: " in text:
-            text, _, fix = text.rpartition("; ")
-        return status, text, f"{fix.removeprefix('make it with: ')}, in one process"
+        return status, " ".join(str(e).split()), f"python prepare.py makes {folder}, in one process"
     return ok("; ".join(said))
 
 
@@ -268,40 +269,31 @@ def examine(world, flags):
     hosts = world.everyone.gather(socket.gethostname())
     if world.local_rank != 0:
         return []
-    temporary = "set TMPDIR to the node's own disk (the site's /local, /tmp)"
     nccl = dist.get_default_backend_for_device(world.device) == "nccl"
-    writable = "give --out on a disk with free space that you may write to"
-    env, has_gpu = bare_environment(), world.device.type != "cpu"
     checks = [
         ("packages", packages),
         ("torch", torch_import),
-        ("bytecode", lambda: bytecode(torch.__file__)),
         ("device", lambda: device(world)),
         ("backend", lambda: backend_result),
         ("gpus", lambda: gpus),
         ("fast paths", lambda: fast),
         ("triton", lambda: triton_kernel(world.device)),
-        ("compiler", lambda: compiler(has_gpu, env)),
-        ("open files", lambda: open_files(world.size)),
-        ("/dev/shm", lambda: shared_memory(world.local_size)),
         ("links", lambda: links(rates, hosts)),
-        ("network", lambda: network(env, nccl)),
+        ("network", lambda: network(bare_environment(), nccl)),
         ("mpi", mpi),
-        ("proxies", lambda: proxies(env)),
-        ("modules", lambda: modules(env)),
-        ("node disk", lambda: disk(tempfile.gettempdir(), temporary, True)),
-        ("runs", lambda: disk(flags.out, writable, False)),
+        ("node disk", lambda: disk(tempfile.gettempdir(), "set TMPDIR to the node's own disk", True)),
+        ("runs", lambda: disk(flags.out, "give --out on a disk that you may write to", False)),
         ("data", lambda: tokens(flags.data)),
     ]
     left_out = set()
-    if not has_gpu:
+    if world.device.type == "cpu":
         left_out.add("gpus")
     if not (world.n_nodes > 1 or flags.network):
         left_out.add("network")
     if world.size == 1:
         left_out.add("links")
     if world.rank > 0:
-        left_out.update(("links", "mpi", "proxies", "modules"))  # rank 0 alone checks these
+        left_out.update(("links", "mpi"))  # rank 0 alone checks these
     checks = [(name, check) for name, check in checks if name not in left_out]
     return [(name, *attempt(check)) for name, check in checks]
 
@@ -370,13 +362,6 @@ def main(argv=None):
     except SystemExit:  # launch() has said what is wrong, for example with mpiexec and mpi4py of two MPIs
         print("FAIL  launch     no rank starts: the line on stderr says why", flush=True)
         return Outcome.FAILED
-    except RuntimeError as e:
-        if "Duplicate GPU" not in str(e):  # what NCCL says of two ranks with one GPU
-            raise
-        if env_rank() == 0:
-            print("FAIL  launch     two ranks use the same GPU; fix: start one rank per GPU of a node, and "
-                  "show each rank all of them, or its own (CUDA_VISIBLE_DEVICES)", flush=True)
-        return Outcome.FAILED
     # a few lines per rank, over the world
     nodes = world.everyone.gather({"host": socket.gethostname(), "checks": examine(world, flags)})
     shutdown(world)
@@ -385,19 +370,7 @@ def main(argv=None):
         print(as_json(world, nodes, failed) if flags.json else as_lines(world, nodes))
         if flags.report:
             write_report(world, nodes, flags.out)
-    return exit_code(world, failed, flags)
-
-
-def exit_code(world, failed, flags):
-    """Return the exit code. torchrun would print forty lines of its own around any but 0."""
-    if not failed:
-        return Outcome.DONE
-    if world.launcher != "torchrun":
-        return Outcome.FAILED
-    if world.rank == 0 and not flags.json:
-        print("a check FAILs; the exit code is 0 under torchrun alone, whose own forty lines would hide this",
-              flush=True)
-    return Outcome.DONE
+    return Outcome.FAILED if failed else Outcome.DONE
 
 
 if __name__ == "__main__":

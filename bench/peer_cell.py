@@ -5,8 +5,7 @@
 
 A peer brings its own model class, and its own optimizer and compilation where its train.py has some. The step
 is the one of its own train.py, in our words. All trainers get the same batches from train.py's loader, the
-same learning rates, and one measurement: speed.measure. The processes import nothing of the peers but what
-the cell runs.
+same learning rates, and one measurement: speed.measure.
 """
 import contextlib
 import importlib.util
@@ -46,8 +45,9 @@ UNSCALED = (1.0, 1.0, 4.0, 8192)  # torchtitan always scales RoPE's frequencies:
 class Peer:
     """A trainer of another project on this rank.
 
-    beside: {words: parameters} that this model has, and ours of the same shape has not. step() trains on this
-    rank's micro-batches [(x, y)], both (B, T) int64, and returns their mean loss, ().
+    beside: {words: parameters} that this model has, and ours of the same shape has not. Each trainer below
+    has build(path) -> model, prepare(), which makes the optimizer and wraps the model, and loss(x, y).
+    step() trains on this rank's micro-batches [(x, y)], both (B, T) int64, and returns their mean loss, ().
     """
     optimizer = None
     clip = 1.0
@@ -71,9 +71,6 @@ class Peer:
             raise ValueError(f"{type(self).__name__} has {theirs:,} parameters where ours has {ours:,}: its "
                              "config is not the workload's")
         self.prepare()
-
-    def prepare(self):
-        """Make the optimizer, and compile and wrap the model."""
 
     def compiled(self, function):
         """Return torch.compile of a model or function; in fp32, itself."""
@@ -104,10 +101,6 @@ class Peer:
     def set_rate(self, rate):
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-
-    def loss(self, x, y):
-        """Return the mean loss of a micro-batch, (). Each of the trainers below has its own."""
-        raise NotImplementedError
 
     def step(self, batches):
         total = 0
@@ -224,9 +217,6 @@ class TorchTitan(Peer):
     recomputes = True
 
     def build(self, path):
-        stand_in_for("datasets", DATASETS)
-        stand_in_for("torchdata", TORCHDATA)
-        stand_in_for("tensorboard", TENSORBOARD)
         from torchtitan.models.llama3 import Transformer, TransformerModelArgs
         from torchtitan.models.llama3.model.args import RoPEScalingArgs
         cfg = self.cfg
@@ -273,7 +263,7 @@ class TorchTitan(Peer):
         apply_fsdp(self.model, self.mesh, param_dtype=dtype, reduce_dtype=torch.float32, pp_enabled=False)
 
     def wrap(self):
-        """FSDP2 has cut the empty model; nothing is left to do."""
+        """FSDP2 has cut the empty model."""
 
     def autocast(self):
         return super().autocast() if self.world.size == 1 else contextlib.nullcontext()
@@ -308,26 +298,6 @@ class TorchTitanDDP(TorchTitan):
 
     def autocast(self):
         return Peer.autocast(self)
-
-
-# What torchtitan imports to read data and to write logs, which a cell does not use: {module: names}.
-DATASETS = {"datasets": ("Dataset", "load_dataset"), "datasets.distributed": ("split_dataset_by_node",)}
-TORCHDATA = {"torchdata.stateful_dataloader": ("StatefulDataLoader",)}
-TENSORBOARD = {"torch.utils.tensorboard": ("SummaryWriter",)}
-
-def stand_in_for(module, modules):
-    """Let a peer be imported without a module that is not installed. modules: one of the tables above."""
-    if importlib.util.find_spec(module) is not None:
-        return
-    for path, names in modules.items():
-        words = path.split(".")
-        for n in range(len(words)):
-            parent = ".".join(words[:n + 1])
-            if parent not in sys.modules:
-                spec = importlib.machinery.ModuleSpec(parent, None, is_package=True)
-                sys.modules[parent] = importlib.util.module_from_spec(spec)
-        for name in names:
-            setattr(sys.modules[path], name, type(name, (), {}))
 
 
 # -----------------------------------------------------------------------------
@@ -398,11 +368,12 @@ def run(flags, world):
             peers.append(training.peer)
             return training
     row = measure(world, flags.workload, train_flags(flags, world.size), flags.steps, make=make)
-    count = peers[0].count if peers else row["parameters"]
-    beside = peers[0].beside if peers else {}
     if math.isnan(row["mfu"]):
         row["mfu"] = None
-    return {**row, "trainer": flags.trainer, "parameters": count, "beside_ours": beside}
+    row.update(trainer=flags.trainer, beside_ours={})
+    for peer in peers:
+        row.update(parameters=peer.count, beside_ours=peer.beside)
+    return row
 
 
 def main(argv=None):

@@ -13,13 +13,11 @@ or given by its path:
 import contextlib
 import importlib.util
 import json
-import os
 import re
 import signal
 import subprocess
 import sys
 import tempfile
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -35,9 +33,7 @@ from tyro.conf import Positional
 TRAINERS = ("ours", *PEERS)
 # The package of a peer that may be installed, or the file that its path must have.
 PLACES = {"nanogpt": "model.py", "hf": "transformers/__init__.py", "torchtitan": "torchtitan/__init__.py"}
-LAST_SECONDS = 20  # in which a cell ends after its row; then its processes are ended
-GRACE_SECONDS = 10  # in which a process that is asked to end does so
-PEER_LOST = r"nanoshard: rank \d+ lost a peer|ConnectionResetError|BrokenPipeError|torch.distributed.Dist\w+"
+GRACE_SECONDS = 10  # in which a cell that is asked to end does so
 
 
 @dataclass(frozen=True)
@@ -93,10 +89,9 @@ def gpus_here():
 def absent(trainer, flags):
     """Return what is missing for a trainer, or ""."""
     peer = trainer.split("-")[0]
-    if trainer == "ours" or getattr(flags, peer):
-        return ""
-    package, _, file = PLACES[peer].partition("/")
-    if file and importlib.util.find_spec(package) is not None:
+    package, _, file = PLACES.get(peer, "").partition("/")
+    is_installed = file and importlib.util.find_spec(package) is not None
+    if trainer == "ours" or getattr(flags, peer) or is_installed:
         return ""
     return f"not here: give --{peer} PATH"
 
@@ -133,7 +128,7 @@ def measured(cell, flags):
         if flags.logs:
             log = Path(flags.logs, f"{cell.workload}-{cell.gpus}-{cell.trainer}.log")
         with log.open("w") as out:
-            in_time = finish(command(cell, flags, file), out, flags.cell_seconds, row=file)
+            in_time = finish(command(cell, flags, file), out, flags.cell_seconds)
         if file.exists() and file.stat().st_size:
             return json.loads(file.read_text())
         if not in_time:
@@ -141,68 +136,27 @@ def measured(cell, flags):
         return {"why": f"failed: {reason(log.read_text(errors='replace'))}"}
 
 
-def finish(command, out, seconds, *, row):
-    """Run a command. Return False if it took longer than `seconds` and was ended.
-
-    row: the file that the command writes before it ends. A command that does not end soon after its row, such
-    as one whose ranks wait for each other, keeps the GPUs from the next cell no longer than LAST_SECONDS.
-    """
+def finish(command, out, seconds):
+    """Run a command. Return False if it took longer than `seconds` and was ended: torchrun ends its ranks."""
     env = {"OMP_NUM_THREADS": "8", **bare_environment()}
     job = subprocess.Popen(command, env=env, stdout=out, stderr=subprocess.STDOUT)
-    ends = time.monotonic() + seconds
-    is_written = False
     try:
-        while job.poll() is None and time.monotonic() < ends:
-            if not is_written and row.exists() and row.stat().st_size:
-                is_written = True
-                ends = min(ends, time.monotonic() + LAST_SECONDS)
-            time.sleep(0.05)
-        return job.poll() is not None
+        job.wait(seconds)
+        return True
+    except subprocess.TimeoutExpired:
+        return False
     finally:
-        end_tree(job)
-
-
-def end_tree(job):
-    """End a process and all that it has started, whose memory on the GPUs the next cell needs.
-
-    torchrun ends its ranks when it is asked to end. A rank that stays, because it is stuck in its driver or
-    because torchrun itself was killed, is found by the numbers of the processes' parents.
-    """
-    started = descendants(job.pid)
-    if job.poll() is None:
         job.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             job.wait(GRACE_SECONDS)
         job.kill()
-        job.wait()
-    for pid in started:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-
-
-def descendants(pid):
-    """Return the numbers of the processes that a process has started, and those have started. Linux only."""
-    parents = {}
-    for file in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            parents[int(file.parent.name)] = int(file.read_text().rpartition(")")[2].split()[1])
-    found = [pid]
-    for ancestor in found:
-        found += [child for child, parent in parents.items() if parent == ancestor]
-    return found[1:]
 
 
 def reason(text):
-    """Return the line of a failed cell's output that says why.
-
-    The ranks that lose the failed rank print errors as well, which say nothing of the cause.
-    """
-    text = re.sub(r"(?m)^\[rank\d+\]: ?", "", text)
-    errors = re.findall(r"(?m)^(?:nanoshard: .*|[\w.]*(?:Error|Exception)\b.*)", text)
-    errors = [line for line in errors if "ChildFailedError" not in line]
-    causes = [line for line in errors if not re.match(PEER_LOST, line)]
-    lines = causes or errors or text.strip().splitlines() or ["no output"]
-    return lines[-1].strip()[:200]
+    """Return the line of a failed cell's output that says why: its first error, before those that follow."""
+    errors = re.findall(r"(?m)^(?:\[rank\d+\]: ?)?(nanoshard: .*|[\w.]*(?:Error|Exception)\b.*)", text)
+    lines = errors or text.strip().splitlines()[-1:] or ["no output"]
+    return lines[0].strip()[:200]
 
 
 # -----------------------------------------------------------------------------

@@ -5,7 +5,6 @@ collective over it.
 """
 import contextlib
 import ctypes.util
-import importlib.util
 import io
 import socket
 import statistics
@@ -18,6 +17,7 @@ import torch.distributed as dist
 
 from fast.choose import peer_access
 from ops.accelerator import ask
+from ops.backend import TRITON_DEVICES
 from ops.grouped_mm import use_grouped_mm
 
 SHOW_ALL = ("srun --gpus-per-node=N --gpu-bind=none; with Cray's MPI export MPICH_GPU_SUPPORT_ENABLED=0, "
@@ -68,10 +68,10 @@ def fast_paths(world):
         (on if has else off).append(name if has else f"{name} ({why})")
 
     cuda = dist.get_default_backend_for_device(world.device) == "nccl"  # CUDA or HIP
-    triton = importlib.util.find_spec("triton") is not None
+    triton = world.device.type in TRITON_DEVICES
     w = torch.empty(2, 64, 64, dtype=torch.bfloat16, device=world.device)
     tell("grouped matmul in one kernel", use_grouped_mm(w[0], w), "a loop over the experts")
-    tell("Triton kernels", triton, "not installed: torch's operations")
+    tell("Triton kernels", triton, "not installed, or not for this device: torch's operations")
     tell("CUDA graph", cuda, "NVIDIA's and AMD's alone")
     reached = True
     if not cuda or world.n_nodes > 1 or world.size == 1:
@@ -97,45 +97,33 @@ def network(env, nccl=True, system=Path("/sys/class"), find=ctypes.util.find_lib
     fabric = [f"{kind}/{p.name}" for kind in ("infiniband", "cxi") for p in sorted((system / kind).glob("*"))]
     if not fabric:
         return "OK", "no fabric in /sys/class (infiniband, cxi): TCP sockets", ""
-    names = ", ".join(fabric[:4])
-    if len(fabric) > 4:
-        names += f" and {len(fabric) - 4} more"
+    names = ", ".join(fabric)
     if not nccl:
         return "OK", f"{names}; gloo and MPI choose for themselves", ""
+    if env.get("NCCL_NET") == "Socket":
+        return "WARN", f"{names}, but NCCL_NET=Socket", "unset NCCL_NET"
     folders = [Path(folder) for folder in env.get("LD_LIBRARY_PATH", "").split(":") if folder]
     plugin = env.get("NCCL_NET_PLUGIN") or find("nccl-net") or next(
         (str(p) for folder in folders for p in sorted(folder.glob("lib[nr]ccl-net*.so*"))), None)
-    if env.get("NCCL_NET") == "Socket":
-        return "WARN", f"{names}, but NCCL_NET=Socket", "unset NCCL_NET"
-    if all(name.startswith(("cxi/", "infiniband/efa")) for name in fabric):
-        if plugin is None:
-            return "WARN", f"{names}, but NCCL has no plugin for it: sockets", "put the folder of " \
-                "aws-ofi-nccl's libnccl-net.so on LD_LIBRARY_PATH (the site's module, " \
-                "scripts/polaris_nccl.sh); then NCCL_DEBUG=INFO says NET/OFI"
+    if plugin:
         return "OK", f"{names}, NCCL's plugin {plugin}", ""
-    if plugin is None and env.get("NCCL_IB_DISABLE", "0") != "0":
-        return "WARN", f"{names}, but NCCL_IB_DISABLE is set: sockets", "unset NCCL_IB_DISABLE"
-    if plugin is None and find("ibverbs") is None:
+    if all(name.startswith(("cxi/", "infiniband/efa")) for name in fabric):
+        return "WARN", f"{names}, but NCCL has no plugin for it: sockets", "put the folder of " \
+            "aws-ofi-nccl's libnccl-net.so on LD_LIBRARY_PATH (the site's module, " \
+            "scripts/polaris_nccl.sh); then NCCL_DEBUG=INFO says NET/OFI"
+    if find("ibverbs") is None:
         return "WARN", f"{names}, but no libibverbs: NCCL uses sockets", \
             "install rdma-core (libibverbs1), in the container too; then NCCL_DEBUG=INFO says NET/IB"
-    return "OK", f"{names}, NCCL's {'plugin ' + plugin if plugin else 'own InfiniBand'}", ""
+    return "OK", f"{names}, NCCL's own InfiniBand", ""
 
 
 def partners(rank, size):
-    """Return the rank with which `rank` exchanges in each turn; None: it pauses.
+    """Return the rank with which `rank` exchanges in each turn, 1, 2, 4, ... away; None: it pauses.
 
-    In the first two turns they are its neighbours along a ring of all ranks. Then they are the ranks 2, 4, 8,
-    ... away, as in a tree of halves. So 4,096 ranks need 13 turns, where all pairs would need 4,095.
+    So 4,096 ranks need 12 turns, where all pairs would need 4,095.
     """
-    even = size + size % 2
-    found = [rank ^ 1]
-    if even > 2:
-        found.append((((rank + 1) % even ^ 1) - 1) % even)
-    distance = 2
-    while distance < size:
-        found.append(rank ^ distance)
-        distance *= 2
-    return [other if other < size else None for other in found]
+    others = [rank ^ 1 << k for k in range((size - 1).bit_length())]
+    return [other if other < size else None for other in others]
 
 
 def link_rates(world, repeats=5):

@@ -193,10 +193,7 @@ def plot(runs, title):
     """Return a plot of tokens per second by ranks with the ideal, or None if all runs have the same ranks."""
     if len({r["world"] for r in runs}) < 2:
         return None
-    try:
-        import plotext as plt
-    except ImportError:
-        return "plotext is not installed: no plot (pip install 'plotext<6')"
+    import plotext as plt
     best = {n: max(r["tok_s"] for r in runs if r["world"] == n) for n in sorted({r["world"] for r in runs})}
     first = min(best)
     plt.clear_figure()

@@ -210,7 +210,7 @@ def other_seconds(rank, gpu, saved):
     cfg = rank.cfg
     seconds = attention_seconds(rank, gpu) + TOUCHES * saved / gpu.hbm
     seconds += GAP * (2 if cfg.n_experts else 1)  # twice for experts: a guess, not in a trace
-    if not cfg.compile:  # torch's kernels go over a block's rows more often: bench/ladder.py's W1, G2, W2b
+    if not cfg.compile:  # torch's kernels go over a block's rows more often: measured for W1, G2, W2b
         passes = 12 if cfg.norm == "layer" else 47
         seconds += passes * (2 * rank.split_rows * cfg.n_embd * rank.weight_bytes / gpu.hbm + KERNEL_GAP)
     dense, _ = matmul_shapes(rank)

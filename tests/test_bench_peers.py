@@ -1,11 +1,9 @@
 """Other trainers beside ours: what a cell trains, how cells run, and the table."""
 import dataclasses
-import importlib
 import json
 import math
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -82,7 +80,7 @@ def cell(workload, trainer, path=""):
 
 def test_a_table_of_ours_and_others(stand_in, tmp_path, capsys, monkeypatch):
     """One peer runs, one has no path; each cell is a line of JSON, and the ratio is that of their rates."""
-    def here(command, out, seconds, row):
+    def here(command, out, seconds):
         peer_cell.main(command[2:])
         return True
 
@@ -125,22 +123,6 @@ def test_a_cell_of_transformers(workload, trainer, hf):
     assert row["loss"][0] == pytest.approx(math.log(256), abs=0.1) and row["loss"][0] != row["loss"][1]
 
 
-def test_transformers_draws_weights_on_the_device(hf, monkeypatch):
-    devices = []
-
-    def llama(shape):
-        devices.append(torch.get_default_device())
-        return torch.nn.Embedding(shape.vocab_size, shape.hidden_size)
-
-    assert hf.LlamaForCausalLM  # when it is first read, transformers can put another module into sys.modules
-    monkeypatch.setattr(sys.modules["transformers"], "LlamaForCausalLM", llama)
-    monkeypatch.setattr(peer_cell, "count_parameters", lambda cfg, vocab: {"total": 256 * 32})
-    monkeypatch.setattr(peer_cell.Transformers, "prepare", lambda self: None)
-    cfg = parse(f"dense-210m {TINY}".split(), data="synthetic")
-    peer = peer_cell.TransformersBf16(cfg, World(device=torch.device("meta")), 256, "")
-    assert devices == [torch.device("meta")] and peer.model.weight.is_meta
-
-
 def test_a_step_trains_on_the_next_tokens(hf):
     """transformers' loss is that of the targets as they are, not shifted again; a step accumulates."""
     cfg = parse(f"dense-210m {TINY}".split(), data="synthetic")
@@ -154,29 +136,6 @@ def test_a_step_trains_on_the_next_tokens(hf):
     torch.testing.assert_close(loss, want.detach())
     assert all((p != before[name]).any() for name, p in peer.model.named_parameters())
     assert all(p.grad is None for p in peer.model.parameters())
-
-
-@pytest.mark.parametrize("package, modules", [
-    ("datasets", peer_cell.DATASETS), ("torchdata", peer_cell.TORCHDATA)])
-def test_a_peer_needs_no_package_that_its_cell_does_not_use(package, modules, monkeypatch):
-    for name in list(sys.modules):
-        if name.split(".")[0] == package:
-            monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    before = set(sys.modules)
-    peer_cell.stand_in_for(package, modules)
-    try:
-        for path, names in modules.items():
-            assert all(isinstance(getattr(importlib.import_module(path), name), type) for name in names)
-    finally:
-        for name in set(sys.modules) - before:
-            del sys.modules[name]
-
-
-def test_a_package_that_is_installed_has_no_stand_in():
-    before = dict(sys.modules)
-    peer_cell.stand_in_for("torch", {"torch.no_such_module": ("Name",)})
-    assert sys.modules == before
 
 
 def test_a_peer_without_recomputation_refuses_it():
@@ -217,69 +176,22 @@ def test_llama_7b_trains_over_two_gpus_with_zero_3():
     assert plan.estimate(cfg, 2, "h200", 32000)["memory"] == pytest.approx(73.0, abs=1)
 
 
-@pytest.mark.parametrize("workload", ["7B", "8B"])
-def test_torchtitan_alone_has_what_large_models_need(workload):
-    """The other peers here neither recompute nor cut weights between the ranks."""
-    assert [peer for peer, (_, names) in peer_cell.PEERS.items() if workload in names] == ["torchtitan"]
-
-
 # -----------------------------------------------------------------------------
 # How cells run
 
-def finished(code, tmp_path, seconds):
-    """Return (what finish() returned for a program, the seconds that it took). The program knows its row."""
-    with (tmp_path / "log").open("w") as out:
-        began = time.monotonic()
-        code = f"row = {str(tmp_path / 'row')!r}\n{code}"
-        in_time = peers.finish([sys.executable, "-S", "-c", code], out, seconds, row=tmp_path / "row")
-        return in_time, time.monotonic() - began
-
-
-def is_alive(pid):
-    stat = Path(f"/proc/{pid}/stat")
-    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
-
-
 def test_a_cell_that_fails_or_takes_too_long(tmp_path):
-    in_time, _ = finished("raise ValueError('no such width')", tmp_path, 30)
-    assert in_time and peers.reason((tmp_path / "log").read_text()) == "ValueError: no such width"
-    in_time, took = finished("import time; time.sleep(60)", tmp_path, 0.2)
-    assert not in_time and took < 20
+    for code, seconds, want in (("raise ValueError('no such width')", 30, True),
+                                ("import time; time.sleep(60)", 0.2, False)):
+        with (tmp_path / "log").open("w") as out:
+            began = time.monotonic()
+            assert peers.finish([sys.executable, "-S", "-c", code], out, seconds) == want
+        assert time.monotonic() - began < 20
+        if want:
+            assert peers.reason((tmp_path / "log").read_text()) == "ValueError: no such width"
     torchrun = ("[rank1]: torch.OutOfMemoryError: CUDA out of memory.\n[rank1]:   in step\n"
-                "nanoshard: rank 0 lost a peer (Connection closed by peer): see its error\n"
-                "torch.distributed.DistBackendError: NCCL error, remote process exited\n"
-                "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: \n=====\n")
+                "nanoshard: rank 0 lost a peer (Connection closed by peer): see its error\n")
     assert peers.reason(torchrun) == "torch.OutOfMemoryError: CUDA out of memory."
-    lost = "nanoshard: rank 0 lost a peer (Connection closed by peer): see its error"
-    assert peers.reason(lost) == lost, "the only line that there is"
     assert peers.reason("") == "no output"
-
-
-def test_a_cell_that_hangs_after_its_row_is_ended_soon(tmp_path, monkeypatch):
-    monkeypatch.setattr(peers, "LAST_SECONDS", 0.2)
-    in_time, took = finished("import time; open(row, 'w').write('{\"ms\": 1}'); time.sleep(60)", tmp_path, 50)
-    assert not in_time and took < 20
-
-
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-def test_nothing_that_a_cell_started_is_left(tmp_path, monkeypatch):
-    """A rank in a session of its own, as torchrun starts it, under a launcher that does not end."""
-    monkeypatch.setattr(peers, "GRACE_SECONDS", 0.5)
-    code = """
-import signal, subprocess, sys, time
-signal.signal(signal.SIGTERM, signal.SIG_IGN)
-rank = subprocess.Popen([sys.executable, '-S', '-c', 'import time; time.sleep(60)'], start_new_session=True)
-print(rank.pid, flush=True)
-time.sleep(60)
-"""
-    in_time, took = finished(code, tmp_path, 2)
-    assert not in_time and took < 20
-    pid = int((tmp_path / "log").read_text())
-    for _ in range(50):  # the kernel needs a moment
-        if not is_alive(pid):
-            return
-        time.sleep(0.1)
-    raise AssertionError("the rank is still there")
 
 
 def test_what_a_cell_is_started_with():

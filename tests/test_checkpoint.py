@@ -5,7 +5,6 @@ import math
 import os
 import resource
 import shutil
-import sys
 import threading
 import time
 from pathlib import Path
@@ -13,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from pool import ROOT, run_ranks
+from pool import run_ranks
 from safetensors.torch import load_file
 from test_layouts import GPT2, LLAMA, MOE, SIGMOID, assemble, equality
 
@@ -439,16 +438,6 @@ def test_counters_of_the_layout_are_no_difference(tmp_path, capsys):
     assert checkpoint.main(["diff", f"{tmp_path}/a", f"{tmp_path}/c"]) == 1
     said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  ")]
     assert said == ["  meta flags: {'tp': 2} -> {}", "  meta world: 1 -> 2", "  meta samples: 5 -> 6"]
-
-
-@pytest.mark.long
-def test_the_benchmark_of_saving_runs(tmp_path, capsys, monkeypatch):
-    sys.path.insert(0, str(ROOT / "bench"))
-    import save_cost
-    flags = ["--n-layer=1", "--n-embd=16", "--n-head=2", "--seq-len=8", "--save-every=2", "--micro-batch=2"]
-    monkeypatch.setattr(sys, "argv", ["save_cost.py", "tiny", *flags, f"--out={tmp_path}"])
-    save_cost.main()
-    assert "same bits: True" in capsys.readouterr().out
 
 
 def wait_for_what_comes_late(world, root):

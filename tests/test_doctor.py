@@ -1,13 +1,10 @@
 """bench/doctor.py finds what is wrong and says the fix; bench/scaling.py computes what it prints."""
 import dataclasses
-import importlib.util
 import json
 import os
 import re
-import subprocess
 import sys
 import time
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -21,7 +18,6 @@ import common
 import doctor
 import reach
 import scaling
-import surroundings
 
 import plan
 from interface.command_line import parse
@@ -35,8 +31,7 @@ def test_doctor_as_a_command(tmp_path, monkeypatch, capsys):
     said = json.loads(capsys.readouterr().out)
     status = {c["name"]: c["status"] for c in said["checks"]}
     assert code == 1 and said["ok"] is False and said["ranks"] == 1
-    assert list(status) == ["packages", "torch", "bytecode", "device", "backend", "fast paths", "triton",
-                            "compiler", "open files", "/dev/shm", "mpi", "proxies", "modules",
+    assert list(status) == ["packages", "torch", "device", "backend", "fast paths", "triton", "mpi",
                             "node disk", "runs", "data"]
     assert status["runs"] == "FAIL" and status["data"] == "WARN"
     assert {status[n] for n in ("packages", "torch", "backend", "mpi")} == {"OK"}, said
@@ -52,19 +47,16 @@ def fake(folder, text):
 
 @pytest.mark.parametrize("text,status,words", [
     ('echo "rank 0 1 Another MPI 1.0"; echo "rank 0 1 Another MPI 1.0"', "FAIL", "mpi4py sees 1"),
-    ("echo no slots >&2; exit 1", "FAIL", "ends with 1: no slots"),
     ("printf -- '----\\nno slots\\ntry fewer\\n----\\n' >&2; exit 1", "FAIL", "ends with 1: no slots"),
     ("printf '  File x\\nOSError: no MPI\\n--\\na rank ended\\n' >&2; exit 1", "FAIL", "1: OSError: no MPI"),
     ("exit 1", "FAIL", "no output"),
-    ('[ $# = 5 ] || { echo what is --allow-run-as-root >&2; exit 9; }; echo no host >&2; exit 4', "FAIL",
-     "ends with 4: no host"),
-    ('[ "$1" = --allow-run-as-root ] || exit 1; echo rank 0 2 Open MPI; echo rank 1 2 Open MPI', "OK",
-     "needs --allow-run-as-root")])
+    ("echo root is refused, see --allow-run-as-root >&2; exit 1", "WARN", "refuses root"),
+    ("echo rank 0 2 an MPI; echo rank 1 2 an MPI", "OK", "agree: an MPI")])
 def test_mpiexec_that_does_not_fit(tmp_path, monkeypatch, text, status, words):
     monkeypatch.setenv("PATH", os.environ["PATH"])
     fake(tmp_path, text)
     got = doctor.mpi()
-    assert got[0] == status and words in got[1] and "OMPI" not in got[2], got
+    assert got[0] == status and words in got[1] and bool(got[2]) == (status != "OK"), got
 
 
 def test_mpiexec_hears_nothing_of_the_launcher_that_started_the_doctor(tmp_path, monkeypatch):
@@ -79,111 +71,26 @@ def test_mpiexec_hears_nothing_of_the_launcher_that_started_the_doctor(tmp_path,
     assert got[0] == "OK", got
 
 
-def test_root_with_open_mpi_is_told_which_variables_allow_it(tmp_path, monkeypatch):
-    monkeypatch.setenv("PATH", os.environ["PATH"])
-    monkeypatch.setenv("OMPI_ALLOW_RUN_AS_ROOT", "1")
-    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
-    assert common.bare_environment()["OMPI_ALLOW_RUN_AS_ROOT"] == "1"  # what the user has set stays
-    assert "OMPI_COMM_WORLD_RANK" not in common.bare_environment()
-    told = "echo root is refused, see --allow-run-as-root >&2; exit 1"
-    allowed = f"[ $# = 6 ] || {{ {told}; }}; echo rank 0 2 Open MPI; echo rank 1 2 Open MPI"
-    for text, status in ((allowed, "OK"), (told, "WARN")):
-        (tmp_path / status).mkdir()
-        fake(tmp_path / status, text)
-        got = doctor.mpi()
-        assert got[0] == status and "OMPI_ALLOW_RUN_AS_ROOT=1" in got[2], got
-        assert "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1" in got[2]
-
-
-def kinds(path):
-    return "lustre" if path == "/env" else "ext4"
-
-
-@pytest.mark.parametrize("got, status, words", [
-    (surroundings.import_time("torch", 12.0, "/env", "/tmp", kinds), "WARN", "from lustre; /tmp is ext4"),
-    (surroundings.import_time("torch", 9.0, "/env", "/tmp", kinds), "OK", "imported in 9.0 s"),
-    (surroundings.import_time("torch", 12.0, "/tmp", "/tmp", kinds), "OK", "from ext4"),
-    (surroundings.import_time("torch", 31.0, "/tmp", "/tmp", kinds), "WARN", "31.0 s"),
-    (surroundings.open_files(384, (1024, 4096)), "OK", "384 rank(s) need about 1024"),
-    (surroundings.open_files(385, (1024, 4096)), "WARN", "ulimit -n 1024 (hard 4096)"),
-    (surroundings.open_files(2048, (1024, 4096)), "FAIL", "need about 4352"),
-    (surroundings.open_files(2048, (-1, -1)), "OK", "ulimit -n inf"),
-    (surroundings.shared_memory(1, (64 << 20, 0, 64 << 20)), "OK", "64 of 64 MiB free"),
-    (surroundings.shared_memory(8, (64 << 20, 0, 64 << 20)), "WARN", "need up to 512"),
-    (surroundings.compiler(True, {"PATH": "/none"}), "WARN", "none of cc, gcc, clang"),
-    (surroundings.compiler(False, {"PATH": "/none"}), "OK", "none of cc, gcc, clang"),
-    (surroundings.compiler(True, {"CC": "/bin/false"}), "WARN", "/bin/false makes no program: exit code 1"),
-    (surroundings.compiler(True, {"CC": "/none/gcc"}), "WARN", "No such file"),
-    (surroundings.compiler(True, {"CC": "true"}), "OK", "true makes programs"),
-    (surroundings.proxies({}), "OK", "none set"),
-    (surroundings.proxies({"http_proxy": "http://me:secret@p:3128"}), "WARN", "http_proxy=http://***@p:3128"),
-    (surroundings.proxies({"HTTPS_PROXY": "p:1", "no_proxy": "localhost"}), "WARN", "no http_proxy"),
-    (surroundings.proxies({"HTTPS_PROXY": "p:1", "http_proxy": "q", "no_proxy": "a, localhost"}), "OK",
-     "http_proxy=q, https_proxy=p:1"),
-    (surroundings.modules({}), "OK", "none loaded"),
-    (surroundings.modules({"LOADEDMODULES": "gcc/12:conda/2025"}), "OK", "gcc/12, conda/2025; "),
-    (surroundings.modules({"LOADEDMODULES": "cray-python/3:python/3.11:conda/2025"}), "WARN", "conda/2025"),
-    (surroundings.modules({"LOADEDMODULES": "conda/1", "PYTHONPATH": "/p", "VIRTUAL_ENV": "/v"}), "WARN",
-     "PYTHONPATH=/p")])
-def test_what_surrounds_a_rank(got, status, words):
-    assert got[0] == status and words in got[1] and bool(got[2]) == (status != "OK"), got
-    assert "secret" not in str(got)
-
-
-def test_bytecode_that_is_not_kept(tmp_path, monkeypatch):
-    """A read-only container without .pyc files costs seconds at each start."""
-    file = str(tmp_path / "__init__.py")
-    monkeypatch.setattr(sys, "pycache_prefix", None)
-    assert surroundings.bytecode(file, writes=True)[0] == "OK"
-    status, text, fix = surroundings.bytecode(file, writes=False)
-    assert (status, fix) == ("WARN", "unset PYTHONDONTWRITEBYTECODE") and str(tmp_path) in text
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "access", lambda folder, mode: False)
-        assert surroundings.bytecode(file, writes=True)[2] == "export PYTHONPYCACHEPREFIX=$HOME/.cache/pyc"
-    kept = tmp_path / "__pycache__"
-    kept.mkdir()
-    (kept / os.path.basename(importlib.util.cache_from_source(file))).touch()
-    assert surroundings.bytecode(file, writes=False)[0] == "OK"
-
-
 def test_triton_is_right_only_after_a_kernel_ran(monkeypatch):
-    """The kernel itself runs in Triton's interpreter here, in a process of its own."""
-    cpu, gpu = torch.device("cpu"), torch.device("meta")  # any device that is no CPU
-    find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert surroundings.triton_kernel(gpu)[0] == "WARN"
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
-    assert surroundings.triton_kernel(cpu) == ("OK", "no GPU: no kernel is tried", "")
+    """A stand-in adds here; the kernel itself is tested in test_kernels.py."""
+    cpu = torch.device("cpu")
+    assert doctor.triton_kernel(cpu)[0] == "OK"
+    monkeypatch.setattr(doctor, "TRITON_DEVICES", ("cpu",))
 
-    def broken(device):
+    def broken(*_):
         raise RuntimeError("a log\nno C compiler found")
-    for adds, status, words in ((broken, "FAIL", "RuntimeError: no C compiler found"),
-                                (lambda device: False, "FAIL", "wrongly"),
-                                (lambda device: device is gpu, "OK", "triton 9 compiled and ran a kernel")):
-        stand_in = SimpleNamespace(adds=adds, triton=SimpleNamespace(__version__="9"))
-        monkeypatch.setitem(sys.modules, "triton_add", stand_in)
-        got = surroundings.triton_kernel(gpu)
+    for add, status, words in ((broken, "FAIL", "RuntimeError: no C compiler found"),
+                               (lambda x, y, total, *_: total.zero_(), "FAIL", "wrongly"),
+                               (lambda x, y, total, *_: torch.add(x, y, out=total), "OK", "ran")):
+        monkeypatch.setattr(doctor, "launch_sum", add)
+        got = doctor.triton_kernel(cpu)
         assert got[0] == status and words in got[1], got
-    monkeypatch.setitem(sys.modules, "triton_add", None)
-    assert surroundings.triton_kernel(gpu)[0] == "FAIL"
-    if find("triton") is None:
-        pytest.skip("no triton here: its interpreter is not tried")
-    code = "import torch, triton_add; print(triton_add.adds(torch.device('cpu')))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT / "bench",
-                          env={**os.environ, "TRITON_INTERPRET": "1"})
-    assert done.stdout == "True\n", done.stderr
 
 
-def test_a_failing_check_is_one_line_under_torchrun_too(capsys):
-    """torchrun prints forty lines around an exit code other than 0; the others get 1."""
-    flags = doctor.Flags()
-    codes = {name: doctor.exit_code(World(launcher=name), True, flags)
-             for name in ("torchrun", "single", "hydra")}
-    assert codes == {"torchrun": 0, "single": 1, "hydra": 1}
-    assert capsys.readouterr().out.count("\n") == 1
-    assert doctor.exit_code(World(launcher="hydra"), False, flags) == 0
+def test_a_check_that_ends_in_an_exception_is_one_line():
     status, text, _ = doctor.attempt(lambda: 1 / 0)
     assert (status, text) == ("FAIL", "the check itself ends with ZeroDivisionError: division by zero")
+    assert doctor.torch_import(31.0)[0] == "WARN" and doctor.torch_import(9.0)[0] == "OK"
 
 
 @pytest.mark.parametrize("rows, status, words", [
@@ -205,9 +112,7 @@ def test_which_habit_of_showing_gpus_a_site_has(rows, status, words):
     (["cxi/cxi0"], {"NCCL_NET": "Socket", "NCCL_NET_PLUGIN": "ofi"}, {}, "WARN", "NCCL_NET=Socket"),
     (["infiniband/efa_0"], {}, {"ibverbs": "x"}, "WARN", "no plugin"),
     (["infiniband/mlx5_0"], {}, {"ibverbs": "x"}, "OK", "own InfiniBand"),
-    (["infiniband/mlx5_0"], {}, {}, "WARN", "no libibverbs"),
-    (["infiniband/mlx5_0"], {"NCCL_IB_DISABLE": "1"}, {"ibverbs": "x"}, "WARN", "NCCL_IB_DISABLE is set"),
-    ([f"infiniband/mlx5_{i}" for i in range(6)], {}, {"nccl-net": "y"}, "OK", "and 2 more, NCCL's plugin y")])
+    (["infiniband/mlx5_0"], {}, {}, "WARN", "no libibverbs")])
 def test_a_fabric_that_nccl_does_not_use(tmp_path, devices, env, libraries, status, words):
     (tmp_path / "libnccl-net.so").touch()
     for name in devices:
@@ -233,7 +138,7 @@ def exchange(world, slow):
 def test_the_slowest_link_is_named():
     """Three ranks, one of which pauses in each turn; then nodes whose links differ by nature."""
     rates, fast, gpus = run_ranks(3, exchange, {0, 2})[1]
-    assert rates.keys() == {(0, 1), (0, 2), (1, 2)} and rates[0, 2] < (4 << 20) / 0.05
+    assert rates.keys() == {(0, 1), (0, 2)} and rates[0, 2] < (4 << 20) / 0.05
     assert "slowest ranks 0 and 2" in reach.links(rates, "aaa")[1]
     assert fast[0] == gpus[0] == "OK" and "none on a CPU" in fast[1]
     hosts = "aaabbb"
@@ -245,16 +150,12 @@ def test_the_slowest_link_is_named():
     assert status == "WARN" and "slowest ranks 1 and 4 with 3, 70% less" in text and "a and b" in fix
 
 
-@pytest.mark.parametrize("size", [2, 3, 4, 6, 7, 12, 4096])
-def test_each_rank_meets_its_neighbours_and_ranks_further_away(size):
+@pytest.mark.parametrize("size", [2, 3, 4, 7, 12, 4096])
+def test_each_rank_meets_ranks_near_and_far(size):
     met = [reach.partners(rank, size) for rank in range(size)]
     for turn in zip(*met, strict=True):
         assert all(other is None or turn[other] == rank != other for rank, other in enumerate(turn))
-    for rank, others in enumerate(met):
-        neighbours = {rank - 1, rank + 1} & {*range(size)}  # for an odd number the ring is open
-        assert neighbours <= {*others} and len(others) <= 1 + size.bit_length()
-        assert size % 2 or (rank + 1) % size in others
-    assert {1, 2, 4, 2048} & {*range(size)} <= {*met[0]}
+    assert {1, 2, 4, 2048} & {*range(size)} <= {*met[0]} and len(met[0]) <= size.bit_length()
 
 
 def test_disks_devices_and_data(tmp_path, monkeypatch):
@@ -263,11 +164,9 @@ def test_disks_devices_and_data(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     assert doctor.disk(tmp_path / "file", "fix", True)[::2] == ("FAIL", "fix")
     (tmp_path / "meta.json").write_text("{")
-    assert doctor.tokens(tmp_path)[0] == "FAIL" and "prepare.py" in doctor.tokens(tmp_path)[2]
-    status, said, fix = doctor.tokens(f"{tmp_path}:0.5,data/none:0.5")
-    assert status == "FAIL" and str(tmp_path) in said and "make it with" not in said
-    status, said, fix = doctor.tokens("data/none")
-    assert status == "WARN" and fix == "python prepare.py FILE... --name none, in one process"
+    for data, want in ((tmp_path, "FAIL"), (f"{tmp_path}:0.5,data/none:0.5", "FAIL"), ("data/none", "WARN")):
+        status, _, fix = doctor.tokens(data)
+        assert status == want and "prepare.py" in fix
     monkeypatch.setattr(doctor.shutil, "which", lambda name: f"/usr/bin/{name}")  # a node with rocm-smi
     assert doctor.device(World())[0] == "FAIL" and "torch does not see them" in doctor.device(World())[1]
 
@@ -276,8 +175,10 @@ def test_a_command_that_starts_ranks_gets_no_launchers_variables(monkeypatch):
     for name in ("SLURM_JOB_ID", "PBS_JOBID"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("SLURM_JOB_ID", "8")
-    for name in ("PMI_RANK", "RANK", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "MASTER_ADDR"):
+    for name in ("PMI_RANK", "RANK", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "MASTER_ADDR",
+                 "OMPI_ALLOW_RUN_AS_ROOT"):
         monkeypatch.setenv(name, "1")
+    assert common.bare_environment()["OMPI_ALLOW_RUN_AS_ROOT"] == "1"  # what the user has set stays
     assert {"PMI_RANK", "RANK", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "MASTER_ADDR"}.isdisjoint(
         common.bare_environment()) and "PATH" in common.bare_environment()
     # Inside a step of srun, mpiexec would ask Slurm for another step, and wait for ever.

@@ -53,12 +53,6 @@ def test_every_part_runs_on_two_ranks_of_a_cpu():
             assert line.startswith(f"{part}: left out, ")
 
 
-def test_one_rank_has_no_layouts():
-    ((layouts, sync),) = run_ranks(1, rehearsed, "sync", "fp64")
-    assert layouts == "fp64: left out, no layout of the table has this number of ranks, 1"
-    assert sync.startswith("sync: left out")
-
-
 def layouts_on_a_stand_in(world):
     with small(), stand_in():
         return gpu_matrix.check_layouts(dataclasses.replace(world, device=XPU), "fp64")
