@@ -1,20 +1,20 @@
 """Each Triton kernel beside its torch twin, on the GPU if there is one, else in Triton's interpreter."""
+import dataclasses
 import math
+import typing
 from types import SimpleNamespace as Some
 
 import pytest
 import torch
+import torch.nn.functional as F
+from test_model import random_model
 
+import plan
 from config import Config
-from fast import buckets
-from ops import (
-    activations,
-    backend,
-    cross_entropy,
-    grouped_mm,
-    norms,
-    permute,
-)
+from fast import buckets, symm_mem
+from fast.choose import Choice
+from layers import NORMS, NormKind
+from ops import activations, backend, cross_entropy, grouped_mm, norms, permute
 from optim import Optimizer
 from parallel import make_mesh
 from runtime.launch import World
@@ -77,9 +77,13 @@ def randn(*shape, dtype=torch.bfloat16):
     return torch.randn(*shape, device=DEVICE).to(dtype)
 
 
-@pytest.mark.parametrize("width, used", [(128, 65), (128, 128), (9984, 9900), (50304, 50257)])
+# -----------------------------------------------------------------------------
+# Head and cross-entropy
+
+@pytest.mark.parametrize("width, used", [(128, 65), (128, 128), (9984, 9900), (50304, 50257), (70, 65)])
 def test_cross_entropy(width, used):
-    z = randn(3, width) * 4
+    """The narrowest in fp16, whose exponentials would overflow: it takes the twin."""
+    z = (randn(3, width) * 4).to(torch.float16 if width == 70 else torch.bfloat16)
     target = torch.tensor([0, used - 1, used // 3], device=DEVICE)
     reference = z.double()
     want, _ = cross_entropy.cross_entropy_rows_torch(reference, target, used)
@@ -87,6 +91,21 @@ def test_cross_entropy(width, used):
     assert_near(loss, want, 1e-5)
     assert_near(z * scale[:, None], reference, 4e-3)
     assert not z[:, used:].any()
+
+
+def test_the_head_has_the_loss_and_the_gradients_of_autograd():
+    x, w = torch.randn(6, 8, dtype=torch.float64), torch.randn(16, 8, dtype=torch.float64)
+    target = torch.tensor([1, 2, -100, 4, 11, 0])
+    found = []
+    for is_fused in (True, False):
+        leaves = x.clone().requires_grad_(), w.clone().requires_grad_()
+        if is_fused:
+            loss = cross_entropy.LinearCrossEntropy.apply(*leaves, target, 12)
+        else:
+            loss = F.cross_entropy(F.linear(*leaves)[:, :12], target, reduction="sum")
+        found.append([loss.detach(), *torch.autograd.grad(loss, leaves)])
+    for fused, plain in zip(*found, strict=True):
+        torch.testing.assert_close(fused, plain, rtol=1e-12, atol=1e-12)
 
 
 def test_a_target_that_takes_no_part():
@@ -119,16 +138,6 @@ def test_cross_entropy_of_certain_predictions():
     assert [*loss.tolist(), *twin.tolist()] == pytest.approx([math.log(128)] * 4, abs=1e-6)
 
 
-def test_fp16_logits_take_the_torch_twin():
-    """exp(32) overflows fp16."""
-    z, target = randn(21, 70, dtype=torch.float16), torch.randint(0, 65, (21,), device=DEVICE)
-    reference = z.double()
-    want, _ = cross_entropy.cross_entropy_rows_torch(reference, target, 65)
-    loss, scale = cross_entropy.cross_entropy_rows(z, target, 65)
-    assert_near(loss, want, 1e-5)
-    assert_near(z * scale[:, None], reference, 1e-3)
-
-
 def test_cross_entropy_of_rising_logits():
     """Later tiles hold the larger logits: what is already written is scaled down, twice."""
     z = (torch.arange(3)[:, None] * torch.arange(12288) // 4096 * 20.0 + torch.rand(3, 12288)).to(DEVICE)
@@ -139,6 +148,9 @@ def test_cross_entropy_of_rising_logits():
     assert_near(loss, want, 1e-5)
     torch.testing.assert_close((z * scale[:, None]).double(), reference, rtol=1e-4, atol=1e-30)
 
+
+# -----------------------------------------------------------------------------
+# SwiGLU, and rows to experts
 
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("n_valid", [None, 3])
@@ -207,14 +219,141 @@ def test_unpermutes_torch_twin_has_autograds_gradients():
         torch.testing.assert_close(a, b)
 
 
-@pytest.mark.parametrize("n", [1000, 9000])
-def test_accumulate(kernels, n):
-    x, out = randn(n), randn(n, dtype=torch.float32)
-    want = out + x.float()
-    buckets.launch_sum(x, x, out, 0, True)
-    assert torch.equal(out, want)
-    buckets.launch_sum(x, x, out, 0, False)
-    assert torch.equal(out, x.float())
+@pytest.mark.parametrize("E, N", [(3, 1), (3, 128), (64, 300), (64, 128), (384, 100), (1025, 20)])
+def test_the_counting_sort_is_a_stable_sort(E, N, monkeypatch):
+    expert = (torch.rand(N, device=DEVICE) ** 2 * E).long()  # low numbers are chosen more often
+    order = expert.argsort(stable=True)
+    slot = torch.empty_like(order)
+    slot[order] = torch.arange(N, device=DEVICE)
+    counts = torch.bincount(expert, minlength=E)
+    for use_triton in (True, False):
+        monkeypatch.setattr(backend, "use_triton", lambda x, use_triton=use_triton: use_triton)
+        found = permute.sort_by_expert(expert, E)
+        for got, want in zip(found, (order, slot, counts, counts.cumsum(0)), strict=True):
+            assert torch.equal(got.long(), want)
+        place, lengths = permute.queue_by_expert(expert, E)
+        assert place.tolist() == [(expert[:i] == expert[i]).sum() for i in range(N)]
+        assert torch.equal(lengths, counts)
+
+
+@pytest.mark.parametrize("K", [1, 2])
+def test_put_and_get(kernels, K):
+    """Three buffers of 7 rows, all of this process: the kernels write and read what symm_mem.py's torch twins
+    do."""
+    rows, width = 7, 1040
+    x = randn(6, width)
+    dst = torch.randperm(3 * rows, device=DEVICE)[:6 * K]
+    dst[::5] = -1
+    got, want = ([torch.zeros(rows, width, dtype=x.dtype, device=DEVICE) for _ in range(3)] for _ in range(2))
+    peer_ptrs = torch.tensor([w.data_ptr() for w in got], device=DEVICE)
+    kernels.put[(6 * K,)](x, dst, peer_ptrs, rows, width, K=K, BLOCK=512, num_warps=2)
+    on_cpu = Some(peers=[w.cpu() for w in want], rows=rows, local=want[0].cpu(), record=lambda *_: None)
+    symm_mem.SymmetricBuffer.put(on_cpu, x.cpu(), dst.cpu(), K)
+    for a, b in zip(got, on_cpu.peers, strict=True):
+        assert torch.equal(a.cpu(), b)
+    out = torch.full((6 * K, width), torch.nan, dtype=x.dtype, device=DEVICE)
+    kernels.get[(6 * K,)](out, dst, peer_ptrs, rows, width, BLOCK=512, num_warps=2)
+    assert torch.equal(out.cpu(), symm_mem.SymmetricBuffer.get(on_cpu, dst.cpu()))
+    assert torch.equal(out[dst >= 0], x.repeat_interleave(K, 0)[dst >= 0]) and not out[dst < 0].any()
+
+
+# -----------------------------------------------------------------------------
+# The experts' matrix products
+
+SIZES = {"one has all": [0, 50, 0, 0, 0], "some have none": [3, 0, 21, 0, 26], "even": [10] * 5,
+         "none": [0] * 5}
+
+
+@pytest.fixture
+def by_ours(small_tiles, monkeypatch):
+    """torch multiplies nothing."""
+    monkeypatch.setattr(grouped_mm, "use_torch", lambda *_: False)
+
+
+ODD, EVEN = (17, 33), (16, 32)
+
+
+@pytest.mark.parametrize("dtype, sizes, widths", [
+    *((dtype, sizes, ODD) for dtype in TOLERANCE for sizes in ("one has all", "some have none")),
+    *((torch.float32, sizes, EVEN) for sizes in ("one has all", "even", "none"))], ids=str)
+def test_grouped_mm(dtype, sizes, widths, by_ours):
+    """Forward, the gradient of x, of w; 3 rows that no expert has hold NaN. Widths may fit no tile."""
+    (I, O), n = widths, sum(SIZES[sizes])
+    offs = torch.tensor(SIZES[sizes], device=DEVICE).cumsum(0)
+    x, w, dy = (randn(*shape, dtype=dtype) for shape in ((n + 3, I), (5, O, I), (n + 3, O)))
+    with torch.no_grad():
+        x[n:], dy[n:] = torch.nan, torch.nan
+
+    def results(mm, x, w, dy, offs):
+        x, w = x.clone().requires_grad_(), w.clone().requires_grad_()
+        y = mm(x, w, offs)
+        dx, dw = torch.autograd.grad(y, (x, w), dy)
+        return y.detach()[:n], dx[:n], dw
+    got = results(grouped_mm.grouped_mm, x, w, dy, offs)
+    want = torch_twin(results, grouped_mm.grouped_mm_loop, x[:n], w, dy[:n], offs)
+    for mine, theirs in zip(got, want, strict=True):
+        assert_near(mine, theirs, TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_swiglu_experts_equal_their_products(dtype, by_ours):
+    """SwiGLUExperts beside MoE.ffn's reference lines in fp64: the output and every gradient."""
+    sizes = SIZES["some have none"]
+    n, C, width, E = sum(sizes), 16, 48, len(sizes)
+    ends = torch.tensor(sizes, device=DEVICE).cumsum(0).to(torch.int32)
+    leaves = [randn(n, C, dtype=dtype), randn(E, width, C, dtype=dtype), randn(E, width, C, dtype=dtype),
+              randn(E, C, width, dtype=dtype)]
+    grad = randn(n, C, dtype=dtype)
+
+    def reference(x, w1, w3, w2):
+        products = [grouped_mm.grouped_mm_loop(x, w, ends) for w in (w1, w3)]
+        return grouped_mm.grouped_mm_loop(activations.swiglu(*products), w2, ends)
+
+    def ours(*leaves):
+        return grouped_mm.SwiGLUExperts.apply(*leaves, ends)
+
+    def results(f, leaves, grad):
+        leaves = [leaf.clone().requires_grad_() for leaf in leaves]
+        y = f(*leaves)
+        return [y.detach(), *torch.autograd.grad(y, leaves, grad)]
+    got = results(ours, leaves, grad)
+    want = results(reference, [leaf.double() for leaf in leaves], grad.double())
+    for mine, theirs in zip(got, want, strict=True):
+        difference = (mine.double() - theirs).norm() / theirs.norm()
+        assert difference < (1e-5 if dtype == torch.float32 else 3e-2)
+
+
+HALF, FULL = torch.bfloat16, torch.float32
+
+
+@pytest.mark.parametrize("capability, hip, dtype, width, by_torch", [
+    ((9, 0), None, HALF, 64, True), ((9, 0), "6.4", HALF, 64, False), ((9, 0), None, FULL, 64, False),
+    ((9, 0), None, HALF, 12, False), ((10, 0), None, HALF, 64, True), ((8, 0), None, HALF, 64, False)],
+    ids=str)
+def test_who_multiplies(capability, hip, dtype, width, by_torch, monkeypatch):
+    """By GPU, dtype and width."""
+    x = Some(dtype=dtype, device=torch.device("cuda", 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(grouped_mm.F, "grouped_mm", lambda *_: None, raising=False)
+    assert grouped_mm.use_torch(x, (width, 64)) == by_torch
+
+
+# -----------------------------------------------------------------------------
+# Sums and optimizers
+
+@pytest.mark.parametrize("ranks, n", [(0, 9000), (1, 5000), (3, 5000)])
+def test_sum_slices(ranks, n):
+    """The sum is in fp32: 1 + 2^-8 + ... of bf16 numbers is not rounded."""
+    own, others = randn(n), randn(ranks, n)
+    want = own.double() + others.double().sum(0)
+    for add in (False, True):
+        for total in (torch.ones(n, device=DEVICE), torch.ones(n, dtype=torch.float64, device=DEVICE)):
+            parts = own.to(total.dtype), others.to(total.dtype)
+            if total.dtype == torch.float32:
+                parts = own, others
+            buckets.sum_slices(total, *parts, add)
+            assert_near(total, want + add, 1e-6)
 
 
 def test_gradients_of_micro_batches_add_up():
@@ -230,19 +369,6 @@ def test_gradients_of_micro_batches_add_up():
         buckets.KernelBucket.take(bucket, 0)
         assert p.grad is None
     assert_near(total, sum(g.double() for g in parts), 1e-6)
-
-
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_sum_slices(ranks):
-    """The sum is in fp32: 1 + 2^-8 + ... of bf16 numbers is not rounded."""
-    own, others = randn(5000), randn(ranks - 1, 5000)
-    total = torch.full((5000,), torch.nan, device=DEVICE)
-    want = torch.empty(5000, dtype=torch.float64, device=DEVICE)
-    for add in (False, True):
-        buckets.sum_slices(total, own, others, add)
-        buckets.sum_slices(want, own.double(), others.double(), add)
-        assert_near(total, (own.double() + others.double().sum(0)) * (1 + add), 1e-6)
-        assert_near(total, want, 1e-6)
 
 
 def test_adamw_leaves_what_stands_behind_the_end(kernels):
@@ -395,10 +521,24 @@ def test_muon(kernels, dtype, keeps_dtype):
         assert tensor[-1] == before[-1], "behind the end"
 
 
-NORMS = [(False, False), (True, False), (True, True)]  # RMSNorm, LayerNorm without and with a bias
+@pytest.mark.parametrize("use_triton", [False, True])
+def test_sums_of_squares(use_triton):
+    """Slices of several dtypes and lengths, one of them empty."""
+    slices = [randn(40_001), randn(3, dtype=torch.float32), randn(0), randn(20_000, dtype=torch.float16)]
+    found = Optimizer.squares(Some(adam=Some(use_triton=use_triton)), slices)
+    want = torch.stack([piece.double().square().sum() for piece in slices])
+    assert found.dtype == torch.float64
+    # Only a GPU sums in blocks.
+    torch.testing.assert_close(found, want, rtol=1e-4 if use_triton and DEVICE == "cpu" else 1e-6, atol=0)
 
 
-def check_norm_beside(width, rows, dtype, is_layer_norm, has_bias, eps=1e-3):
+# -----------------------------------------------------------------------------
+# Norms
+
+KINDS = [(False, False), (True, False), (True, True)]  # RMSNorm, LayerNorm without and with a bias
+
+
+def check_norm_beside(width, rows, dtype, is_layer_norm, has_bias, eps):
     """x itself, its norm and all gradients, beside autograd's in fp64."""
     leaves = [3 * randn(rows, width, dtype=dtype) + 1, randn(width, dtype=dtype)]
     if has_bias:
@@ -410,8 +550,8 @@ def check_norm_beside(width, rows, dtype, is_layer_norm, has_bias, eps=1e-3):
         if x.dtype != torch.float64:
             return norms.InputAndNorm.apply(x, weight, bias, eps, is_layer_norm)
         if is_layer_norm:
-            return x.clone(), torch.nn.functional.layer_norm(x, weight.shape, weight, bias, eps)
-        return x.clone(), torch.nn.functional.rms_norm(x, weight.shape, weight, eps)
+            return x.clone(), F.layer_norm(x, weight.shape, weight, bias, eps)
+        return x.clone(), F.rms_norm(x, weight.shape, weight, eps)
 
     def results(*tensors):
         leaves = [t.clone().requires_grad_() for t in tensors[:-2]]
@@ -436,69 +576,80 @@ def few_programs(monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("is_layer_norm, has_bias", NORMS)
-@pytest.mark.parametrize("rows, width", [(5, 200), (1000, 16), (7, 1300), (6, 2048), (1, 768)])
-def test_norm_beside_its_input(rows, width, is_layer_norm, has_bias, dtype, few_programs):
-    """More rows than programs have at once, and fewer; widths that fill a tile, and others."""
-    check_norm_beside(width, rows, dtype, is_layer_norm, has_bias)
+@pytest.mark.parametrize("is_layer_norm, has_bias", KINDS)
+@pytest.mark.parametrize("rows, width, eps", [
+    (5, 200, 1e-3), (1000, 16, 1e-3), (7, 1300, 1e-3), (6, 2048, 1e-3), (1, 768, 1e-3), (36, 128, 0.0)])
+def test_norm_beside_its_input(rows, width, eps, is_layer_norm, has_bias, dtype, few_programs):
+    """More rows than programs have at once, and fewer; widths that fill a tile, and others.
+
+    Without eps the factor of a row that a program has too many is infinite.
+    """
+    check_norm_beside(width, rows, dtype, is_layer_norm, has_bias, eps)
 
 
-def test_rows_that_a_program_has_too_many_are_zero_also_without_eps(few_programs):
-    """Their mean square is zero, so the factor of such a row is infinite."""
-    for is_layer_norm, has_bias in NORMS:
-        check_norm_beside(128, 36, torch.float32, is_layer_norm, has_bias, eps=0.0)
+def test_a_norms_weight_has_a_gradient_that_is_rounded_once(monkeypatch):
+    """Each of 60 programs adds up four rows in fp32. Triton's interpreter rounds to fp16, not to bf16."""
+    real = norms.launch
+    monkeypatch.setattr(norms, "launch", lambda width: (60, real(width)[1]))
+    x = randn(240, 200, dtype=torch.float16)
+    weight = randn(200, dtype=torch.float16).requires_grad_()
+    grad = randn(240, 200, dtype=torch.float16)
+    outputs = norms.InputAndNorm.apply(x, weight, None, 1e-3, False)
+    found, = torch.autograd.grad(outputs, weight, [torch.zeros_like(x), grad])
+    wide = weight.detach().double().requires_grad_()
+    y = F.rms_norm(x.double(), wide.shape, wide, 1e-3)
+    want, = torch.autograd.grad(y, wide, grad.double())
+    assert (found == want.to(found.dtype)).float().mean() > 0.95
 
 
-def test_which_rows_the_norms_kernel_serves():
-    assert norms.fits(8192, torch.bfloat16) and not norms.fits(8193, torch.bfloat16)
-    assert norms.fits(4096, torch.float32) and not norms.fits(4097, torch.float32)
+def install_kernels(model, devices, monkeypatch):
+    monkeypatch.setattr(backend, "TRITON_DEVICES", devices)
+    model.cfg = dataclasses.replace(model.cfg, dtype="fp32")
+    Choice(False, False, False, False).install(model)
 
 
-@pytest.mark.parametrize("use_triton", [False, True])
-def test_sums_of_squares(use_triton):
-    """Slices of several dtypes and lengths, one of them empty."""
-    slices = [randn(40_001), randn(3, dtype=torch.float32), randn(0), randn(20_000, dtype=torch.float16)]
-    found = Optimizer.squares(Some(adam=Some(use_triton=use_triton)), slices)
-    want = torch.stack([piece.double().square().sum() for piece in slices])
-    assert found.dtype == torch.float64
-    # Only a GPU sums in blocks.
-    torch.testing.assert_close(found, want, rtol=1e-4 if use_triton and DEVICE == "cpu" else 1e-6, atol=0)
+@pytest.mark.parametrize("recompute", ["full", "selective"])
+def test_a_recomputed_block_has_the_same_gradients(recompute, few_programs, monkeypatch):
+    """By the kernel, whose input backward computes again."""
+    tokens = torch.randint(64, (2, 17), device=DEVICE)
+    found = []
+    for how in ("none", recompute):
+        torch.manual_seed(0)
+        cfg = Config(n_layer=2, n_embd=16, n_head=2, ffn_hidden=24, mlp="gelu", seq_len=16, vocab_size=64,
+                     recompute=how, dtype="fp32")
+        model = random_model(cfg).float().to(DEVICE).train()
+        install_kernels(model, (DEVICE,), monkeypatch)
+        assert model.norm.kernel is norms.input_and_rms_norm
+        loss, *_ = model(tokens[:, :-1], tokens[:, 1:])
+        loss.backward()
+        found.append([loss.detach(), *(p.grad for p in model.parameters())])
+    for mine, without in zip(*reversed(found), strict=True):
+        assert torch.equal(mine, without)
 
 
-@pytest.mark.parametrize("E, N", [(3, 1), (3, 128), (64, 300), (64, 128), (384, 100), (1025, 20)])
-def test_the_counting_sort_is_a_stable_sort(E, N, monkeypatch):
-    expert = (torch.rand(N, device=DEVICE) ** 2 * E).long()  # low numbers are chosen more often
-    order = expert.argsort(stable=True)
-    slot = torch.empty_like(order)
-    slot[order] = torch.arange(N, device=DEVICE)
-    counts = torch.bincount(expert, minlength=E)
-    for use_triton in (True, False):
-        monkeypatch.setattr(backend, "use_triton", lambda x, use_triton=use_triton: use_triton)
-        found = permute.sort_by_expert(expert, E)
-        for got, want in zip(found, (order, slot, counts, counts.cumsum(0)), strict=True):
-            assert torch.equal(got.long(), want)
-        place, lengths = permute.queue_by_expert(expert, E)
-        assert place.tolist() == [(expert[:i] == expert[i]).sum() for i in range(N)]
-        assert torch.equal(lengths, counts)
+def test_every_name_of_norm_has_a_formula():
+    in_one_place = set(typing.get_args(Config.__annotations__["norm"])) ^ set(NORMS)
+    assert not in_one_place, f"{in_one_place}: not in NORMS, or not in the list at `norm` in config.py"
 
 
-@pytest.mark.parametrize("K", [1, 2])
-def test_put_and_get(kernels, K):
-    """Three buffers of 7 rows, all of this process: the kernels write and read what symm_mem.py's torch twins
-    do."""
-    from fast import symm_mem
-    rows, width = 7, 1040
-    x = randn(6, width)
-    dst = torch.randperm(3 * rows, device=DEVICE)[:6 * K]
-    dst[::5] = -1
-    got, want = ([torch.zeros(rows, width, dtype=x.dtype, device=DEVICE) for _ in range(3)] for _ in range(2))
-    peer_ptrs = torch.tensor([w.data_ptr() for w in got], device=DEVICE)
-    kernels.put[(6 * K,)](x, dst, peer_ptrs, rows, width, K=K, BLOCK=512, num_warps=2)
-    on_cpu = Some(peers=[w.cpu() for w in want], rows=rows, local=want[0].cpu(), record=lambda *_: None)
-    symm_mem.SymmetricBuffer.put(on_cpu, x.cpu(), dst.cpu(), K)
-    for a, b in zip(got, on_cpu.peers, strict=True):
-        assert torch.equal(a.cpu(), b)
-    out = torch.full((6 * K, width), torch.nan, dtype=x.dtype, device=DEVICE)
-    kernels.get[(6 * K,)](out, dst, peer_ptrs, rows, width, BLOCK=512, num_warps=2)
-    assert torch.equal(out.cpu(), symm_mem.SymmetricBuffer.get(on_cpu, dst.cpu()))
-    assert torch.equal(out[dst >= 0], x.repeat_interleave(K, 0)[dst >= 0]) and not out[dst < 0].any()
+def norm_by_largest(x, gain, bias, eps):
+    return x / (x.abs().amax(-1, keepdim=True) + eps) * gain
+
+
+@pytest.mark.parametrize("norm", [*NORMS, "further"])
+def test_a_norm_is_trained_by_its_formula_where_kernels_serve(norm, few_programs, monkeypatch):
+    """... and it has a plan. A norm that names the kernel of another one has other gradients."""
+    monkeypatch.setitem(NORMS, "further", NormKind(norm_by_largest))
+    cfg = Config(norm=norm, n_layer=1, n_embd=16, n_head=2, ffn_hidden=24, mlp="gelu", seq_len=16,
+                 vocab_size=64, bias=True, global_batch=8)
+    tokens = torch.randint(64, (2, 17), device=DEVICE)
+    found = []
+    for devices in ((), (DEVICE,)):
+        model = random_model(cfg).float().to(DEVICE).train()
+        install_kernels(model, devices, monkeypatch)
+        assert (model.norm.kernel is None) == (devices == () or NORMS[norm].kernel is None)
+        loss, _ = model(tokens[:, :-1], tokens[:, 1:])
+        found.append(torch.autograd.grad(loss, list(model.parameters())))
+    for by_torch, by_kernels in zip(*found, strict=True):
+        torch.testing.assert_close(by_kernels, by_torch, rtol=1e-4, atol=1e-5 * by_torch.abs().max().item())
+    assert plan.estimate(cfg, 1, "h200", 64)["ms"] > 0
