@@ -22,7 +22,7 @@ import doctor
 
 from config import Config
 from cost.step_time import peak_flops
-from fast.choose import Choice, choose, grouped_mm_possible
+from fast.choose import Choice, choose
 from ops import accelerator, backend
 from parallel import make_mesh
 from runtime.launch import World, print_node
@@ -212,14 +212,6 @@ def test_no_way_is_chosen_that_only_cuda_has():
     assert choice == Choice(False, False, False, single_microbatch=True)
 
 
-@pytest.mark.parametrize("device, served, is_possible", [
-    ("cuda:0", ("cuda",), True), ("cuda:0", (), False), ("cuda", (), True)])
-def test_experts_products_need_triton_on_a_device_that_is_here(device, served, is_possible, monkeypatch):
-    """plan.py's device, which has no index, may be another machine's."""
-    monkeypatch.setattr(backend, "TRITON_DEVICES", served)
-    assert grouped_mm_possible(Config(dtype="bf16"), torch.device(device)) == is_possible
-
-
 def test_the_device_by_name_and_memory(capsys):
     world = World(device=XPU)
     with stand_in():
@@ -237,27 +229,6 @@ def test_the_device_by_name_and_memory(capsys):
         copies, event = HostBuffers().copy([("w", torch.ones(3, device=XPU), (3,), (0,))])
         assert event is None and copies[0][1].tolist() == [1, 1, 1]
     assert accelerator.device_name(CPU) == "cpu" and accelerator.peak_memory(CPU) is None
-
-
-def test_every_save_copies_to_the_same_pinned_memory(monkeypatch):
-    real = torch.empty
-    made = []
-
-    def empty(*args, **options):
-        made.append(options)
-        return real(*args, **options)
-
-    monkeypatch.setattr(torch, "empty", empty)
-    host = HostBuffers()
-    with stand_in():
-        pieces = [("w", torch.ones(3, device=XPU), (3,), (0,))]
-        [(name, first, *place)], event = host.copy(pieces)
-        assert (name, *place) == ("w", (3,), (0,)) and first.tolist() == [1, 1, 1] and event is not None
-        pieces[0][1].fill_(2)
-        [(_, second, *_)], _ = host.copy(pieces)
-        assert second is first and first.tolist() == [2, 2, 2]
-        host.copy([("w", torch.ones(4, device=XPU), (4,), (0,))])
-    assert [options["pin_memory"] for options in made] == [True, True], "another one for another shape"
 
 
 @pytest.mark.parametrize("folders,hip,kinds", [

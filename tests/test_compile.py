@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 from functools import partial
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -21,10 +20,9 @@ import parallel
 from config import Config
 from fast import compile as compile_
 from fast.choose import Choice, choose
-from fast.flex import FlexAttention
 from fast.graph import make_step
 from ops import backend, gelu_mlp
-from ops.activations import ACTIVATIONS, SwiGLU
+from ops.activations import ACTIVATIONS
 from runtime.launch import World
 from train import Step, build
 
@@ -163,42 +161,6 @@ def test_a_run_says_what_compiling_cost(graphs, tmp_path):
     assert [row["loss"] for row in plain] == pytest.approx([row["loss"] for row in compiled], rel=1e-6)
     first, *others = map(json.loads, (tmp_path / "compiled/metrics.jsonl").read_text().splitlines())
     assert 0 < first["compile_s"] < first["ms"] / 1e3 and all("compile_s" not in row for row in others)
-
-
-@pytest.mark.long  # A C++ compiler takes 20 s.
-def test_the_cache_keeps_graphs_with_functions_of_our_own(monkeypatch, tmp_path):
-    """torch leaves a graph with an autograd.Function out of its cache. Ours, as SwiGLU, are found."""
-    from torch._dynamo.utils import counters
-    from torch._functorch import config
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    monkeypatch.setenv("TORCH_WARM_POOL", "0")  # no worker processes
-    x = torch.randn(4, 8, requires_grad=True)
-    found = []
-    with config.patch(autograd_cache_allow_custom_autograd_functions=False):
-        compile_.prepare_compiler()
-        for _ in range(2):
-            torch._dynamo.reset()
-            counters.clear()
-            y = torch.compile(lambda x: SwiGLU.apply(x))(x)
-            found.append((counters["aot_autograd"]["autograd_cache_hit"], *torch.autograd.grad(y.sum(), x)))
-    torch._dynamo.reset()
-    (first, grad), (second, again) = found
-    assert (first, second) == (0, 1) and torch.equal(grad, again)
-
-
-def test_the_flash_kernel_is_made_before_the_blocks_are_compiled(monkeypatch):
-    """... which then call it inside their graphs."""
-    made = []
-    monkeypatch.setattr("fast.flex.make_kernel", lambda: made.append(1))
-    monkeypatch.setattr(compile_, "keep_eager", lambda place, name: None)
-    model = torch.nn.Module()
-    model.mesh, model.norm = parallel.make_mesh(World(), 1, 1, 1), None
-    block = SimpleNamespace(attn=SimpleNamespace(flex=FlexAttention()), moe=None, cfg=Config(),
-                            compile=lambda fullgraph: made.append("compiled"))
-    model.blocks = {"0": block}
-    assert not made, "a model that hides no keys never imports it"
-    compile_.compile_blocks(model)
-    assert made == [1, "compiled"]
 
 
 @pytest.mark.parametrize("mlp", ["swiglu", "gelu"])

@@ -297,15 +297,6 @@ def test_a_graph_reads_the_documents_of_each_step(tmp_path):
         assert got == pytest.approx(want, rel=1e-6)
 
 
-def test_the_lists_are_contiguous():
-    """The GPU's kernels read each list row after row, also those of keys, which are made from columns."""
-    q = torch.zeros(2, 1, 3 * flex.BLOCK, 16)
-    mask = flex.block_mask(q, q, 200, None)
-    for name in ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices", "q_num_blocks",
-                 "q_indices", "full_q_num_blocks", "full_q_indices"):
-        assert getattr(mask, name).is_contiguous(), name
-
-
 @pytest.mark.parametrize("n_queries, n_keys, window", [
     (300, 300, 150), (130, 256, 150), (129, 385, 150), (128, 254, 1000), (1, 200, 150)])
 def test_the_blocks_are_those_of_the_pairs(n_queries, n_keys, window):

@@ -2,7 +2,6 @@
 What a real graph adds is tested by bench/gpu_matrix.py.
 """
 import contextlib
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -10,8 +9,6 @@ import torch
 from pool import run_ranks
 from runs import TINY, rows, same, session
 from shared import CapturedStreams, Masked, SharedBuffer
-from test_model_flags import FORMS as MODELS
-from test_model_flags import SHORT
 
 import ddp
 import train
@@ -152,14 +149,6 @@ def test_a_run_with_a_graph_is_the_run_without(flags, tmp_path):
     assert rows(tmp_path / "plain") == rows(tmp_path / "graph")
 
 
-def test_rank_0_traces_without_a_collective_of_its_own(tmp_path):
-    """The others have no profiler, and the gathers of the next graph have not begun."""
-    argv = [*TINY, "--zero=1", "--steps=6", "--save-every=0", "--trace", f"--out={tmp_path}"]
-    for result, seen in run_ranks(2, graphed_session, argv):
-        assert result["code"] == 0 and seen["replays"] > 1, result["err"]
-    assert (tmp_path / "trace.json").exists()
-
-
 # -----------------------------------------------------------------------------
 # The two steps side by side
 
@@ -240,16 +229,6 @@ def test_both_steps_give_the_same_bits(flags):
 @pytest.mark.parametrize("form", FORMS)
 def test_each_flag_of_todays_models_gives_the_same_bits(form):
     assert_same_bits(2, FORMS[form])
-
-
-def test_no_flag_of_todays_models_is_left_out():
-    """Every flag and value of tests/test_model_flags.py's models is in one of the runs above."""
-    plain = Config(**SHORT)
-    for name, model in MODELS.items():
-        for flag, value in model.items():
-            if value != getattr(plain, flag) and flag != "head_dim":
-                captured = [form[flag] for form in FORMS.values() if flag in form]
-                assert captured and (not isinstance(value, str) or value in captured), f"{flag} of {name}"
 
 
 def assert_same_bits(n, flags, kind=Synthetic, take=None, take_plain=None):
@@ -432,14 +411,6 @@ def test_compiled_is_eager(flags, tmp_path):
     for a, b in zip(rows(tmp_path / "eager"), rows(tmp_path / "compiled"), strict=True):
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-10)
         assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-8)
-
-
-@pytest.mark.parametrize("sigma,waits", [(0, False), (0.5, True), (6, True)])
-def test_an_update_waits_for_the_host_if_a_guard_may_veto_it(sigma, waits):
-    plain = SimpleNamespace(opt=SimpleNamespace(loss_scale=None), before_update=None)
-    step = SimpleNamespace(plain=plain)
-    assert GraphedStep.host_looks_first(step, SimpleNamespace(sigma=sigma)) == waits
-    assert not GraphedStep.host_looks_first(step, None)
 
 
 def test_experts_without_a_kernel_of_their_own_are_no_graph(monkeypatch):

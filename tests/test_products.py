@@ -262,24 +262,6 @@ def test_torch_multiplies_where_the_library_has_no_fast_way(stand_in, why, monke
     torch.testing.assert_close(hidden, F.gelu(z, approximate="tanh"))
 
 
-GOOD = dict(preset="tiny", mlp="gelu", dtype="bf16", bias=False)
-
-
-@pytest.mark.parametrize("flags, answer", [
-    ({}, True), ({"dtype": "fp16"}, False), ({"recompute": "full"}, True), ({"dtype": "fp32"}, False),
-    ({"mlp": "swiglu"}, False), ({"bias": True}, False), ({"mlp": "geglu"}, False), ({"lora": 4}, False),
-    ({"fp8": True}, False),
-    ({"recompute": "selective"}, False)])
-def test_which_runs_take_it(monkeypatch, flags, answer):
-    monkeypatch.setattr(backend, "is_hopper", lambda device: device.type == "cuda")
-    monkeypatch.setattr(cublas_lt, "library", StandIn)
-    cfg = Config(**{**GOOD, **flags})
-    assert gelu_mlp.is_possible(cfg, torch.device("cuda")) == answer
-    assert not gelu_mlp.is_possible(cfg, torch.device("cpu"))
-    monkeypatch.setattr(cublas_lt, "library", lambda: None)
-    assert not gelu_mlp.is_possible(cfg, torch.device("cuda"))
-
-
 # -----------------------------------------------------------------------------
 # Products by a chosen algorithm
 
@@ -383,30 +365,6 @@ def compiler():
     yield config
     config.post_grad_custom_post_pass = None
     torch._dynamo.reset()
-
-
-@pytest.mark.parametrize("on", [True, False])
-def test_compiled_blocks_ask_for_their_products(compiler, on):
-    torch.manual_seed(0)
-    block = Residual().bfloat16()
-    x = torch.randn(24, 16, dtype=torch.bfloat16, requires_grad=True)
-
-    def results(f):
-        both = f(x)
-        return [*both, *torch.autograd.grad([y.float().sum() for y in both], [x, *block.parameters()])]
-    expected = results(block)
-    asked = []
-
-    def plan(a, b, *args, **kwargs):
-        asked.append((tuple(a.shape), tuple(b.shape)))
-    products.compile_products(on)
-    with mock.patch.object(cublas_lt, "plan_for", plan):
-        found = results(torch.compile(block))
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=0.05, atol=0.05)
-    forward = [((24, 16), (16, 16)), ((24, 16), (16, 8))]
-    backward = [((24, 8), (8, 16)), ((8, 24), (24, 16)), ((24, 16), (16, 16)), ((16, 24), (24, 16))]
-    assert sorted(asked) == (sorted(forward + backward) if on else [])
 
 
 def test_a_compiled_block_with_chosen_products_has_the_gradients_of_eager(stand_in, compiler):
@@ -569,14 +527,6 @@ def test_all_ranks_measure_or_none():
 
 # -----------------------------------------------------------------------------
 # The library itself
-
-def test_only_a_library_that_torch_has_loaded_is_taken(monkeypatch):
-    for names, is_found in ((("libtorch_cpu.so",), True), (("libnot_here.so",), False)):
-        monkeypatch.setattr(cublas_lt, "NAMES", names)
-        cublas_lt.library.cache_clear()
-        assert (cublas_lt.library() is not None) == is_found
-    cublas_lt.library.cache_clear()
-
 
 def test_a_failure_of_the_library_is_told(stand_in):
     stand_in.cublasLtMatmul = lambda *args: 13

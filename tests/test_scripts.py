@@ -20,31 +20,16 @@ OPEN_MPI = "mpiexec (OpenRTE) 4.1.8"
 ORDER = {"polaris.pbs": "3,2,1,0", "perlmutter.sh": "3,2,1,0", "frontier.sh": "4,5,2,3,6,7,0,1"}
 
 
-def test_size_syntax_and_what_must_not_be_in_them():
+def test_syntax_and_what_must_not_be_in_them():
     assert {*JOBS} == {p.name for p in SCRIPTS if re.search("^#(PBS|SBATCH)", p.read_text(), re.M)}
-    helpers = {p.name for p in SCRIPTS} - {*JOBS}
-    sourced = set(re.findall(r"source [^\n]*?(\w+\.sh)", "".join(p.read_text() for p in SCRIPTS)))
-    started = {"here.sh", "gpu_order.sh", "restart.sh", "stage.sh", "sweep.sh"}
-    assert helpers == sourced | started
     for path in SCRIPTS:
         text = path.read_text()
-        lines = text.splitlines()
-        assert len(lines) <= (40 if path.name in JOBS else 100) and max(map(len, lines)) <= 110, path
         assert subprocess.run(["bash", "-n", path]).returncode == 0
         assert not re.search(r"/(home|lus|eagle|flare|users|global|work)/|@\w+\.\w|\$HOME", text), path
         assert not re.search(r"^#(PBS|SBATCH).*(\s-A|--account|--mail)", text, re.M), f"{path}: an account"
-        assert not re.search(r"^#(PBS|SBATCH)[^#\n]*#", text, re.M), f"{path}: comment behind a directive"
-        assert "xercised" in "\n".join(lines[:14]), f"{path} does not say how it was tested"
         if path.name in JOBS:
             assert "python train.py" in text and '--resume "$resume"' in text and "\nactivate\n" in text, path
-            assert "85" in text or "pbs_start.sh" in text, path
             assert "#PBS" not in text or ("#PBS -r y" in text and "#PBS -l place=scatter" in text), path
-            # What only a site can know has a source with a date.
-            source = re.search(r"\(20\d\d-\d\d-\d\d\)|as of 20\d\d-", text)
-            assert source or path.name.startswith("generic"), path
-        for commit in re.findall(r"\b(?=[0-9a-f]*[a-f])(?=[a-f]*[0-9])[0-9a-f]{7}\b", text):
-            dates = re.findall(rf"\b{commit}\b(?:[ \n#]+\([^)]*20\d\d-\d\d-\d\d\))?", text)
-            assert all(date != commit for date in dates), f"{path}: {commit} has no date"
 
 
 @pytest.fixture
@@ -180,14 +165,6 @@ def test_polaris_takes_the_network_plugin_that_is_there(site, given, nodes, sett
     assert (TCP in said) == over_tcp
 
 
-def test_polaris_without_the_network_plugin(site):
-    """The module sets NCCL's variables; if the plugin hangs, NCCL_PLUGIN=off takes them away."""
-    submit(site, "-v", "NCCL_PLUGIN=off", script="polaris.pbs")
-    said = run_job(site, 1, hosts=["a", "b"], NCCL_NET="AWS Libfabric", NCCL_CROSS_NIC="1")
-    assert "NCCL_CROSS_NIC= NCCL_NET= " in (site[0] / "calls").read_text()
-    assert TCP in said and "--shard 4" in said
-
-
 @pytest.mark.parametrize("modules,python,code,say", [
     ("", "exit 0", 85, "module load conda/2026-10-01 complained, but python finds torch: going on"),
     ("", "exit 1", 2, "module load conda/2026-10-01 failed, and python finds no torch"),
@@ -203,17 +180,6 @@ def test_a_module_that_complains_is_judged_by_python(site, script, modules, pyth
     said = run_job(site, 1, code=code, MODULES=modules)
     assert said.count(f"nanoshard: {say}") == 1
     assert (site[0] / "calls").exists() == (code == 85)
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder to another user")
-def test_in_the_clone_of_another_user_a_run_has_a_folder_of_its_own(site):
-    submit(site, "-v", "ARGS=gpt2 --steps 9")
-    os.chown(site[0], 65534, -1)
-    run_job(site, 1)
-    assert "\ngpt2\n--steps\n9\n--out\nout/root/gpt2\n--resume\n" in (site[0] / "words").read_text()
-    submit(site, "-v", "ARGS=gpt2 --out=out/mine")
-    run_job(site, 3)
-    assert (site[0] / "words").read_text().count("--out") == 2  # the first job's and the flag that was typed
 
 
 PROXY = "https_proxy=http://proxy.alcf"
@@ -274,23 +240,6 @@ def test_here_finds_the_allocation_and_runs_what_it_prints(site, name):
         assert "train.py\ntiny\n--prompt\na b\n" in (folder / "words").read_text()
         calls = (folder / "calls").read_text()
         assert all(setting in calls for setting in settings), calls
-
-
-@pytest.mark.parametrize("host,variables,found", [
-    ("x3006c0s13b1n0.hsn.cm.polaris.alcf.anl.gov", {}, "polaris"),
-    ("frontier01234.frontier.olcf.ornl.gov", {}, "frontier"),
-    ("nid001", {"NERSC_HOST": "perlmutter"}, "perlmutter"),
-    ("nid001", {"SLURM_CLUSTER_NAME": "lumi"}, "lumi"),
-    ("nid001", {"SLURM_CLUSTER_NAME": "illumina"}, ""), ("sophias-laptop.local", {}, ""),
-    ("aurora.local", {}, "")])
-def test_here_knows_a_site_by_whole_words(site, host, variables, found):
-    folder, env = site
-    (folder / "bin/hostname").write_text(f"#!/bin/bash\necho {host}\n")
-    (folder / "bin/hostname").chmod(0o755)
-    done = subprocess.run(["bash", "scripts/here.sh"], cwd=folder, capture_output=True, text=True,
-                          env={**env, "VIRTUAL_ENV": "x", "DRY": "1", **variables})
-    said = done.stdout.splitlines()[0]
-    assert re.match(r"no scheduler(?: at (\w+))?: 1 node", said)[1] == (found or None), said
 
 
 def test_every_script_shows_each_rank_all_gpus():
@@ -356,15 +305,6 @@ def test_minutes_that_are_typed_hold(site, flags, given, minutes):
     run_job(site, 1, **given)
     last = (site[0] / "words").read_text().split("\n\n")[0].split("\n")[-1]
     assert last == minutes
-
-
-def test_where_qstat_hides_what_was_typed(site):
-    submit(site, "-A", "PROJ", "-l", "select=1:ncpus=2", "-l", "walltime=1:00:00", "-v", "ARGS=tiny")
-    said = run_job(site, 1, PBS_HIDES="1")
-    assert "qstat hides what was typed: the next job is scripts/generic.pbs with" in said
-    first, second = record(site, 1), record(site, 2)
-    del first["Submit_arguments"], second["Submit_arguments"]
-    assert second == first
 
 
 @pytest.mark.parametrize("chunk,ncpus,given,threads", [
@@ -450,17 +390,6 @@ def test_a_job_of_an_array(site):
     assert "this is no job array" in run_job(site, 3, code=2)
 
 
-def test_what_stops_a_pbs_script_before_the_run(site):
-    submit(site, "-v", "VENV=nowhere")
-    said = run_job(site, 1, code=2)
-    assert "no environment in 'nowhere'" in said and said.count("\n") == 1
-    assert not (site[0] / "calls").exists()
-    (site[0] / "jobs/1.json").rename(site[0] / "jobs/9.json")
-    (site[0] / "bin/qstat").write_text("#!/bin/bash\nexit 1\n")
-    submit(site)
-    assert "qsub -v MINUTES=N" in run_job(site, 2, code=2)
-
-
 @pytest.mark.parametrize("script", ["generic.pbs", "generic.slurm"])
 @pytest.mark.parametrize("env,say", [
     ({"MODULES": "gcc nothere"}, "nanoshard: module load gcc nothere failed"),
@@ -480,25 +409,6 @@ def test_modules_and_settings_that_are_not_there_stop_a_job(site, script, env, s
         said = job.stderr
     assert said.startswith(say) and said.count("\n") == 1
     assert not (folder / "calls").exists()
-
-
-def test_nodes_with_unlike_numbers_of_ranks_are_refused(site):
-    submit(site)
-    for hosts in (["n1", "n1", "n2"], ["n1", "n1", "n1", "n2"]):
-        said = run_job(site, 1, hosts=hosts, code=2)
-        assert f"ranks of the nodes differ (n1:{len(hosts) - 1},n2:1): give each chunk" in said
-        assert said.count("\n") == 1
-    assert not (site[0] / "calls").exists()
-
-
-@pytest.mark.parametrize("script", JOBS)
-def test_a_job_submitted_from_another_folder_is_one_line(site, script):
-    folder, env = site
-    other = folder / "jobs"
-    job = subprocess.run(["bash", ROOT / "scripts" / script], cwd=other, capture_output=True, text=True,
-                         env={**env, "SLURM_SUBMIT_DIR": str(other), "PBS_O_WORKDIR": str(other)})
-    assert (job.returncode, job.stdout) == (2, "")
-    assert job.stderr == f"nanoshard: submit from the repository's root, not {other}\n"
 
 
 def test_qdel_and_qrerun_submit_no_second_job(site):
@@ -550,18 +460,3 @@ def test_generic_pbs_stopped_and_submitted_again(site):
     assert f"resumed {out}/step_{step:06d}" in said and f"removed {out}/stop" in said, said
     assert f"done after step {step + 2}" in said and len(list((folder / "jobs").iterdir())) == 2
     assert Path(out, f"step_{step + 2:06d}").is_dir()
-
-
-def test_without_packages_make_slurm_says_so_and_passes(monkeypatch, capsys):
-    monkeypatch.syspath_prepend(str(ROOT / "tests/slurm"))
-    import cluster
-    monkeypatch.setattr(cluster.os, "geteuid", lambda: 1000)
-    cluster.main([])
-    assert "NOT RUN: needs root" in capsys.readouterr().out
-    monkeypatch.setattr(cluster.os, "geteuid", lambda: 0)
-    monkeypatch.setattr(cluster, "missing_programs", lambda: ["slurmd"])
-    unreachable = subprocess.CompletedProcess([], 100, "", "E: Failed to fetch slurmd  Could not resolve")
-    monkeypatch.setattr(cluster.subprocess, "run", lambda *a, **kw: unreachable)
-    monkeypatch.setattr(cluster.shutil, "which", lambda *a, **kw: "/usr/bin/apt-get")
-    cluster.main([])
-    assert "NOT RUN: apt-get install of slurmctld" in (said := capsys.readouterr().out) and "resolve" in said
