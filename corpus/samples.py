@@ -7,6 +7,7 @@ samples. A split of a data set is one stream of tokens (corpus/shards.py), cut i
     2) several data sets  Blend: --data A:0.7,B:0.3, or A,B in proportion to their tokens
     3) a run              open_data, batch_size, trained_tokens, micro_batches
 """
+import json
 from bisect import bisect_right
 from fractions import Fraction
 from math import lcm
@@ -15,6 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from config import ceil_div
+from corpus.chat import END
 from corpus.masked import mask_sources
 from corpus.order import draw_keys, permute, splitmix64
 from corpus.shards import SPLITS, load_meta, open_shards, shared_sha256
@@ -121,6 +123,7 @@ class Tokens:
         self.stride = self.seq_len + 1
         self.n_samples = self.n_tokens // self.stride
         self.masks = open_shards(folder, self.split, meta, "masks")
+        self.end = json.loads(Path(folder, "tokenizer.json").read_text())["special"][END]
         trained = np.concatenate(self.masks).reshape(-1, self.stride)  # (windows, T+1)
         self.counts = trained[:, 1:].sum(1, dtype=np.int64)
 
@@ -135,7 +138,11 @@ class Tokens:
         return x, y
 
     def places(self, first, x):
-        return document_places(x, self.eod)
+        """Return the place of each token in its document, (n, T); 0 for what fills a window's rest."""
+        places = document_places(x, self.eod)
+        if not self.all_trained:  # conversations: every <|end|> after another one
+            places[:, 1:].masked_fill_((x[:, 1:] == self.end) & (x[:, :-1] == self.end), 0)
+        return places
 
     def read(self, shards, starts):
         """Return the windows at these positions of the stream of `shards`, (n, T+1)."""

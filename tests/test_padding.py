@@ -1,5 +1,6 @@
 """Padding of a window takes no part in routing: no loss, no load, no place in a capacity counts it."""
 import dataclasses
+import json
 
 import pytest
 import torch
@@ -7,7 +8,8 @@ from faults import assert_caught
 from test_layouts import CAPACITY, MOE, compare
 from test_moe import block, tokens
 
-from corpus.samples import Synthetic, document_places
+import prepare
+from corpus.samples import Synthetic, document_places, open_tokens
 
 SHORT = dict(MOE, n_layer=2, micro_batch=2, z_coef=1e-3)
 
@@ -76,3 +78,21 @@ def all_rows_of_later_ranks(original, layer, x, places=None):
 def test_padding_that_one_rank_does_not_know_is_found():
     fault = "moe.MoE.route", all_rows_of_later_ranks
     assert_caught(SHORT, (4, dict(tp=2, ep=2)), fault, batch=8, kind=Padded)
+
+
+def test_the_padding_of_conversations_has_no_place(tmp_path, capsys):
+    said = [[{"role": "user", "content": f"say {i}"}, {"role": "assistant", "content": "yes" * i}]
+            for i in range(1, 9)]
+    (tmp_path / "said.jsonl").write_text("\n".join(json.dumps({"messages": messages}) for messages in said))
+    texts = [json.dumps({"text": f"yes say user {i} 1234567890"}) for i in range(300)]
+    (tmp_path / "text.jsonl").write_text("\n".join(texts))
+    prepare.main([str(tmp_path / "text.jsonl"), "--name=text", f"--out={tmp_path}", "--vocab-size=300"])
+    prepare.main(["chat", str(tmp_path / "said.jsonl"), "--name=said", f"--out={tmp_path}",
+                  f"--tokenizer={tmp_path}/text", "--seq-len=64", "--val-fraction=0.3"])
+    source = open_tokens(str(tmp_path / "said"), "train", 64)
+    x, y = source.batch(0, source.n_samples)
+    for row, places in zip(x.tolist(), source.places(0, x).tolist(), strict=True):
+        n = len(row)
+        while n > 1 and row[n - 1] == row[n - 2] == source.end:
+            n -= 1
+        assert 0 not in places[:n] and set(places[n:]) <= {0} and n < len(row)
