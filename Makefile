@@ -36,7 +36,7 @@ long: .venv/ready-test
 
 N ?= 20000
 fuzz: .venv/ready-test
-	python tests/fuzz.py $(N)
+	python tests/test_malformed.py $(N)
 
 slurm: .venv/ready
 	python tests/slurm/cluster.py

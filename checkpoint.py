@@ -28,7 +28,7 @@ from pathlib import Path
 if sys.flags.safe_path:  # python -I leaves out the program's own folder
     sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from interface.command_line import wrap, wrong_input
+from interface.command_line import wrong_input
 from interface.files import load_json, new_part, remove_folder, remove_parts, set_aside, sync, write_whole
 from interface.paths import meant_run
 from interface.terminal import one_line, say
@@ -418,7 +418,7 @@ def difference(x, y):
 @wrong_input()
 def main(argv):
     if {"-h", "--help"} & set(argv):
-        print(wrap(__doc__))
+        print(__doc__)
         return 0
     command, *paths = argv or [""]
     paths = [latest(path) for path in paths]

@@ -1,16 +1,11 @@
 """Every flag of train.py, its help and its default; exit codes; values that no run can have.
 
-    Outcome         how a run ends: its exit code
-    flag, Config    the flags of train.py; the declaration of a flag says all about it
-    check           refuses values that no run can have
-
 interface/command_line.py reads a command line into a Config, which is never changed after that.
 interface/presets.py has sets of values, interface/layout.py refuses what does not fit the number of ranks.
 """
 import dataclasses
 import enum
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 
@@ -39,9 +34,8 @@ LARGEST_BF16_DECAY = 0.98
 
 
 def flag(default, kind, within=None, *, needs="", common=False):
-    """Declare a field of Config: its default, and what the program must know about it.
+    """Declare a field of Config. kind: what another value means to a checkpoint.
 
-    kind: what another value means to a checkpoint.
         shape     the weights have other names, sizes or uses: a resume refuses it
         meaning   the same weights compute something else: refused unless --resume-changed names it
         data      the data differ, or come in another order: likewise
@@ -59,10 +53,9 @@ def flag(default, kind, within=None, *, needs="", common=False):
 
 @dataclass(frozen=True)
 class Config:
-    """The flags of train.py: --n-layer is n_layer.
+    """The flags of train.py: --n-layer is n_layer. A comment beside or above a field is its help text.
 
-    The comment beside a field, or above it if none is beside it, is its help text. A comment above an empty
-    line begins a group of --help.
+    A comment above an empty line begins a group of --help.
     """
     # model
 
@@ -79,8 +72,7 @@ class Config:
     dropout: float = flag(0.0, "free", SHARE)
     # RMSNorm or LayerNorm; rms1p is RMSNorm with the factor 1 + offset, also of queries and keys (Gemma 3)
     norm: Literal["rms", "layer", "rms1p"] = flag("rms", "shape or meaning")
-    # where a block's norms are: before attention and MLP, or after them, on their outputs (OLMo 2), or both,
-    # four norms (Gemma 3)
+    # where a block's norms are: before attention and MLP, after them (OLMo 2), or both (Gemma 3)
     norm_place: Literal["before", "after", "both"] = flag("before", "shape or meaning")
     # RMSNorm of queries and keys before they turn: of each head (Qwen 3), or over all heads (OLMo 2)
     qk_norm: Literal["none", "head", "all"] = flag("none", "shape")
@@ -89,8 +81,8 @@ class Config:
     pos: Literal["rope", "learned"] = flag("rope", "shape")  # rotary or learned absolute positions
     # RoPE base (theta); long sequences need a larger one
     rope_base: float = flag(10000.0, "meaning", (1, 10**12), needs="pos=rope")
-    # FACTOR LOW HIGH LENGTH: Llama 3's slower rotation, for sequences longer than the LENGTH of the first
-    # training: pairs that turn LOW times within it turn FACTOR times more slowly, those of HIGH as before
+    # FACTOR LOW HIGH LENGTH: Llama 3's rotation, for sequences longer than LENGTH: pairs that turn LOW times
+    # within it turn FACTOR times more slowly, those of HIGH as before
     rope_scaling: tuple[float, ...] = flag((), "meaning", FACTOR, needs="pos=rope")
     # every N-th layer has no rotation (SmolLM3: 4); 0 is none
     no_rope_every: int = flag(0, "meaning", COUNT, needs="pos=rope")
@@ -117,8 +109,8 @@ class Config:
     n_experts: int = flag(0, "shape", (0, 2**20), common=True)
     # experts that each token is sent to
     top_k: int = flag(2, "meaning", SIZE, needs="n_experts", common=True)
-    # each expert takes at most ceil(capacity-factor * tokens * top-k / n-experts) rows of a rank's tokens in
-    # a micro-batch, and the rest is dropped; 0 drops none (dropless)
+    # each expert takes ceil(capacity-factor * tokens * top-k / n-experts) rows of a rank's micro-batch at
+    # most, and the rest is dropped; 0 drops none (dropless)
     capacity_factor: float = flag(0.0, "meaning", FACTOR, needs="n_experts")
     # over capacity: keep largest gates, or first rows
     drop_policy: Literal["probs", "position"] = flag("probs", "meaning", needs="capacity_factor")
@@ -136,8 +128,8 @@ class Config:
 
     # fine-tuning by adapters (LoRA)
 
-    # rank of the adapters: two narrow matrices beside each one of attention and MLP; only they train,
-    # on top of the weights of --init-from; 0 trains all weights
+    # rank of the adapters: two narrow matrices beside each one of attention and MLP; only they train, on
+    # top of the weights of --init-from; 0 trains all weights
     lora: int = flag(0, "shape", (0, 2**16))
     # the adapters' part of the output is multiplied by lora-alpha / lora
     lora_alpha: float = flag(16.0, "meaning", (1e-3, 10**9), needs="lora")
@@ -151,9 +143,8 @@ class Config:
     pp: int = flag(1, "free", SIZE, common=True)  # pipeline parallelism: stages, which hold different layers
     # expert parallelism: ranks that split the experts; divides dp * cp * tp
     ep: int = flag(1, "free", SIZE, common=True)
-    # dropless with ep > 1 under a CUDA graph: receive buffers, between nodes messages, begin with at most
-    # this many times the balanced number of rows; a step that needs more is computed again without, and they
-    # grow as far as memory is free; 0 turns the graph off
+    # dropless with ep > 1 under a CUDA graph: receive buffers begin with this many times the balanced number
+    # of rows, and grow where a step needs more; 0 turns the graph off
     ep_slack: float = flag(2.5, "free", FACTOR, needs="n_experts")
     # a,b,c: blocks of each stage; default: balanced, embedding and head count as a block
     pp_layers: str = flag("", "free")
@@ -161,8 +152,7 @@ class Config:
     pp_chunks: int = flag(1, "free", SIZE)
     # replicas share out 1: optimizer state, 2: gradients too, 3: weights too
     zero: Literal[0, 1, 2, 3] = flag(0, "free", common=True)
-    # --zero shares within groups of this many neighbours among dp * cp, such as those of a node, and the
-    # groups are replicas of each other; 0: all share
+    # --zero shares within groups of this many neighbours, such as those of a node; 0: all share
     shard: int = flag(0, "free", (0, 2**20), needs="zero")
     # what backward runs again: full, whole blocks; selective, norms, rotation and the dense MLP's activation
     recompute: Literal["none", "selective", "full"] = flag("none", "free")
@@ -190,8 +180,7 @@ class Config:
     warmup: int = flag(40, "free", COUNT)  # steps in which the learning rate rises from 0 to lr
     # step at which the schedule reaches min-lr; 0 is steps. Within the warm-up, the rate falls right after it
     decay_steps: int = flag(0, "free", COUNT)
-    # wsd: the decay takes this share of the steps up to decay-steps (or steps); 0 keeps lr up to there, and
-    # 1 is a line from the warm-up on
+    # wsd: the decay takes this share of the steps; 0 keeps lr, and 1 is a line from the warm-up on
     decay_ratio: float = flag(0.2, "free", SHARE, needs="lr_schedule=wsd")
     weight_decay: float = flag(0.1, "free", FACTOR)  # of matrices only
     beta1: float = flag(0.9, "free", SHARE)  # Adam: decay of the mean of gradients
@@ -205,8 +194,7 @@ class Config:
     # of weights, activations; sums at least fp32
     dtype: Literal["fp64", "fp32", "bf16", "fp16"] = flag("fp32", "free", common=True)
     compile: bool = flag(False, "free")  # torch.compile each block
-    # the products of attention and of the dense MLP take numbers of 8 bits, of which a GPU multiplies up to
-    # twice as many; weights, activations between them, the head and experts keep --dtype
+    # the products of attention and of the dense MLP take numbers of 8 bits; all else keeps --dtype
     fp8: bool = flag(False, "free")
     # of AdamW's two moments; bf16 rounds them after each update, which saves 4 bytes per weight
     moments_dtype: Literal["fp32", "bf16"] = flag("fp32", "free")
@@ -217,12 +205,10 @@ class Config:
 
     # directory that prepare.py made, several by weight (A:0.7,B:0.3), "synthetic"
     data: str = flag("data/stdlib", "data", common=True)
-    # the config.json of a run: its flags, except --resume, are the defaults, and those given here win. --out
-    # is among them: without another --out the run there is moved aside, and the new one takes its place
+    # the config.json of a run: its flags, also --out, but not --resume, are the defaults
     config: str = flag("", "silent")
     out: str = flag("", "silent", common=True)  # directory of the run's files; default out/PRESET
-    # a token attends to its own document alone, not to all that is before it in its window; auto: on for
-    # conversations, off for text
+    # a token attends to its own document alone; auto: on for conversations, off for text
     doc_mask: Literal["auto", "on", "off"] = flag("auto", "data")
     seed: int = flag(1337, "data", (0, 2**63 - 1))  # of weights, data order and dropout
     log_every: int = flag(20, "silent", (1, 10**12))  # steps between logged steps
@@ -231,7 +217,7 @@ class Config:
     eval_iters: int = flag(20, "silent", (0, 2**24))
     save_every: int = flag(200, "silent", COUNT, common=True)  # steps between checkpoints; 0 never saves
     keep: int = flag(3, "silent", COUNT)  # newest checkpoints to keep; 0 keeps all
-    # an evaluation that finds the lowest validation loss so far also saves, and that checkpoint is kept
+    # an evaluation that finds the lowest validation loss also saves, and that checkpoint is kept
     keep_best: bool = flag(True, "silent")
     resume: str = flag("none", "silent", common=True)  # auto (newest in --out), a checkpoint's path, or none
     # NAME[,NAME]: flags that a resume may change although the model or data changes
@@ -290,12 +276,11 @@ COMMON = tuple(name for name, said in FLAGS.items() if said["common"])
 SHAPE = flags_of_kind("shape")
 MEANING = flags_of_kind("data") + flags_of_kind("meaning")  # what --resume-changed can allow
 SILENT = flags_of_kind("silent")
-# Flags of earlier versions. They changed no model, so a config.json or a checkpoint that holds one is read.
-REMOVED = ("kernels",)
+REMOVED = ("kernels",)  # of earlier versions: it changed no model, so files that hold it are read
 
 
 def has_effect(name, cfg):
-    """Whether a flag has an effect in this Config: some flags have none without another flag."""
+    """Whether a flag has an effect in this Config: some have none without another flag."""
     needed, _, value = FLAGS[name]["needs"].partition("=")
     if value:
         return getattr(cfg, needed) == value
@@ -303,18 +288,14 @@ def has_effect(name, cfg):
 
 
 def draws_random_numbers(cfg):
-    """Whether a step draws random numbers. If you add a draw to the model, name its flag here.
-
-    pipeline.py then seeds each micro-batch, so a resumed run and another forward (--recompute) draw the same.
-    """
+    """Whether a step draws random numbers: then pipeline.py seeds each micro-batch, so that a resumed run and
+    --recompute draw the same. If you add a draw to the model, name its flag here."""
     return cfg.dropout > 0
 
 
 def unknown_flags(saved, beside=()):
-    """Return {name: value} of flags in a run's files that this code does not have, and that are on there.
-
-    Another version of the code wrote them: the model may be another one. beside: names of no flags.
-    """
+    """Return {name: value} of flags in a run's files that this code does not have, and that are on there: the
+    model may be another one. beside: names of no flags."""
     names = saved.keys() - FLAGS.keys() - {*REMOVED, *beside}
     off = (None, False, 0, "", [], "none")
     return {name: saved[name] for name in sorted(names) if saved[name] not in off}
@@ -360,95 +341,67 @@ def check(cfg):
     if not cfg.head_dim:
         must_divide("n-embd", cfg.n_embd, "n-head", cfg.n_head)
     must_divide("n-head", cfg.n_head, "n-kv-head", cfg.n_kv_head)
-    for is_wrong, message in of_the_model(cfg) + of_experts(cfg) + of_training(cfg) + of_the_run(cfg):
+    for is_wrong, message in of_the_model(cfg) + of_training(cfg):
         if is_wrong:
             raise ValueError(message)
 
 
 def of_the_model(cfg):
-    """Return [(whether it is so, what is wrong)] of the flags of a dense model."""
+    """Return [(whether it is so, what is wrong)] of the flags of the model."""
     scaling = cfg.rope_scaling
     can_scale = len(scaling) == 4 and scaling[0] >= 1 and scaling[1] < scaling[2] and scaling[3] >= 1
     is_mlm = cfg.objective == "mlm"
+    is_dense = not cfg.n_experts
     return [
         (cfg.dropout == 1, f"--dropout {cfg.dropout} must be in [0, 1)"),
         (cfg.pos == "rope" and head_width(cfg) % 2,
          f"head dim {head_width(cfg)} is odd, RoPE turns pairs; try --pos learned"),
-        (cfg.bias and cfg.qkv_bias,
-         "--bias gives queries, keys and values a bias, too; leave out --qkv-bias"),
-        (0 < cfg.window_rope_base < 1,
-         f"--window-rope-base {cfg.window_rope_base} must be 0, or at least 1"),
+        (cfg.bias and cfg.qkv_bias, "--bias is of queries, keys and values, too; leave out --qkv-bias"),
         (scaling and not can_scale,
          f"--rope-scaling {' '.join(map(str, scaling))} must be FACTOR LOW HIGH LENGTH, such as 8 1 4 8192"),
         (is_mlm and n_masked(cfg.seq_len) < 1,
-         f"--objective mlm masks 15 % of a sequence, of --seq-len {cfg.seq_len} no token; try --seq-len 128"),
+         f"--objective mlm masks no token of --seq-len {cfg.seq_len}; try --seq-len 128"),
         (is_mlm and cfg.window,
          f"--window {cfg.window} looks back only, --objective mlm to both sides; leave out --window"),
         (is_mlm and cfg.doc_mask == "on",
          "--doc-mask on hides what is before, --objective mlm looks both ways; leave out --doc-mask"),
-        (is_mlm and cfg.vocab_size == 1,
-         "--vocab-size 1 is [MASK] alone with --objective mlm; leave out --vocab-size"),
-        (is_mlm and cfg.prompt,
-         "--prompt continues a text, --objective mlm does not; try sample.py RUN --fill 'a [MASK] text'")]
-
-
-def of_experts(cfg):
-    """Return [(whether it is so, what is wrong)] of the flags of experts and adapters."""
-    is_dense = not cfg.n_experts
-    return [
+        (is_mlm and cfg.vocab_size == 1, "--vocab-size 1 is [MASK] alone; leave out --vocab-size"),
+        (is_mlm and cfg.prompt, "--prompt continues a text, --objective mlm does not; leave out --prompt"),
         (is_dense and cfg.ep > 1, f"--ep {cfg.ep} needs experts; try --n-experts 8"),
         (is_dense and cfg.n_shared_experts,
          f"--n-shared-experts {cfg.n_shared_experts} needs experts; try --n-experts 8"),
-        (cfg.n_experts and cfg.top_k > cfg.n_experts,
+        (not is_dense and cfg.top_k > cfg.n_experts,
          f"top-k {cfg.top_k} exceeds n-experts {cfg.n_experts}; try --top-k {cfg.n_experts}"),
-        (cfg.n_experts and cfg.router == "softmax-topk" and cfg.top_k == 1,
+        (not is_dense and cfg.router == "softmax-topk" and cfg.top_k == 1,
          "--router softmax-topk with --top-k 1 learns nothing, its gate is 1; try --router softmax"),
-        (cfg.n_experts and cfg.router_bias_rate and cfg.router != "sigmoid",
+        (not is_dense and cfg.router_bias_rate and cfg.router != "sigmoid",
          f"--router-bias-rate steers sigmoid routers, not {cfg.router}; try --router sigmoid"),
-        (0 < cfg.ep_slack < 1,
-         f"--ep-slack {cfg.ep_slack} is less than the balanced share; try --ep-slack 2"),
         (cfg.lora and cfg.n_experts,
-         f"--lora {cfg.lora} has no adapters for the matrices of experts; leave out --lora"),
-        (cfg.lora and cfg.optimizer == "muon",
-         "--optimizer muon is for whole matrices, --lora trains narrow ones; leave out --optimizer muon")]
+         f"--lora {cfg.lora} has no adapters for the matrices of experts; leave out --lora")]
 
 
 def of_training(cfg):
-    """Return [(whether it is so, what is wrong)] of the flags of the optimizer, its numbers and its batch."""
+    """Return [(whether it is so, what is wrong)] of the flags of the optimizer, its numbers and the data."""
     ramp = cfg.rampup_batch_size
+    skipped = cfg.train_range_to_skip
+    pairs = zip(skipped[::2], skipped[1::2], strict=False)
+    has_pairs = len(skipped) % 2 == 0 and all(1 <= first <= last for first, last in pairs)
     return [
         *[(getattr(cfg, name) == 1, f"--{name} {getattr(cfg, name)} must be in [0, 1)")
           for name in ("beta1", "beta2", "momentum")],
         (cfg.min_lr is not None and cfg.min_lr > cfg.lr,
          f"--min-lr {cfg.min_lr} is above --lr {cfg.lr}; try --min-lr {cfg.lr / 10:g}"),
-        (cfg.shard and not cfg.zero,
-         f"--shard {cfg.shard} says among how many ranks --zero shares, and --zero is 0; add --zero 1"),
-        (cfg.fp8 and cfg.dtype == "fp16",
-         "--fp8 was tried with bf16 alone, --dtype is fp16; try --dtype bf16"),
+        (cfg.lora and cfg.optimizer == "muon",
+         "--optimizer muon is for whole matrices, --lora trains narrow ones; leave out --optimizer muon"),
+        (cfg.shard and not cfg.zero, f"--shard {cfg.shard} is a group of --zero, which is 0; add --zero 1"),
+        (cfg.fp8 and cfg.dtype == "fp16", "--fp8 does not go with --dtype fp16; try --dtype bf16"),
         (cfg.moments_dtype == "bf16" and max(cfg.beta1, cfg.beta2) > LARGEST_BF16_DECAY,
          f"--moments-dtype bf16 needs --beta1 and --beta2 of at most {LARGEST_BF16_DECAY}, or errors of "
          "rounding add up; try --moments-dtype fp32"),
         (len(ramp) not in (0, 3) or min(ramp, default=1) < 1,
          f"--rampup-batch-size is START INCREMENT SAMPLES, each at least 1, not {' '.join(map(str, ramp))}"),
-        (len(cfg.train_range_to_skip) % 2,
-         f"--train-range-to-skip takes pairs A B, got {len(cfg.train_range_to_skip)} numbers")]
-
-
-def of_the_run(cfg):
-    """Return [(whether it is so, what is wrong)] of paths and beginnings that no run can use."""
-    dump = Path(cfg.dump_grads)
-    is_no_file = not dump.name or dump.is_dir() or any(parent.is_file() for parent in dump.parents)
-    names_checkpoint = cfg.resume not in ("none", "auto")
-    return [
-        (cfg.dump_grads and is_no_file,
-         f"--dump-grads {cfg.dump_grads} is no new file; give a path such as out/grads.safetensors"),
-        (cfg.dump_grads and 1 in cfg.train_range_to_skip[::2],
-         "--dump-grads writes the gradients of step 1, which is skipped; leave out one of the two flags"),
-        (cfg.resume_changed and cfg.resume == "none",
-         f"--resume-changed {cfg.resume_changed} is for a run that goes on; add --resume auto"),
-        (cfg.init_from and names_checkpoint and not cfg.lora,  # with --lora it says where the base is
-         f"--init-from starts a run and --resume {cfg.resume} goes on with one; give one of them, or "
-         "--resume auto, which starts a run only where --out has no checkpoint")]
+        (not has_pairs,
+         f"--train-range-to-skip {' '.join(map(str, skipped))} must be pairs of steps from 1, low to high")]
 
 
 def largest_divisor(most, *numbers):
@@ -461,8 +414,7 @@ def largest_divisor(most, *numbers):
 
 
 def must_divide(what, n, flag, parts, also=0):
-    """Raise ValueError unless `parts`, the value of --flag, divides n. The suggested number also divides
-    `also`."""
+    """Raise ValueError unless `parts`, the value of --flag, divides n. What is tried also divides `also`."""
     if n % parts:
         raise ValueError(f"{what} {n} does not divide by {flag} {parts}; "
                          f"try --{flag} {largest_divisor(parts, n, also)}")
@@ -472,15 +424,11 @@ def must_divide(what, n, flag, parts, also=0):
 # Numbers that follow from a flag, whatever the layout
 
 def n_masked(seq_len):
-    """Return how many tokens of a sequence --objective mlm masks: 15 %.
-
-    The number is the same in each sequence, so that all ranks know it.
-    """
+    """Return how many tokens --objective mlm masks: 15 % of each sequence, so that all ranks know it."""
     return round(0.15 * seq_len)
 
 
 def head_width(cfg):
-    """Return the width of a head."""
     return cfg.head_dim or cfg.n_embd // cfg.n_head
 
 
@@ -490,6 +438,5 @@ def ceil_div(a, b):
 
 
 def pad_vocab(vocab_size):
-    """Return the vocabulary rounded up to a multiple of 128, which suits matrix kernels and which tp
-    divides."""
+    """Return the vocabulary rounded up to a multiple of 128, which suits matrix kernels and tp."""
     return ceil_div(vocab_size, 128) * 128

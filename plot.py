@@ -8,12 +8,8 @@ step.
 # runtime/ calls at_end() for the plots that a run leaves, and print_runs() for train.py --list.
 import contextlib
 import itertools
-import json
-import os
-import shlex
 import string
 import sys
-import textwrap
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,12 +24,10 @@ if __name__ == "__main__":  # It says what to type where they are not installed.
 import tyro
 
 import checkpoint
-import config
 from interface import paths, report
 from interface.command_line import command_line, wrong_input
 from interface.files import best_effort, in_use, load_json, must_write, new_part, sound_rows, write_whole
-from interface.presets import PRESETS
-from interface.terminal import columns, printable
+from interface.terminal import printable
 
 AT_END = ("loss", "val_loss", "grad_norm", "lr", "tok_s", "ms", "mem_gb")  # a text file for each, in OUT
 NO_PLOTEXT = "plotext is not installed: no plots (pip install 'plotext<6')"
@@ -45,10 +39,10 @@ Runs = tyro.conf.Positional[Annotated[tuple[str, ...], tyro.conf.arg(metavar="RU
 @dataclass(frozen=True)
 class Flags:
     """The command line of plot.py."""
-    runs: Runs = ()  # --out directories of runs of train.py, or their metrics.jsonl
+    runs: Runs  # --out directories of runs of train.py, or their metrics.jsonl
     metric: str = "loss,val_loss"  # keys of metrics.jsonl; val_loss is drawn into the plot of loss
     log: bool = False  # logarithmic vertical axis
-    steps: tuple[int, ...] = ()  # FIRST LAST step to draw; default all
+    steps: tuple[int, int] = (0, 10**15)  # first and last step to draw
     follow: bool = False  # draw again every few seconds, until Ctrl-C
     every: float = 5.0  # seconds between two drawings of --follow
     png: str = ""  # FILE: also write the plots as a picture (needs matplotlib)
@@ -61,31 +55,22 @@ class Flags:
 # -----------------------------------------------------------------------------
 # Drawing
 
-def points(rows, metric, steps=()):
-    """Return [(step, value)] of the rows that have a finite value of the metric.
-
-    rows may come from another program. steps: the first and the last step to take; by default all.
-    """
-    first, last = steps or (0, 10**15)
+def points(rows, metric, steps=(0, 10**15)):
+    """Return [(step, value)] of the rows, between two steps, that have a finite value of the metric."""
     found = []
     for row in rows:
         value = row.get(metric)
         is_finite = type(value) in (int, float) and abs(value) < 1e290
-        if is_finite and first <= row["step"] <= last:
+        if is_finite and steps[0] <= row["step"] <= steps[1]:
             found.append((row["step"], value))
     return found
-
-
-def is_dots(mark):
-    """Whether a mark is drawn as dots and not as a line, as x and capitals are."""
-    return mark == "x" or mark.isupper()
 
 
 def draw(title, series, size=(90, 24), log=False):
     """Return a plot as text, with its legend below; "" if there is no value.
 
-    series: [(label, mark, [(step, value)])]. mark: a character, or "" for a thin line. log: the
-    vertical axis is logarithmic, and values that are not positive are left out.
+    series: [(label, mark, [(step, value)])]. mark: a character; x and capitals are drawn as dots; "" is a
+    thin line. log: the vertical axis is logarithmic, and values that are not positive are left out.
     """
     import plotext as plt
     plt.clear_figure()
@@ -93,11 +78,10 @@ def draw(title, series, size=(90, 24), log=False):
     plt.plot_size(*size)
     legend = []
     for label, mark, values in series:
-        if log:
-            values = [(step, value) for step, value in values if value > 0]
+        values = [(step, value) for step, value in values if value > 0 or not log]
         if not values:
             continue
-        plot = plt.scatter if is_dots(mark) else plt.plot
+        plot = plt.scatter if mark == "x" or mark.isupper() else plt.plot
         plot(*zip(*values, strict=True), marker=mark or "braille")
         legend.append(f"{mark or THIN_LINE} {label}")
     if not legend:
@@ -110,14 +94,12 @@ def draw(title, series, size=(90, 24), log=False):
 
 
 def load_bars(layers, width=40):
-    """Return one bar per expert, a line each: the expert's rows over the balanced number.
+    """Return one bar per expert, a line each: its rows over the balanced number, the mean over layers.
 
-    A bar and the number beside it are the mean over layers. The layer with the most load follows them.
     layers: {layer: {"load": [a share per expert]}}.
     """
-    loads = [layer["load"] for layer in layers.values()]  # L x E
-    n_experts = len(loads[0])
-    by_expert = list(zip(*loads, strict=True))  # E x L
+    by_expert = list(zip(*(layer["load"] for layer in layers.values()), strict=True))  # E x L
+    n_experts = len(by_expert)
     means = [sum(load) / len(load) * n_experts for load in by_expert]
     longest = max(*means, 1.0)
     lines = ["expert load, 1.00 is balanced"]
@@ -129,77 +111,60 @@ def load_bars(layers, width=40):
 
 
 def at_end(out, experts, show):
-    """Write the plots that a run leaves: a file for each metric of AT_END, and one for the experts' loads.
+    """Write the plots that a run leaves in its directory: one for each metric of AT_END, and the loads.
 
-    out: the run's directory, a Path. experts: {layer: {"load": [a share per expert]}}, or None. show
-    (--plot): print the plots of loss and loads, too.
+    out: a Path. experts: as in load_bars(), or None. show (--plot): print the plots of loss and loads, too.
     """
+    drawn = {}
     if experts is not None:
-        text = load_bars(experts)
-        if show:
-            print(text, flush=True)
-        with best_effort(out / "expert_load.txt"):
-            write_whole(out / "expert_load.txt", text + "\n")
+        drawn["expert_load"] = load_bars(experts) + "\n"
     rows, _ = sound_rows(out / "metrics.jsonl")
     try:
-        with best_effort(f"plots in {out}"):
-            write_plots(out, rows, show)
+        for name in AT_END:
+            more = [("val_loss", "x", points(rows, "val_loss"))] if name == "loss" else []
+            drawn[name] = draw(name, [(name, "", points(rows, name)), *more])
     except ImportError:
         print(NO_PLOTEXT, flush=True)
-
-
-def write_plots(out, rows, show):
-    """Write a file for each metric of AT_END that the rows have. show: print the plot of the loss."""
-    for name in AT_END:
-        series = [(name, "", points(rows, name))]
-        if name == "loss":
-            series.append(("val_loss", "x", points(rows, "val_loss")))
-        text = draw(name, series)
-        if text:
-            write_whole(out / f"{name}.txt", text)
-        if show and name == "loss":
+    for name, text in drawn.items():
+        if show and name in ("expert_load", "loss"):
             print(text, end="", flush=True)
+        if text:
+            with best_effort(f"plots in {out}"):
+                write_whole(out / f"{name}.txt", text)
 
 
 # -----------------------------------------------------------------------------
 # train.py --list writes nothing. A folder that is not a run is left out.
 
-ROW = "{:31s} {:>16s} {:>13s} {:>8s} {:>8s}"  # 80 columns, with the flags below it, because both are long
+ROW = "{:>16s} {:>13s} {:>8s} {:>8s}  {}"
 
 
 def print_runs(folder):
     """Print the table of the runs in a folder, a Path. ValueError: there is no such folder."""
     if not folder.is_dir():
         raise ValueError(f"--list {folder}: there is no such folder; give one folder of runs, such as out")
-    table = []
+    print(ROW.format("state", "steps", "loss", "val_loss", "run"))
     for path in [folder, *sorted(folder.iterdir())]:
         with contextlib.suppress(OSError):
             if path.is_dir() and paths.is_run(path):
-                table.append(describe(path))
-    if not table:
-        print(f"no runs in {printable(str(folder))}")
-    else:
-        print("\n".join([ROW.format("run", "state", "steps", "loss", "val_loss"), *table]))
+                print(describe(path))
 
 
 def describe(run):
-    """Return the lines of one run: state, last step and losses; below them its flags."""
+    """Return the lines of one run: state, last step and losses; below them its command."""
     rows = []
-    flags = {}
-    with contextlib.suppress(ValueError, OSError):
+    asked = "?"
+    command = ""
+    with contextlib.suppress(Exception):  # some other program's files
         rows, _ = sound_rows(run / "metrics.jsonl")
         flags = load_json(run / "config.json")
-    if not isinstance(flags, dict):
-        flags = {}
-    asked = flags.get("steps", "?")
+        asked = flags["steps"]
+        command = report.command_of(flags)
     last = max((row["step"] for row in rows), default=0)
-    name = printable(run.name)
-    if len(name) > 31:
-        name += "\n" + 31 * " "
-    line = ROW.format(name, state(run, last, asked), printable(f"{last}/{asked}")[:13],
-                      last_value(rows, "loss"), last_value(rows, "val_loss"))
-    text = textwrap.fill(describe_flags(flags), min(96, columns() - 4), break_on_hyphens=False)
-    return line + "\n" + textwrap.indent(text, "    ")
+    losses = [f"{values[-1][1]:.5g}" if values else "-"
+              for values in (points(rows, "loss"), points(rows, "val_loss"))]
+    line = ROW.format(state(run, last, asked), f"{last}/{asked}", *losses, run.name)
+    return printable(line) + f"\n    {printable(command)}"
 
 
 def state(run, last, asked):
@@ -209,43 +174,14 @@ def state(run, last, asked):
     if last == asked:
         return "done"
     saved = checkpoint.steps(run)
-    if not saved:
-        return "no checkpoint"
-    step = int(saved[0].name[5:])
-    return f"stopped at {step}" if step else "imported"
-
-
-def last_value(rows, metric):
-    values = points(rows, metric)
-    return f"{values[-1][1]:.5g}" if values else "-"
-
-
-def words_of_flag(name, value):
-    """Return a flag of config.json as it is typed into a shell."""
-    if isinstance(value, bool):
-        return config.typed(name if value else f"no_{name}")
-    if isinstance(value, list):
-        return " ".join([config.typed(name), *map(str, value)])
-    return f"{config.typed(name)}={shlex.quote(str(value))}"
-
-
-def describe_flags(flags):
-    """Return a run's preset, its number of ranks, and the flags that differ from the preset's."""
-    preset = flags.get("preset", "?")
-    defaults = vars(config.Config(**PRESETS.get(str(preset), {})))
-    world = flags.get("world", "?")
-    words = [f"{preset} on {world} {'rank' if world == 1 else 'ranks'}"]
-    for name, default in json.loads(json.dumps(defaults)).items():  # as config.json holds them
-        if name not in ("out", "resume", "preset") and flags.get(name, default) != default:
-            words.append(words_of_flag(name, flags[name]))
-    return printable(" ".join(words))
+    return f"stopped at {int(saved[0].name[5:])}" if saved else "no checkpoint"
 
 
 # -----------------------------------------------------------------------------
 # The command
 
 def read(flags):
-    """Return {metric: [(label, mark, [(step, value)])]} of all runs. ValueError: nothing to draw."""
+    """Return {metric: [(label, mark, [(step, value)])]} of all runs. ValueError: a run has no such metric."""
     metrics = flags.metric.split(",")
     found = {}
     for run, letter in zip(flags.runs, itertools.cycle(string.ascii_lowercase), strict=False):
@@ -253,8 +189,8 @@ def read(flags):
         rows, _ = sound_rows(path)
         for metric in metrics:
             if not flags.follow and metric != "val_loss" and not any(metric in row for row in rows):
-                keys = {key for row in rows for key, value in row.items() if type(value) in (int, float)}
-                raise ValueError(f"{path} has no {metric}; it has {', '.join(sorted(keys)) or 'no rows'}")
+                known = sorted({key for row in rows for key in row})
+                raise ValueError(f"{path} has no {metric}; it has {', '.join(known) or 'no rows'}")
             shares_plot = metric == "val_loss" and "loss" in metrics  # with the loss
             mark, label = "x" if shares_plot else "", metric
             if len(flags.runs) > 1:
@@ -284,58 +220,36 @@ def picture(found, path, log):
     column = figure.subplots(len(found), squeeze=False)[:, 0]
     for axes, (title, series) in zip(column, found.items(), strict=True):
         for label, mark, values in series:
-            axes.plot([step for step, _ in values], [value for _, value in values],
-                      "x" if is_dots(mark) else "-", label=label)
+            axes.plot(*zip(*values, strict=True), marker=mark and "x", label=label)
         axes.set(title=title, xlabel="step", yscale="log" if log else "linear")
-        axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
+        axes.legend()
     with must_write(path, "--png"), new_part(path) as part:
         figure.savefig(part, format=path.suffix[1:])
-
-
-def check_file(flag, name, kinds, mark):
-    """ValueError unless a flag names a new file of these kinds, or one of ours, which has the mark."""
-    path = Path(name)
-    if name and path.suffix not in kinds:
-        raise ValueError(f"{flag} {name} is no {' or '.join(kinds)}; give such a name")
-    if name and os.path.lexists(path) and (path.is_symlink() or mark not in path.read_bytes()):
-        raise ValueError(f"{flag} {name} is there already and is none of ours; give a new file")
-
-
-def read_flags(argv):
-    """Return the Flags of argv, a list of str. ValueError: one line that says what is wrong."""
-    flags = command_line(Flags, argv, "plot.py", __doc__)
-    if not flags.runs:
-        raise ValueError("no RUN is given: --out directories of runs, for example python plot.py out/tiny")
-    if len(flags.steps) not in (0, 2):
-        raise ValueError("--steps takes FIRST LAST, for example --steps 100 200")
-    if flags.steps and flags.steps[0] > flags.steps[1]:
-        first, last = flags.steps
-        raise ValueError(f"--steps {first} {last} ends before it begins; try --steps {last} {first}")
-    check_file("--png", flags.png, (".png", ".svg", ".pdf"), b"atplotlib")
-    check_file("--html", flags.html, (".html",), report.GENERATOR.encode())
-    return flags
 
 
 def show_once(flags):
     """Print the plots of all runs as they are now, and write those of --png and --html."""
     found = read(flags)
-    text = "".join(draw(title, series, (flags.width, flags.height), flags.log)
-                   for title, series in found.items())
+    size = flags.width, flags.height
     if flags.follow and sys.stdout.isatty():
         sys.stdout.write(CLEAR_SCREEN)
-    print(text or "nothing to draw yet: no row has a number of these metrics, of a step in --steps\n", end="",
-          flush=True)
+    for title, series in found.items():
+        text = draw(title, series, size, flags.log)
+        print(text or f"no {title} to draw\n", end="", flush=True)
     if flags.png:
         picture(found, Path(flags.png), flags.log)
     if flags.html:
         with must_write(flags.html, "--html"):
-            report.write_report(flags.html, [report.read_run(metrics_file(run).parent) for run in flags.runs])
+            folders = [metrics_file(run).parent for run in flags.runs]
+            report.write_report(flags.html, list(map(report.read_run, folders)))
 
 
 def main(argv=None):
     """Return 0. SystemExit(2) after one line on stderr: wrong input."""
     with wrong_input():
-        flags = read_flags(sys.argv[1:] if argv is None else argv)
+        flags = command_line(Flags, sys.argv[1:] if argv is None else argv, "plot.py", __doc__)
+        if not flags.runs:
+            raise ValueError("no RUN is given: --out directories of runs, such as python plot.py out/tiny")
         try:
             show_once(flags)
             while flags.follow:

@@ -4,8 +4,8 @@
     a spike         --skip-spikes SIGMA: loss or gradient norm is far above that of the last steps
     not finite      loss or gradient norm is NaN or infinite
 
-A spike happens when certain data meets a certain state of the weights: the same batches do no harm to another
-checkpoint (PaLM, arXiv:2204.02311, section 5.1). So the data of a skipped step is dropped:
+A spike happens when certain data meets a certain state of the weights (PaLM, arXiv:2204.02311, section 5.1).
+So the data of a skipped step is dropped:
 
     advance     step, tokens, data position, learning rate (all are functions of the step), evaluation, saving
     unchanged   weights, Adam's moments and its own t, the routers' bias, the detector's window
@@ -24,53 +24,25 @@ MAX_REFUSED = 8
 
 
 class Ranges:
-    """Which steps to skip. ends: A, B, C, D, ...
-
-    ValueError: a pair is incomplete, reversed or not 1-based.
-    """
+    """Which steps to skip. ends: A, B, C, D, ..., in pairs."""
 
     def __init__(self, ends):
-        ends = list(ends)
-        if len(ends) % 2:
-            raise ValueError(f"--train-range-to-skip takes pairs A B, got {len(ends)} numbers; "
-                             "give the last step of every range")
-        self.pairs = []  # [(first step, last step)], sorted and merged
-        for first, last in sorted(zip(ends[::2], ends[1::2], strict=True)):
-            if not 1 <= first <= last:
-                raise ValueError(f"--train-range-to-skip {first} {last}: steps count from 1 and a range runs "
-                                 "from low to high")
-            if self.pairs and first <= self.pairs[-1][1] + 1:  # no step is between them
-                first, before = self.pairs.pop()
-                last = max(last, before)
-            self.pairs.append((first, last))
+        self.pairs = sorted(set(zip(ends[::2], ends[1::2], strict=True)))  # [(first step, last step)]
 
     def __str__(self):
         return ", ".join(f"{first}-{last}" for first, last in self.pairs)
 
-    def too_late(self, done, known):
-        """Return a warning about ranges that have no effect, or "".
-
-        done: steps of the checkpoint that the run resumes. known: the checkpoint's own Ranges.
-        """
-        late = [pair for pair in self.pairs if pair[1] <= done and pair not in known.pairs]
-        if not late:
-            return ""
-        ends = " ".join(f"{first} {last}" for first, last in late)
-        return (f"nanoshard: --train-range-to-skip {ends} has no effect: this run goes on after step {done}; "
-                f"--resume a checkpoint before step {late[0][0]}")
-
     def ends(self):
-        """Return [A, B, C, D, ...], merged: what a checkpoint keeps and a later Ranges takes."""
+        """Return [A, B, C, D, ...]: what a checkpoint keeps and a later Ranges takes."""
         return [end for pair in self.pairs for end in pair]
 
 
 def spike_reason(window, loss, norm, sigma):
     """Return why this step is a spike, or None. window: [(loss, gradient norm)] of accepted steps.
 
-    A value is a spike if it exceeds the median by sigma deviations. The median and the median absolute
-    deviation (MAD) take the place of the mean and the standard deviation, so that one outlier in the window
-    does not hide the next one. 1.4826 MAD is the standard deviation of a normal distribution. A deviation is
-    at least 0.15 % of the median, so that a flat loss has no spikes of rounding.
+    A value is a spike if it exceeds the median by sigma deviations. One outlier in the window does not hide
+    the next from the median absolute deviation (MAD); 1.4826 MAD is the standard deviation of a normal
+    distribution. It is at least 0.15 % of the median, so that a flat loss has no spikes of rounding.
     """
     if len(window) < WINDOW // 2:
         return None
@@ -87,8 +59,7 @@ def spike_reason(window, loss, norm, sigma):
 class Guard:
     """Decides before each update whether it is made, and counts the steps that are refused.
 
-    The window and the counts are in state, so checkpoints contain them. The caller appends to refused_flags
-    after every step.
+    The window and the counts are in state, so checkpoints contain them.
     """
 
     def __init__(self, cfg, world, state):
@@ -97,11 +68,10 @@ class Guard:
         self.state = state
         self.max_refused = MAX_REFUSED
         if cfg.dtype == "fp16":
-            # The loss scale starts at 2**16. The 16 overflows that may bring it down to 1 are not failures.
-            self.max_refused += 16
+            self.max_refused += 16  # overflows that bring the loss scale from 2**16 down to 1
         self.reason = None  # why the last step was refused, if the host knows
-        # [(step, flag)] since the last count_refused(). The flag of a spike is None. Otherwise it is () on
-        # the device: 1.0 if the step was not finite, else 0.0.
+        # [(step, flag)] since the last count_refused(), which the caller appends. The flag of a spike is
+        # None. Otherwise it is () on the device: 1.0 if the step was not finite, else 0.0.
         self.refused_flags = []
         self.given_up = False  # whether too many steps in a row were refused; stays true
         self.refused_range = None  # (first, last) of those steps
@@ -109,8 +79,7 @@ class Guard:
     def veto(self, stats):
         """Return True, on all ranks, if --skip-spikes says that the update must not be made.
 
-        stats: (loss, grad_norm, ...), () fp64 each, the same on all ranks. This costs one synchronisation and
-        one small collective over the world.
+        stats: (loss, grad_norm, ...), () fp64 each, the same on all ranks. One small collective, world.
         """
         self.reason = None
         loss, norm = torch.stack(tuple(stats)).tolist()[:2]  # sync point
@@ -121,8 +90,7 @@ class Guard:
         else:
             self.reason = not_finite_reason(loss, norm)
 
-        # All ranks compute the same bits. If one rank decided differently, the others would wait for it
-        # forever.
+        # All ranks compute the same bits. If one decided differently, the others would wait for ever.
         is_spike = self.world.everyone.any(found is not None)  # one bool from each rank, over the world
         if is_spike:
             found = found or "spike: seen by another rank"
@@ -132,10 +100,7 @@ class Guard:
         return is_spike
 
     def count_refused(self):
-        """Count the steps that were refused since the last call. Return given_up. One synchronisation.
-
-        Call this function before a save, so that the checkpoint has the counts.
-        """
+        """Count the steps that were refused since the last call, also before a save. Return given_up."""
         state = self.state
         on_device = [flag for _, flag in self.refused_flags if flag is not None]
         values = iter(torch.stack(on_device).tolist() if on_device else [])  # sync point
@@ -157,31 +122,26 @@ def not_finite_reason(loss, norm):
     return f"not finite: loss {loss:.4g}, gradient norm {norm:.4g}"
 
 
-def give_up_message(checkpoints, first, last, reason, steps, starts_from=""):
-    """Return the last words of a run that gave up, with a command that avoids these steps.
+def give_up_message(checkpoints, first, last, reason, steps):
+    """Return the last words of a run that gave up, with flags that avoid the steps first to last.
 
-    checkpoints: paths, newest first. first, last: the steps that were refused. reason: why the last of them
-    was refused, or None if this is not known. steps: those of the whole run. starts_from: --init-from, which
-    does not go with --resume PATH.
+    checkpoints: paths, newest first. reason: why the last step was refused, or None if this is not known.
+    steps: those of the whole run.
     """
-    good = [path for path in checkpoints if _step(path) < first]
-    newest = f"the last good checkpoint is {good[0]}" if good else "no checkpoint was saved before"
-    command = "the same command "
+    good = [path for path in checkpoints if step_of(path) < first]
+    early = [path for path in good if step_of(path) <= first - 100]
+    start = next(iter(early + good), None)
+    flags = ""
     begin = max(1, first - 50)
-    if good:
-        early = next((path for path in good if _step(path) <= first - 100), good[0])
-        command += "without --init-from and " if starts_from else ""
-        command += f"with --resume {early} "
-        begin = max(_step(early) + 1, begin)
-    else:
-        command += "with "
+    if start:
+        flags = f"--resume {start} "
+        begin = max(step_of(start) + 1, begin)
     end = last if first + 150 >= steps else first + 150  # A wide range would leave no step to train.
-    return (f"nanoshard: gave up: steps {first} to {last} were not taken ({reason or 'not finite'}); "
-            f"{newest}\n"
-            f"nanoshard: to go round them, {command}--train-range-to-skip {begin} {end}; or try a lower --lr")
+    return (f"nanoshard: gave up: steps {first} to {last} were not taken ({reason or 'not finite'}); to go "
+            f"round them, the same command with {flags}--train-range-to-skip {begin} {end}, or a lower --lr")
 
 
-def _step(path):
+def step_of(path):
     """Return the step of a checkpoint, whose directory is named step_000123."""
     return int(path.name.removeprefix("step_"))
 

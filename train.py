@@ -201,7 +201,7 @@ class Run:
         """Open the data, build the model, fill it from a checkpoint or with equal replicas."""
         cfg = self.cfg
         world = self.world
-        skip = Ranges(cfg.train_range_to_skip)  # wrong ones are refused before --out is touched
+        skip = Ranges(cfg.train_range_to_skip)
         mesh = agree.make_mesh(cfg, world)
         self.mesh = mesh
         self.watchdog.set_mesh(mesh)

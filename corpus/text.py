@@ -19,7 +19,6 @@ import zlib
 from pathlib import Path
 from typing import NamedTuple
 
-from interface import paths
 from interface.terminal import one_line, say, warn
 
 DOC_CHARS = 4_000  # characters of a text file per document: so few that a small text has both splits
@@ -62,8 +61,8 @@ def list_files(source, key):
     elif Path(source).is_file():
         found = [(source, source)]
     else:
-        raise FileNotFoundError(f"{source} is not a file{paths.meant_file(source)}; give stdlib, files, or"
-                                f" one of {', '.join(HUB)}")
+        raise FileNotFoundError(f"{source} is not a file; give stdlib, files, or one of "
+                                f"{', '.join(HUB)}")
     return [File(kind_of(name, path, key), str(path)) for name, path in found]
 
 

@@ -17,7 +17,11 @@ from config import ceil_div, largest_divisor, must_divide, typed
 
 
 def check_ranks(n, tp, pp, ep, n_experts=0, cp=1, *, shard=0):
-    """Return dp, the number of replicas, of n ranks as a mesh. ValueError: the ranks do not divide."""
+    """Return dp, the number of replicas, of n ranks as a mesh. ValueError: the ranks do not divide.
+
+    A group of --shard is shard * tp neighbours. If ep is larger than a group, no two of its ranks hold the
+    same expert.
+    """
     model = tp * cp * pp
     if n % model:
         raise ValueError(f"{n} ranks do not divide by tp {tp} * cp {cp} * pp {pp}; "
@@ -26,43 +30,32 @@ def check_ranks(n, tp, pp, ep, n_experts=0, cp=1, *, shard=0):
     if stage % ep:
         raise ValueError(f"ep {ep} does not divide the {stage} ranks of a stage, {n} / pp {pp}; "
                          f"try --ep {largest_divisor(ep, stage, n_experts)}")
-    if shard:
-        check_shard(shard, stage // tp, tp, ep)
-    return stage // (tp * cp)
-
-
-def check_shard(shard, replicas, tp, ep):
-    """Raise ValueError unless --shard cuts the dp * cp replicas, and each expert's copies, into equal groups.
-
-    A group is shard * tp neighbours. If ep is larger than a group, no two of its ranks hold the same expert.
-    """
+    replicas = stage // tp
     group = shard * tp
-    if replicas % shard:
+    if shard and replicas % shard:
         raise ValueError(f"shard {shard} does not divide the {replicas} data-parallel ranks, dp * cp; "
                          f"try --shard {largest_divisor(shard, replicas)}")
-    if group % ep and ep % group:
+    if shard and group % ep and ep % group:
         raise ValueError(f"ep {ep} and the {group} ranks of a group, shard {shard} * tp {tp}, do not divide "
                          "each other; leave out --shard")
+    return replicas // cp
 
 
 def check_layout(cfg, mesh, batch):
     """Raise ValueError, with the fix, for values that are wrong on this mesh. batch: sequences per step."""
     if cfg.pdb >= mesh.world.size:
         raise ValueError(f"--pdb {cfg.pdb}: the ranks are 0 to {mesh.world.size - 1}")
-    must_divide("n-experts", cfg.n_experts, "ep", mesh.ep.size, mesh.stage.size)
-    check_tensor_parallel(cfg, mesh.tp.size, mesh.world.size // mesh.pp.size)
-    check_sequence(cfg, mesh.cp.size, mesh.tp.size)
-    check_batch(cfg, mesh.dp.size, batch)
-    check_pipeline(cfg, mesh.pp.size, mesh.cp.size)
-
-
-def check_tensor_parallel(cfg, tp, stage):
-    """Raise ValueError unless heads, MLP and vocabulary divide by tp. stage: ranks of a stage."""
+    tp = mesh.tp.size
+    stage = mesh.world.size // mesh.pp.size  # ranks of a stage
+    must_divide("n-experts", cfg.n_experts, "ep", mesh.ep.size, stage)
     must_divide("n-head", cfg.n_head, "tp", tp, stage)
     if tp % cfg.n_kv_head:  # else some ranks hold copies of a key/value head
         must_divide("n-kv-head", cfg.n_kv_head, "tp", tp, stage)
     must_divide("ffn-hidden", cfg.ffn_hidden, "tp", tp, stage)
     must_divide("the padded vocabulary, a multiple of", 128, "tp", tp, stage)
+    check_sequence(cfg, mesh.cp.size, tp)
+    check_batch(cfg, mesh.dp.size, batch)
+    check_pipeline(cfg, mesh.pp.size, mesh.cp.size)
 
 
 def check_sequence(cfg, cp, tp):
@@ -81,32 +74,30 @@ def check_batch(cfg, dp, batch):
     if batch % unit:
         raise ValueError(f"global-batch {batch} does not divide by micro-batch {cfg.micro_batch} * dp {dp}; "
                          f"try --global-batch {next_multiple(batch, unit)}")
-    check_ramp(batch, cfg.rampup_batch_size, unit)
+    if cfg.rampup_batch_size:
+        check_ramp(batch, cfg.rampup_batch_size, unit)
 
 
 def check_ramp(full, ramp, unit):
     """Raise ValueError if the batch of some phase of the ramp does not divide by unit = micro-batch * dp."""
-    if not ramp:
-        return
     start, increment, over = ramp
+    said = f"--rampup-batch-size {start} {increment} {over}"
     if start % unit or min(full, start + increment) % unit:  # if these two divide, all that follow do
-        raise ValueError(f"--rampup-batch-size {start} {increment} {over} has phases that do not divide by "
-                         f"micro-batch * dp = {unit}; try --rampup-batch-size {next_multiple(start, unit)} "
-                         f"{next_multiple(increment, unit)} {over}")
+        raise ValueError(f"{said} has phases that do not divide by micro-batch * dp = {unit}; try "
+                         f"--rampup-batch-size {next_multiple(start, unit)} {next_multiple(increment, unit)} "
+                         f"{over}")
     if start > full or (full - start) % increment:
         reached = start + next_multiple(max(0, full - start), increment)
-        raise ValueError(f"--rampup-batch-size {start} {increment} {over} does not reach global-batch {full} "
-                         f"in whole increments; try --global-batch {reached}")
+        raise ValueError(f"{said} does not reach global-batch {full} in whole increments; try "
+                         f"--global-batch {reached}")
 
 
 def check_pipeline(cfg, pp, cp):
     """Raise ValueError for parts that do not go together, and for stages that do not fit the blocks."""
     if cfg.zero == 3 and pp > 1:
-        raise ValueError(f"--zero 3 does not go with --pp {pp}: a stage goes to and fro between "
-                         "micro-batches and would gather all the time; try --zero 2, or --pp 1")
+        raise ValueError(f"--zero 3 gathers a stage anew for each micro-batch of --pp {pp}; try --zero 2")
     if cp > 1 and cfg.recompute == "selective" and cfg.objective == "causal":
-        raise ValueError(f"--recompute selective does not go with --cp {cp}, whose mask it cannot make; "
-                         "try --recompute full")
+        raise ValueError(f"--recompute selective cannot make the mask of --cp {cp}; try --recompute full")
     if cfg.pp_chunks > 1 and pp == 1:
         raise ValueError(f"--pp-chunks {cfg.pp_chunks} interleaves the stages of several ranks; try --pp 2")
     if cfg.pp_chunks > 1 and cfg.zero > 1:
@@ -123,31 +114,25 @@ def next_multiple(n, of):
 # -----------------------------------------------------------------------------
 # The ranks that flags ask for
 
-def needed(cfg):
-    """Return the least number of ranks on which the layout of the flags is possible."""
-    stage = cfg.tp * cfg.cp
-    if cfg.zero and cfg.shard:
-        stage = math.lcm(stage, cfg.tp * cfg.shard)
-    return cfg.pp * math.lcm(stage, cfg.ep)
-
-
 def check_flags(cfg, ranks):
     """Raise ValueError, with the fix, unless the flags fit a number of ranks. A mesh is not made."""
     dp = check_ranks(ranks, cfg.tp, cfg.pp, cfg.ep, cfg.n_experts, cfg.cp, shard=cfg.shard)
-    sizes = {"world": ranks, "stage": ranks // cfg.pp, "dp": dp, "tp": cfg.tp, "cp": cfg.cp, "pp": cfg.pp,
-             "ep": cfg.ep}
+    sizes = {"world": ranks, "dp": dp, "tp": cfg.tp, "cp": cfg.cp, "pp": cfg.pp, "ep": cfg.ep}
     mesh = SimpleNamespace(**{axis: SimpleNamespace(size=size) for axis, size in sizes.items()})
     check_layout(cfg, mesh, cfg.global_batch or cfg.micro_batch * dp)
 
 
 def check_alone(cfg, argv, program="train.py"):
     """Raise ValueError if one process is started for a layout of several ranks: say what starts them."""
-    ranks = needed(cfg)
+    stage = cfg.tp * cfg.cp
+    if cfg.zero and cfg.shard:
+        stage = math.lcm(stage, cfg.tp * cfg.shard)
+    ranks = cfg.pp * math.lcm(stage, cfg.ep)
     check_flags(cfg, ranks)
     if ranks > 1:
-        asked = [f"{typed(axis)} {getattr(cfg, axis)}" for axis in ("tp", "cp", "pp", "ep", "shard")
-                 if getattr(cfg, axis) > 1]
-        raise ValueError(f"{' '.join(asked)} needs {ranks} ranks: {command(ranks, argv, program=program)}")
+        sizes = {axis: getattr(cfg, axis) for axis in ("tp", "cp", "pp", "ep", "shard")}
+        asked = " ".join(f"{typed(axis)} {size}" for axis, size in sizes.items() if size > 1)
+        raise ValueError(f"{asked} needs {ranks} ranks: {command(ranks, argv, program=program)}")
 
 
 def command(ranks, argv, starter="mpiexec", program="train.py", nodes=1):
@@ -156,14 +141,12 @@ def command(ranks, argv, starter="mpiexec", program="train.py", nodes=1):
     nodes: the number of nodes. torchrun is typed on each of them, and HOST is the name of the first.
     """
     program = shlex.join([program, *argv])
-    if starter == "torchrun" and nodes > 1 and ranks % nodes == 0:
+    if starter == "torchrun" and nodes > 1:
         return (f"torchrun --nnodes {nodes} --nproc-per-node {ranks // nodes} --rdzv-backend c10d "
                 f"--rdzv-endpoint HOST:29500 {program}")
     if starter == "torchrun":
         return f"torchrun --nproc-per-node {ranks} {program}"
-    if starter == "srun":
-        return f"srun -n {ranks} python {program}"
-    return f"mpiexec -n {ranks} python {program}"
+    return f"{starter if starter == 'srun' else 'mpiexec'} -n {ranks} python {program}"
 
 
 # -----------------------------------------------------------------------------
@@ -194,15 +177,11 @@ def balanced_counts(n_layer, stages):
     The embedding and the head each count as a block.
     """
     counts = [1] * stages
-    # The middle comes first, the ends last.
-    order = sorted(range(stages), key=lambda stage: -min(stage, stages - 1 - stage))
-    inner = order[:-2]
-    left = n_layer - stages
-    for stage in inner[:left]:  # up to the load of the ends
-        counts[stage] += 1
-    left = max(0, left - len(inner))
-    for i, stage in enumerate(order):
-        counts[stage] += left // stages
-        if i < left % stages:
-            counts[stage] += 1
+
+    def load(stage):
+        from_end = min(stage, stages - 1 - stage)
+        return counts[stage] + (from_end == 0), -from_end  # of equal loads the middle is first
+
+    for _ in range(n_layer - stages):
+        counts[min(range(stages), key=load)] += 1
     return counts

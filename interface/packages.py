@@ -2,16 +2,13 @@
 import importlib.util
 import sys
 
-from config import Outcome
-
 
 def check_packages():
-    """Print what to type, and end the process with 2, if a package is not installed for this python."""
     missing = [name for name in ("numpy", "torch", "tyro") if importlib.util.find_spec(name) is None]
     if missing:
         print(f"nanoshard: this python has no {', '.join(missing)}; in the folder of train.py type: "
               "make .venv/ready && source .venv/bin/activate", file=sys.stderr)
-        raise SystemExit(Outcome.WRONG_INPUT)
+        raise SystemExit(2)
 
 
 def version_of(package):

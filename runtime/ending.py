@@ -57,8 +57,7 @@ def print_failure(run):
     message = ""
     if run.outcome is Outcome.GAVE_UP:
         why = run.guard.reason or run.log_file.last_row.get("skip_reason")
-        starts_from = "" if cfg.lora else cfg.init_from  # with --lora both may be given
-        message = give_up_message(saved, *run.guard.refused_range, why, cfg.steps, starts_from)
+        message = give_up_message(saved, *run.guard.refused_range, why, cfg.steps)
     if run.outcome is Outcome.REPLICAS_DIFFER:
         message = differences_message(run.differences, run.state.step, saved)
     for line in message.splitlines():

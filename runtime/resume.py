@@ -21,7 +21,7 @@ import checkpoint
 from config import SHAPE, Outcome, flags_of_kind, pad_vocab
 from interface import files
 from interface.paths import is_run
-from interface.terminal import complain, one_line, say, warn
+from interface.terminal import one_line, say, warn
 from ops.checksum import checksum
 from ops.split_master import whole
 from runtime.init_from import VOCABULARY, changed_flags, init_from, load_base
@@ -277,10 +277,7 @@ def start_from(found, skip, model, opt, data_id):
                 said.append(f"goes on from {found}: {flag} {value} is for a start, and not used")
         for name, (before, now) in state.changed.items():
             said.append(f"resume: {name.replace('_', '-')} {before} -> {now}")
-        warning = skip.too_late(state.step, Ranges(state.skip))
         skip = Ranges([*skip.ends(), *state.skip])  # a resume inside a range goes on skipping it
-        if warning and model.mesh.world.rank == 0:
-            complain(warning)
     if model.mesh.world.rank == 0:
         for line in said:
             say(one_line(line))

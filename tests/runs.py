@@ -144,7 +144,10 @@ def assert_refused(result, *words):
 
 
 def refused(main, argv, *words):
-    """Assert that a program's main ends with exit code 2 and one line on stderr that contains all words."""
+    """Assert that a program's main ends with exit code 2 and one line on stderr that contains all words.
+
+    Return the line.
+    """
     code, err = 0, io.StringIO()
     try:
         with contextlib.redirect_stderr(err):
@@ -152,6 +155,7 @@ def refused(main, argv, *words):
     except SystemExit as leaving:
         code = leaving.code
     assert_refused({"code": code, "err": err.getvalue()}, *words)
+    return err.getvalue()
 
 
 def go(n, out, *flags, plan=None, code=0, base=TINY):

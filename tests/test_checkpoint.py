@@ -453,3 +453,19 @@ def wait_for_what_comes_late(world, root):
 
 def test_a_rank_waits_for_a_checkpoint_that_its_node_sees_late(tmp_path):
     assert run_ranks(2, wait_for_what_comes_late, tmp_path) == [None, None]
+
+
+def test_weights_that_are_not_finite_are_refused_and_moments_are_not(tmp_path):
+    sound, nan = torch.ones(2), torch.tensor([1.0, math.nan])
+    for step, weight, moment in ((1, sound, nan), (2, nan, sound)):
+        pieces = [("w", weight, (2,), (0,)), ("w/m", moment, (2,), (0,)), ("e", sound[:0], (0,), (0,))]
+        path = checkpoint.save(tmp_path, step, pieces, {})
+        requested = [(name, torch.zeros(full), full, at) for name, _, full, at in pieces]
+        if step == 2:
+            with pytest.raises(ValueError, match="w holds nan or infinite weights"):
+                checkpoint.load(path, requested)
+        else:
+            checkpoint.load(path, requested)
+            assert requested[0][1].tolist() == [1, 1] and requested[1][1].isnan().tolist() == [False, True]
+    for values, finite in (([], True), ([1.0, -2.0], True), ([math.inf], False), ([0.0, -math.inf], False)):
+        assert checkpoint.is_finite(torch.tensor(values)) == finite

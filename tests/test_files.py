@@ -242,3 +242,13 @@ def test_a_checkpoint_of_any_dtype_is_refused_with_nan(dtype):
         checksum.refuse_not_finite([good, ("bad", bad, (2,), (0,))])
 
 
+def test_only_files_that_we_began_are_removed(tmp_path):
+    ours = tmp_path / ".metrics.jsonl.0123abcd.part"
+    others = [tmp_path / name for name in (".notes.part", ".a.0123abcg.part", ".link.0123abcd.part")]
+    ours.touch()
+    for path in others[:2]:
+        path.touch()
+    others[2].symlink_to(others[0])
+    (tmp_path / ".folder.0123abcd.part").mkdir()
+    files.remove_parts(tmp_path)
+    assert sorted(tmp_path.iterdir()) == sorted([*others, tmp_path / ".folder.0123abcd.part"])

@@ -1,6 +1,6 @@
 """A real disk that is full, and files that are cut, removed or unpack for ever.
 
-test_borders.py fills disks by a limit on the size of files, for machines where nothing can be mounted.
+test_malformed.py fills disks by a limit on the size of files, for machines where nothing can be mounted.
 """
 import contextlib
 import json
@@ -8,8 +8,7 @@ import os
 import subprocess
 
 import pytest
-from runs import assert_refused, go
-from test_borders import refused_line
+from runs import assert_refused, go, refused
 from test_data import make_text
 
 import convert
@@ -72,14 +71,14 @@ PROGRAMS = {  # name: (program, argv, free bytes); ~ is the folder of made(), ^ 
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_a_full_disk_is_one_line_and_nothing_half_stays_unnamed(name, made, disk, capsys):
+def test_a_full_disk_is_one_line_and_nothing_half_stays_unnamed(name, made, disk):
     program, words, room = PROGRAMS[name]
     needs = {"gguf": "gguf", "png": "matplotlib"}.get(name)
     if needs:
         pytest.importorskip(needs, reason=f"{needs} is not installed: pip install {needs}")
     argv = [word.replace("~", str(made)).replace("^", str(disk)) for word in words.split()]
     fill(disk, room)
-    err = refused_line(capsys, program.main, *argv)
+    err = refused(program.main, argv)
     assert err.startswith(f"nanoshard: {disk}/x cannot be written: "), err
     assert "No space left on device" in err and "; free space there, or give another --" in err, err
     assert left(disk) == set()

@@ -274,3 +274,9 @@ def test_a_token_like_a_special_one_is_refused():
     twice = tokenizer.BpeTokenizer.make("own", tokenizer.PATTERN, ranks, {tokenizer.EOD: 259})
     with pytest.raises(ValueError, match="the characters of a special token"):
         tokenizer_keys(twice, 261)
+
+
+def test_rows_of_a_head_are_paired_as_llama_cpp_turns_them():
+    rows = torch.arange(2 * 4 * 3).reshape(8, 3)  # 2 heads of 4 rows
+    assert gguf_file.pair_rows(rows, 2)[:, 0].div(3).tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
+    assert gguf_file.pair_rows(torch.arange(8), 2).tolist() == [0, 2, 1, 3, 4, 6, 5, 7]

@@ -514,3 +514,23 @@ def test_a_checkpoint_with_weights_that_are_not_finite(tmp_path):
     cfg, vocab_size, reader, _, _ = convert.read_run(step)
     with pytest.raises(ValueError, match=words[0]):
         sample.load_model(cfg, vocab_size, reader)
+
+
+def read_theirs(folder, **theirs):
+    (folder / "config.json").write_text(json.dumps(theirs))
+    return families.read_config(folder / "config.json", "fp32", 0)
+
+
+def test_what_a_config_json_leaves_out_is_transformers_default(hf, tmp_path):
+    """The numbers of the model cards of Llama 7B, Mistral 7B, Mixtral 8x7B and GPT-2."""
+    for name, want in {"llama": (32000, 4096, 32, 32, 32, 11008, 2048, 1e4),
+                       "mistral": (32000, 4096, 32, 32, 8, 14336, 131072, 1e4),
+                       "mixtral": (32000, 4096, 32, 32, 8, 14336, 131072, 1e6)}.items():
+        _, cfg, vocab_size = read_theirs(tmp_path, model_type=name)
+        assert want == (vocab_size, cfg.n_embd, cfg.n_layer, cfg.n_head, cfg.n_kv_head, cfg.ffn_hidden,
+                        cfg.seq_len, cfg.rope_base)
+    _, cfg, vocab_size = read_theirs(tmp_path, model_type="gpt2")
+    assert (vocab_size, cfg.n_embd, cfg.n_layer, cfg.n_head, cfg.seq_len) == (50257, 768, 12, 12, 1024)
+    assert (cfg.ffn_hidden, cfg.rope_base) == (3072, config.Config.rope_base)
+    assert read_theirs(tmp_path, model_type="gpt2", n_inner=100)[1].ffn_hidden == 100
+    assert read_theirs(tmp_path, model_type="gpt2", hidden_size=96, n_head=3)[1].ffn_hidden == 384

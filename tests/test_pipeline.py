@@ -166,19 +166,6 @@ def test_stages_follow_pp_layers_or_are_balanced():
         assert stages(len(counts), sum(counts)) == list(zip([0, *ends[:-1]], ends, strict=True))
 
 
-def test_the_split_into_stages_is_the_one_that_adds_block_by_block():
-    def greedy(n_layer, pp):
-        counts = [0] * pp
-        for _ in range(n_layer):
-            load = [c + (s == 0) + (s == pp - 1) for s, c in enumerate(counts)]
-            counts[min(range(pp), key=lambda s: (counts[s] > 0, load[s], -min(s, pp - 1 - s)))] += 1
-        return counts
-    for pp in range(1, 10):
-        for n in range(pp, 3 * pp + 3):
-            assert [b - a for a, b in stage_layers(Config(n_layer=n), pp)] == greedy(n, pp)
-    assert len(stage_layers(Config(n_layer=10**6), 10**5)) == 10**5  # at once
-
-
 # -----------------------------------------------------------------------------
 # Messages
 

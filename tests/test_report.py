@@ -6,7 +6,7 @@ import xml.etree.ElementTree as ET
 
 import pytest
 from browser import browser
-from runs import TINY, session
+from runs import TINY, refused, session
 
 import plot
 from interface import report
@@ -90,7 +90,7 @@ def test_missing_files_give_a_page_too(tmp_path):
     elements_of((tmp_path / "x.html").read_text())
 
 
-def test_two_runs_side_by_side(tmp_path, monkeypatch, capsys):
+def test_two_runs_side_by_side(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     make_run(tmp_path / "a"), make_run(tmp_path / "b", seed=8)
     assert plot.main(["a", "b", "--html", "x.html"]) == 0
@@ -100,15 +100,7 @@ def test_two_runs_side_by_side(tmp_path, monkeypatch, capsys):
     rows = [["".join(cell.itertext()) for cell in row] for row in tree.iter("tr")]
     for row in (["", "flag", "a", "b"], ["", "--steps", "40", "40"], ["* ", "--seed", "1337", "8"]):
         assert row in rows
-    assert plot.main(["b", "--html", "x.html"]) == 0  # a page of ours may be written again
-    (tmp_path / "mine.html").write_text("<p>mine</p>")
-    refused = {"mine.html": "none of ours", "x.txt": ".html",
-               "no/x.html": "; give another --html"}
-    for name, words in refused.items():
-        with pytest.raises(SystemExit) as end:
-            plot.main(["a", "--html", name])
-        assert end.value.code == 2 and words in capsys.readouterr().err.splitlines()[-1]
-    assert (tmp_path / "mine.html").read_text() == "<p>mine</p>"
+    refused(plot.main, ["a", "--html", "no/x.html"], "; give another --html")
 
 
 def test_a_run_leaves_its_page_also_after_a_stop_and_never_fails_for_it(tmp_path):

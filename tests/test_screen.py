@@ -17,7 +17,6 @@ sys.path.insert(0, str(ROOT / "bench"))
 
 
 import plan
-import plot
 import prepare
 from config import Config
 from interface.command_line import parse
@@ -36,19 +35,6 @@ def test_the_time_left_is_the_mean_of_the_steps_so_far(monkeypatch):
     run_log = SimpleNamespace(first_done=None)
     left = [log.Log.seconds_left(run_log, number, 20) for number in (11, 12, 13)]
     assert left == [None, 3.0 * 8, 4.0 * 7]
-
-
-def test_the_table_of_runs_fits_a_narrow_terminal(tmp_path, monkeypatch, capsys):
-    run = tmp_path / "a-run-whose-name-is-longer-than-its-column"
-    run.mkdir()
-    (run / "metrics.jsonl").write_text('{"step": 3, "loss": 1.5}\n')
-    flags = {"steps": 3, "preset": "tiny", "world": 1, "plot": False, "rampup_batch_size": [8, 8, 64]}
-    (run / "config.json").write_text(json.dumps(flags))
-    monkeypatch.setenv("COLUMNS", "80")
-    plot.print_runs(tmp_path)
-    said = capsys.readouterr().out
-    assert max(map(len, said.splitlines())) <= 80
-    assert "tiny on 1 rank " in said and "--no-plot" in said and "--rampup-batch-size 8 8 64" in said
 
 
 # -----------------------------------------------------------------------------

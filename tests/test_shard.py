@@ -92,7 +92,7 @@ def test_groups_that_do_not_fit_are_refused(n, tp, ep, shard, words):
 
 
 def test_a_shard_without_zero_is_refused():
-    with pytest.raises(ValueError, match="--shard 2 says among how many ranks --zero shares.*add --zero 1"):
+    with pytest.raises(ValueError, match="--shard 2 is a group of --zero.*add --zero 1"):
         check(Config(shard=2))
 
 
