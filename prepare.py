@@ -11,10 +11,7 @@ dclm_baseline_1.0 (several TB), dclm_baseline_1.0_10prct, hf:OWNER/NAME::PATTERN
 1) get the tokenizer: trained on the sources, taken from a folder, or published
 2) read the documents, and encode them in parallel: the same bytes for any --workers
 3) shuffle those of records, and write the shards into data/NAME.tmp
-4) rename that to data/NAME: until then, an older data set there is as it was
-
-Where the data are made and no source has changed since, it says so. Where another data set stands, it changes
-nothing without --replace.
+4) rename that to data/NAME; what stands there is replaced if the same command made it, or by --replace
 
 The documents are the files of the standard library, or the records. Other text is cut at blank lines into
 documents of about 4,000 characters, or where --split-at stands in it. End-of-document follows each, and the
@@ -64,8 +61,7 @@ from interface.terminal import say, warn
 VOCAB_SIZE = 4096  # for bpe: an id stands for 3.5 characters of Python, and does not dwarf a small model
 TRAINING_BYTES = 64 << 20  # amount of text to train a vocabulary on
 BATCH = 1 << 20  # characters that a worker encodes at a time; their number changes no byte
-# `encodings` and `pydoc_data` are tables of code points and help texts: they make up 18 % of the text, and
-# are hardly programs.
+# `encodings` and `pydoc_data` are tables and help texts, 18 % of the text, and hardly programs.
 NOT_STDLIB = {"site-packages", "dist-packages", "__pycache__", "encodings", "pydoc_data"}
 TESTS = {"test", "tests", "idle_test"}
 OURS = re.compile(r"(train|val)(_mask)?_[0-9]{5,}\.bin|meta\.json|tokenizer\.json|\.verified\.json")
@@ -182,7 +178,7 @@ def load_tokenizer(path, sha256):
 
 
 def encode(path, sha256, val_fraction, split, texts):
-    """Return {split: the tokens of each of its documents, with their ends}, and counts of what was read.
+    """Return [(split, tokens with their end)] of texts, and counts of what was read.
 
     path, sha256: of the tokenizer. split: of all texts, or "" where the hash of each alone decides: equal
     texts stay together. A text without ends is cut in two later.
@@ -190,18 +186,18 @@ def encode(path, sha256, val_fraction, split, texts):
     vocab = load_tokenizer(path, sha256)
     dtype = token_dtype(vocab)
     end = np.array([] if vocab.eod is None else [vocab.eod], dtype)
-    documents = {name: [] for name in SPLITS}
+    encoded = []
     counts = Counter()
     for document in texts:
         raw = document.encode()
         uniform = int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest(), "little") / 2**64
         drawn = "val" if uniform < val_fraction and len(end) else "train"
         tokens = vocab.encode_numpy(document).astype(dtype)
-        documents[split or drawn].append(np.concatenate((tokens, end)))
+        encoded.append((split or drawn, np.concatenate((tokens, end))))
         counts["bytes"] += len(raw)
         counts["characters"] += len(document)
         counts["spelled"] += document.count(tokenizer.EOD)
-    return documents, counts
+    return encoded, counts
 
 
 def token_dtype(vocab):
@@ -249,18 +245,18 @@ def encode_all(batches, workers, *how):
             yield waiting.popleft().result()
 
 
-def write_tokens(encoded, work):
-    """Write the encoded documents to work/SPLIT. Return {split: their lengths}, the sums of the counts."""
+def write_tokens(batches, work):
+    """Write encoded batches to work/SPLIT. Return {split: lengths of its documents}, the sum of counts."""
     lengths = {split: [] for split in SPLITS}
     total = Counter()
     start = shown = time.time()
     with open(work / "train", "wb") as train, open(work / "val", "wb") as val:
         files = {"train": train, "val": val}
-        for documents, counts in encoded:
+        for encoded, counts in batches:
             total += counts
-            for split in SPLITS:
-                lengths[split] += map(len, documents[split])
-                files[split].writelines(documents[split])
+            for split, tokens in encoded:
+                lengths[split].append(len(tokens))
+                files[split].write(tokens)
             if time.time() - shown > 2:
                 shown = time.time()
                 megabytes = total["bytes"] / 1e6
@@ -288,10 +284,7 @@ def shuffle(path, lengths, dtype, seed):
 # Making the data
 
 def prepare_text(flags, files, val_files, work):
-    """Make a data set of text in the folder `work`; return what meta.json says of it, and a line to print.
-
-    ValueError, OSError: the sources cannot be read, or are too short.
-    """
+    """Make a data set of text in the folder `work`; return what meta.json says of it, and a line to print."""
     vocab = make_tokenizer(flags, files + val_files)
     vocab.save(work / "tokenizer.json")
     dtype = token_dtype(vocab)

@@ -30,10 +30,7 @@ OPEN_WINDOWS = 64  # the most windows in which fill_windows() looks for room
 
 
 class Template:
-    """The special tokens of a vocabulary, and how a conversation is written with them.
-
-    vocab: a tokenizer that has MARKERS. ValueError: it lacks some of them.
-    """
+    """The special tokens of a vocabulary, which has MARKERS, and how a conversation is written with them."""
 
     def __init__(self, vocab):
         missing = [marker for marker in MARKERS if marker not in vocab.special]
@@ -73,10 +70,7 @@ def is_trained(message):
 # A file -> conversations
 
 def read_conversations(files):
-    """Return the conversations of files of records: [messages], each [{"role", "content"}].
-
-    ValueError, one line that names the place: no JSON, an unknown role, no assistant, or a damaged file.
-    """
+    """Return the conversations of files of records: [messages], each [{"role", "content"}]."""
     found = []
     dropped = Counter()
     for file in files:

@@ -1,9 +1,8 @@
 """Masked tokens for --objective mlm: BERT's task, arXiv:1810.04805, section 3.1.
 
 In every sequence n_masked tokens, 15 %, are chosen and become targets. Of these, 80 % are replaced by [MASK],
-10 % by a random token, and 10 % stay as they are. [MASK] is one id past the data's vocabulary. Which tokens
-are chosen, and what they become, is a pure function of (seed, sample), the same in every layout and after a
-resume. A sample of the second epoch has another number, and so it has other masks.
+10 % by a random token, and 10 % stay as they are. [MASK] is one id past the data's vocabulary. All this is a
+pure function of (seed, sample); a sample of the second epoch has another number, and so it has other masks.
 """
 import numpy as np
 
@@ -14,10 +13,7 @@ MASK = "[MASK]"  # in a text for sample.py or transformers; no training text is 
 
 
 class Masked:
-    """The samples of a source (samples.Tokens, Blend, Synthetic), masked.
-
-    n_masked is the number of chosen tokens of each sequence, mask_token the id of [MASK].
-    """
+    """The samples of a source (samples.Tokens, Blend, Synthetic), masked."""
 
     def __init__(self, source, seed):
         self.source = source
@@ -63,7 +59,6 @@ class Masked:
         return np.where(kind == 8, other.astype(np.int64), replaced)
 
     def n_targets(self, first, n):
-        """Return how many tokens of samples first .. first+n-1 are trained: the chosen ones."""
         return n * self.n_masked
 
 

@@ -31,7 +31,6 @@ WEIGHT_STEPS = 10_000  # weights in proportion to the tokens are multiples of 1 
 def inputs_and_targets(windows):
     """Return x, y of token ids, (n, T+1) -> (n, T) each: new int64 tensors, y one token ahead of x."""
     import torch  # not at the top: prepare.py and its workers start without torch
-
     x = torch.from_numpy(windows[:, :-1].astype(np.int64))
     y = torch.from_numpy(windows[:, 1:].astype(np.int64))
     return x, y
@@ -53,7 +52,6 @@ def document_places(tokens, eod):
     it, or with the window.
     """
     import torch
-
     positions = torch.arange(tokens.size(1))
     starts = torch.where(tokens == eod, positions, 0).cummax(1).values  # of each token's document
     return positions - starts + 1
@@ -346,7 +344,6 @@ class Blend:
 
     def batch(self, first, n):
         import torch
-
         x = torch.empty(n, self.seq_len, dtype=torch.int64)
         y = torch.empty_like(x)
         for part, start, rows in self.pieces(first, n):
@@ -419,7 +416,6 @@ def trained_tokens(source, first, count, device):
     if source.all_trained:
         return n
     import torch
-
     return torch.full((), n, device=device)
 
 

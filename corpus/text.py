@@ -6,8 +6,8 @@
     fineweb_edu_10bt, hf:...     files on the Hugging Face hub, read as above (needs datasets)
     text: any other name         about 4,000 characters, cut at a blank line, or what --split-at separates
 
-Files packed as .gz, or records as .zst (needs zstandard), are known by their first bytes, records and tables
-of another name by their first line. What cannot be read is a ValueError with its file and row.
+Files packed as .gz, or records as .zst (needs zstandard), are known by their first bytes, records of another
+name by their first line. What cannot be read is a ValueError with its file and row.
 """
 import contextlib
 import gzip
@@ -53,8 +53,7 @@ def require(module, user):
 def list_files(source, key):
     """Return the Files of one source, a path or a name on the hub, in order.
 
-    key: the column or json key of the text. ValueError, OSError: a file is absent, no text, or needs a
-    missing package.
+    key: the column or json key of the text. ValueError, OSError: a file is absent, or no text.
     """
     if source in HUB or source.startswith("hf:"):
         found = fetch_from_hub(source)

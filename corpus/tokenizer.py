@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from corpus.samples import first_folder
+from corpus.text import require
 from interface.files import load_json
 from interface.terminal import one_line
 
@@ -60,12 +61,10 @@ class Tokenizer:
 
     def with_special(self, names):
         """Return a tokenizer that has these special tokens, too; new ones come after all others."""
-        special = dict(self.special)
-        for name in names:
-            if name not in special:
-                special[name] = self.n_vocab + len(special) - len(self.special)
-        if special == self.special:
+        new = [name for name in names if name not in self.special]
+        if not new:
             return self
+        special = self.special | {name: self.n_vocab + i for i, name in enumerate(new)}
         return type(self)({**self.spec, "special": special})
 
     def whole_characters(self, ids, before=()):
@@ -88,10 +87,7 @@ class Tokenizer:
 
 
 class CharTokenizer(Tokenizer):
-    """One id per character in code point order, as in nanoGPT's shakespeare_char; no end-of-document.
-
-    Special tokens, if any, come after the characters.
-    """
+    """One id per character in code point order, then special tokens; there is no end-of-document."""
 
     def __init__(self, spec):
         super().__init__(spec)
@@ -131,7 +127,6 @@ class BpeTokenizer(Tokenizer):
 
     @classmethod
     def make(cls, kind, pattern, ranks, special):
-        """Make one of ranks {bytes: id}, special tokens {str: id} and the regular expression of words."""
         ranks = {base64.b64encode(token).decode(): i for token, i in ranks.items()}
         return cls({"kind": kind, "pattern": pattern, "ranks": ranks, "special": special})
 
@@ -139,12 +134,8 @@ class BpeTokenizer(Tokenizer):
         return self.encoding.encode_to_numpy(text, disallowed_special=())
 
     def decode(self, ids):
-        tokens = []
-        for i in map(int, ids):
-            if i in self.ids:
-                tokens.append(self.encoding.decode_single_token_bytes(i))
-            else:
-                tokens.append(UNKNOWN.encode())
+        tokens = [self.encoding.decode_single_token_bytes(i) if i in self.ids else UNKNOWN.encode()
+                  for i in map(int, ids)]
         return b"".join(tokens).decode("utf-8", "replace")
 
 
@@ -156,10 +147,7 @@ class HfTokenizer(Tokenizer):
     """
 
     def __init__(self, spec):
-        try:
-            import tokenizers
-        except ImportError:
-            raise FileNotFoundError("a tokenizer of Hugging Face needs: pip install tokenizers") from None
+        tokenizers = require("tokenizers", "a tokenizer of Hugging Face")
         super().__init__(spec)
         self.library = tokenizers.Tokenizer.from_str(json.dumps(spec["json"]))
         self.library.add_special_tokens(sorted(self.special, key=self.special.get))
@@ -176,7 +164,7 @@ class HfTokenizer(Tokenizer):
         self.eod = self.find_eod()
 
     def find_eod(self):
-        """Return the id of end-of-document, or None where neither the tokenizer nor the model names one."""
+        """Return the id of end-of-document, or None where neither tokenizer nor model names one."""
         eos = self.spec["config"].get("eos_token")
         if isinstance(eos, dict):
             eos = eos.get("content")
@@ -245,19 +233,14 @@ def load(path):
     path = Path(path)
     if path.is_dir():
         path = path / "tokenizer.json"
-    if not path.exists():
-        raise FileNotFoundError(f"{path} does not exist; make it with: python prepare.py")
     spec = load_json(path)
     try:
         if "model" in spec and "kind" not in spec:
             spec = spec_of_theirs(spec, path)
         kind = {"char": CharTokenizer, "hf": HfTokenizer}.get(spec["kind"], BpeTokenizer)
         return kind(spec)
-    except OSError:  # a package or a file is missing
-        raise
-    except Exception as e:  # their library has none of its own
-        raise ValueError(f"{path} is not a tokenizer file ({one_line(repr(e))[:200]}); make it again: python "
-                         "prepare.py") from e
+    except Exception as e:  # their library has no errors of its own
+        raise ValueError(f"{path} cannot be read as a tokenizer: {one_line(repr(e))[:200]}") from e
 
 
 def load_if_there(folder, vocab_size):
@@ -283,9 +266,9 @@ def spec_of_theirs(content, path):
 
 
 def set_prefix_space(content, config, model_type):
-    """Let the pre-tokenizer of a tokenizer.json put a space before a text, or not, as transformers does.
+    """Let a tokenizer.json put a space before a text as transformers does: some classes ignore its value.
 
-    content, config: of tokenizer.json and tokenizer_config.json. Some classes ignore the former's value.
+    content, config: of tokenizer.json and tokenizer_config.json.
     """
     name = config.get("tokenizer_class") or CLASS_OF_MODEL.get(model_type, "")
     if name.removesuffix("Fast") not in SET_PREFIX_SPACE:

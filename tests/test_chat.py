@@ -533,14 +533,6 @@ def test_questions_from_a_pipe_on_two_ranks(tuned):
     assert not code and both == out and nothing == ""
 
 
-def test_characters_of_several_bytes_are_printed_whole():
-    vocab = tokenizer.train_bpe(["plain text"], 257)
-    text = "a\u00e4\u20ac\U0001f600b"
-    pieces = list(vocab.whole_characters(vocab.encode(text)))
-    assert pieces == list(text)
-    assert list(vocab.whole_characters([97, 0xE2, 0x82])) == ["a", "\ufffd"]
-
-
 def chat_at_terminal(name, argv):
     """sample.main of a new process whose stdin and stdout are the terminal of this name."""
     terminal = os.open(name, os.O_RDWR)
