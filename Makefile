@@ -20,7 +20,7 @@ test: .venv/ready-test
 	$(PYTEST) -m "not long" tests
 
 drills: .venv/ready-test
-	python tests/drills/kill.py --count 1000 --workers 2 --out out/drills
+	python tests/drills/kill.py --count 1000 --out out/drills
 
 # the other cases of long sweeps; and what needs a package that pip builds for ten minutes and more: llama.cpp,
 # which runs our GGUF files. where it cannot be built, its tests are skipped. so are those of the pages in a

@@ -15,7 +15,7 @@ from interface.packages import check_packages
 
 check_packages()
 
-from runtime.launch import LAUNCHERS, env_rank, started_by, wrong_environment
+from runtime.launch import LAUNCHERS, env_rank, started_by
 
 from interface.command_line import command_line, wrong_input
 from interface.layout import check_alone, check_flags
@@ -29,7 +29,7 @@ def one_rank_speaks():
     This context holds the reading of flags, before launch(). All ranks read the same flags, so no rank needs
     to ask another one.
     """
-    with wrong_environment():
+    with wrong_input():
         rank = env_rank()
     with contextlib.ExitStack() as stack:
         if rank != 0:

@@ -20,8 +20,7 @@ from ops.accelerator import ask
 from ops.backend import TRITON_DEVICES
 from ops.grouped_mm import use_grouped_mm
 
-SHOW_ALL = ("srun --gpus-per-node=N --gpu-bind=none; with Cray's MPI export MPICH_GPU_SUPPORT_ENABLED=0, "
-            "else MPI_Init initialises CUDA before a rank can be shown more GPUs")
+SHOW_ALL = "show each rank all GPUs: srun --gpus-per-node=N --gpu-bind=none, or scripts/gpu_order.sh"
 LINK_BYTES = 4 << 20, 32 << 20  # of a message between two ranks, on CPUs and on GPUs
 SLOW_LINK = 0.5  # of the median: a slower link is a WARN
 
@@ -32,7 +31,7 @@ def gpus_seen(world):
     if world.device.type != "cpu":
         properties = ask(world.device, "get_device_properties")
         identity = str(getattr(properties, "uuid", world.device.index))
-        mine = world.shown, world.device.index, identity, torch.accelerator.device_count()
+        mine = world.device.index, identity, torch.accelerator.device_count()
     host = socket.gethostname()
     told = world.everyone.gather((host, mine))  # a few words per rank, over the world
     here = [row for there, row in told if there == host]
@@ -42,20 +41,15 @@ def gpus_seen(world):
 def habit(rows):
     """Return which habit the site has in showing GPUs to ranks, and what it means for a run.
 
-    rows: (CUDA_VISIBLE_DEVICES as the launcher set it, index, UUID, number of GPUs seen) of a node's ranks.
+    rows: (index, UUID, number of GPUs seen) of a node's ranks.
     """
-    shown, indices, names, counts = zip(*rows, strict=True)
-    values = "; ".join("unset" if text is None else text for text in dict.fromkeys(shown))
+    indices, names, counts = zip(*rows, strict=True)
     if len(set(names)) < len(names):
-        return "FAIL", f"{len(names)} ranks use {len(set(names))} GPUs (CUDA_VISIBLE_DEVICES {values})", \
+        return "FAIL", f"{len(names)} ranks use {len(set(names))} GPUs", \
             f"start {len(set(names))} ranks per node, or show each its own"
     if len(set(indices)) < len(names) or max(indices) >= min(counts):
-        return "WARN", f"each rank sees GPUs of its own only (CUDA_VISIBLE_DEVICES {values}); a cgroup or " \
-            "MPI_Init keeps the others from it: no symmetric memory, slower steps with experts", SHOW_ALL
-    if len(set(shown)) > 1:
-        return "OK", f"the launcher shows each rank its own (CUDA_VISIBLE_DEVICES {values}), nanoshard all " \
-            f"{min(counts)}; its own stays the current one", ""
-    return "OK", f"each rank sees the same {min(counts)} (CUDA_VISIBLE_DEVICES {values})", ""
+        return "WARN", "each rank sees GPUs of its own only: slower steps with experts", SHOW_ALL
+    return "OK", f"each rank sees the same {min(counts)}", ""
 
 
 def fast_paths(world):
@@ -136,7 +130,7 @@ def link_rates(world, repeats=5):
     mine, theirs = (torch.ones(size, dtype=torch.uint8, device=world.device) for _ in range(2))
     rates = {}
     for other in partners(world.rank, world.size):
-        world.barrier()
+        world.everyone.barrier()
         times = []
         for _ in range(0 if other is None else repeats):
             began = time.perf_counter()

@@ -1,20 +1,16 @@
-"""What the ranks decide together: that they have the same flags, code, data and weights, and when to stop.
+"""What the ranks decide together: that they have the same flags, data and weights, and when to stop.
 
     started              what surrounds a run: its ranks, with equal flags, and its watchdog
-    same_start           all ranks have the same flags and the same code
     make_mesh, open_data the ranks' places and what they read, which the flags must fit
-    compare              a value that differs between ranks is wrong input
     Stop                 a signal on any rank, the file OUT/stop, or --max-minutes
     replica_differences  compares the parameters that several ranks share (--check-every)
 """
 import contextlib
-import hashlib
 import math
 import os
 import sys
 import time
 import traceback
-from pathlib import Path
 
 from runtime import launch  # isort: skip (before torch: it sets how idle threads wait)
 import torch
@@ -31,7 +27,6 @@ from ops.checksum import checksum
 from optim import VOTES
 from runtime import profiles, session, watch
 
-ROOT = Path(__file__).resolve().parent.parent
 STOP_FILE = "stop"
 # Why a run stops early: one vote each. Of several reasons the first counts.
 REASONS = (*(number.name for number in session.STOPPING), f"the file {STOP_FILE}", "max-minutes")
@@ -47,20 +42,21 @@ def started(argv=None):
     argv: by default this program's. At the end the ranks part, also where the run leaves by SystemExit.
     """
     with session.surround():
-        if argv is None:
-            argv = sys.argv[1:]
-            cfg, wrong, timeout = session.signals.parsed or session.parse_flags(argv)
-        else:
-            cfg, wrong, timeout = session.parse_flags(argv)
-        launch.deterministic(cfg is not None and cfg.deterministic)
+        parsed = session.signals.parsed if argv is None else None
+        cfg, wrong = parsed or session.parse_flags(sys.argv[1:] if argv is None else argv)
+        launch.deterministic(cfg.deterministic)
+        timeout = cfg.timeout if cfg.pdb < 0 else launch.NO_TIMEOUT
         with watch.Watch(session.signals.rank, timeout) as watchdog:
             # Only the watchdog ends a run that hangs. A timeout of gloo or NCCL would keep counting
             # while the run is suspended.
-            world = launch.launch(launch.NO_TIMEOUT, quiet=wrong is not None, waits=True)
+            world = launch.launch(launch.NO_TIMEOUT, quiet=wrong is not None)
             watchdog.started(world)
             code = Outcome.DONE
             try:
-                same_start(world, cfg, wrong)
+                with world.everyone.input():
+                    if wrong is not None:
+                        raise ValueError(wrong)
+                    compare(world, vars(cfg), "start all ranks with the same flags")
                 profiles.attach_pdb(world, cfg.pdb)
                 yield cfg, world, watchdog
             except SystemExit as leaving:  # everyone.input() has printed why
@@ -71,18 +67,14 @@ def started(argv=None):
         raise SystemExit(int(code))
 
 
-def same_start(world, cfg, wrong):
-    """End all ranks with one line and code 2 if flags are wrong on any rank, or flags or code differ.
-
-    cfg, wrong: from session.parse_flags(). Collective over the world.
-    """
-    with world.everyone.input():
-        if wrong is not None:
-            raise ValueError(f"rank {world.rank}: {wrong}")
-        flags = {f"--{name.replace('_', '-')}": repr(value) for name, value in vars(cfg).items()}
-        compare(world, flags, "start all ranks with the same flags")
-        code = {"torch": torch.__version__, **loaded_files()}
-        compare(world, code, "give all ranks the same code")
+def compare(world, values, cure):
+    """Raise ValueError if a value of {name: value} differs from rank 0's. Collective over the world."""
+    texts = {name: repr(value) for name, value in values.items()}
+    theirs = world.everyone.broadcast(texts)  # a few words per value, from rank 0 to all, over the world
+    for name, text in texts.items():
+        if text != theirs[name]:
+            raise ValueError(f"rank {world.rank} has --{name.replace('_', '-')} {text}, rank 0 has "
+                             f"{theirs[name]}; {cure}")
 
 
 def make_mesh(cfg, world):
@@ -94,48 +86,21 @@ def make_mesh(cfg, world):
 
 
 def open_data(cfg, world, mesh):
-    """Return what a run reads: (train, val, vocab_size, identity, tokenizer).
+    """Return what a run reads: (train, val, vocab_size, identity, tokenizer). Collective.
 
     train, val: sources of samples. identity: words that other data would change; checkpoints keep them.
-    tokenizer: for samples of text, or None if the run prints none. ValueError, OSError: the data cannot be
-    read, or is not the same on all ranks, or the model is too large for their memory. Collective.
+    tokenizer: for samples of text, or None if the run prints none.
     """
     train, val, vocab_size, identity = samples.open_data(cfg)
     tokenizer = prompt_tokenizer(cfg)
     check_memory(cfg, mesh, vocab_size, world)
     fp8.check_device(cfg, world.device)
-    compare(world, {"--data with the tokens": identity}, "give all ranks the same data")
+    compare(world, {"data with the tokens": identity}, "give all ranks the same data")
     return train, val, vocab_size, identity, tokenizer
 
 
-def loaded_files():
-    """Return {path below the root: a hash of its text} of our files that this process has loaded."""
-    hashes = {}
-    for module in list(sys.modules.values()):
-        file = getattr(module, "__file__", None) or ""
-        if not file.startswith("/") or not file.endswith(".py") or "site-packages" in file:
-            continue
-        path = Path(file).resolve()
-        if path.is_relative_to(ROOT):
-            hashes[path.relative_to(ROOT).as_posix()] = hashlib.sha256(path.read_bytes()).hexdigest()[:12]
-    return hashes
-
-
-def compare(world, values, cure):
-    """Raise ValueError, on all ranks, if a value of {name: str} differs from rank 0's on any rank.
-
-    Names that only one of the two has are not compared. Collective over the world.
-    """
-    theirs = world.everyone.broadcast(values)  # a few words per value, from rank 0 to all, over the world
-    different = None
-    for name in sorted(values.keys() & theirs.keys()):
-        if different is None and values[name] != theirs[name]:
-            different = (f"rank {world.rank} has {name} {values[name]}, rank 0 has {name} {theirs[name]}; "
-                         f"{cure}")
-    text = world.everyone.first(different)  # a short text of the lowest rank that has one, over the world
-    if text is not None:
-        raise ValueError(text)
-
+# -----------------------------------------------------------------------------
+# When to stop
 
 def start_copy(tensor):
     """Start to copy a small tensor to the host. Return (copy, the event after which it is complete)."""
@@ -148,27 +113,23 @@ class Stop:
     """When to stop before the last step: after a signal on any rank, if the file OUT/stop appears, or before
     --max-minutes have passed.
 
-    The step under way is always finished. Each rank votes for the reasons that it knows, and the votes of all
-    ranks are summed in each step, with the statistics (Optimizer.stats). So the ranks agree, and nothing else
-    is sent. On a GPU the host reads the sums of the step before, which it need not wait for.
+    Each rank votes for the reasons that it knows, and the votes of all ranks are summed in each step, with
+    the statistics (Optimizer.stats). On a GPU the host reads the sums of the step before.
     """
 
     def __init__(self, max_minutes):
-        self.limit = max_minutes * 60  # seconds; 0: none
+        self.limit = max_minutes * 60 or math.inf  # seconds
         self.file = None  # None: this rank looks for no file
         self.looked = -math.inf  # when it looked last
         self.is_asked = False  # the file was there
         self.started = time.monotonic()
         self.longest_step = 0.0  # seconds, so far
         self.longest_save = 0.0
-        self.constants = None  # 0.0 and 1.0, () fp64 each, on the device
         self.sums = None  # the votes' sums of this step, (6,); None if no statistics were summed
         self.copied = None  # (copy of those of the step before on the host, event)
 
     def watch_file(self, out):
-        """From now on `touch OUT/stop` stops the run, where no signal reaches the ranks. Only one rank
-        needs to look. A file that is already there has stopped an earlier run, and is removed.
-        """
+        """From now on, on one rank, `touch OUT/stop` stops the run. What is there stopped an earlier run."""
         self.file = out / STOP_FILE
         if os.path.lexists(self.file):
             self.file.unlink()
@@ -179,35 +140,25 @@ class Stop:
 
     def votes(self, device):
         """Return this rank's votes for REASONS, () fp64 each: 1.0 where it knows the reason, else 0.0."""
-        if self.constants is None:
-            zero = torch.zeros((), dtype=torch.float64, device=device)
-            self.constants = zero, zero + 1
-        return [self.constants[is_reason] for is_reason in self.reasons()]
+        zero = torch.zeros((), dtype=torch.float64, device=device)
+        return [zero + 1 if is_reason else zero for is_reason in self.reasons()]
 
     def reasons(self):
-        """Return, for each of REASONS, whether this rank knows it.
-
-        It looks for OUT/stop once per second at most, because a shared disk may be slow. Of --max-minutes,
-        the time of three more steps and two saves is kept in reserve.
-        """
+        """Return, for each of REASONS, whether this rank knows it."""
         now = time.monotonic()
         if self.file is not None and now - self.looked >= LOOK_EVERY:
             self.looked = now
             self.is_asked = self.is_asked or os.path.lexists(self.file)  # False if the disk does not answer
-        reserve = 3 * self.longest_step + 2 * self.longest_save
-        is_late = self.limit > 0 and now - self.started + reserve > self.limit
+        reserve = 3 * self.longest_step + 2 * self.longest_save  # so the save is over in time
         by_signal = [session.signals.number == number for number in session.STOPPING]
-        return [*by_signal, self.is_asked, is_late]
+        return [*by_signal, self.is_asked, now - self.started + reserve > self.limit]
 
     def poll(self, world, begun):
-        """Return why to stop: a signal's name, "the file stop", "max-minutes", or None to go on; the same on
-        all ranks.
+        """Return why to stop, of REASONS, or None to go on; the same on all ranks.
 
-        begun: when this step began. If no statistics were summed in it, because it was skipped, this is
-        collective over the world.
+        begun: when this step began. If it was skipped, this is collective over the world.
         """
-        now = time.monotonic()
-        self.longest_step = max(self.longest_step, now - begun)
+        self.longest_step = max(self.longest_step, time.monotonic() - begun)
         sums = self.sums
         before = self.copied
         self.sums = None
@@ -225,21 +176,15 @@ class Stop:
                 copy, event = before
                 event.synchronize()  # the host waits for the step before at most
                 found = copy.tolist()
-        steps = 1 if self.copied is None else 2  # the votes of a step are read in this one or in the next
-        session.signals.leaves = now + steps * (now - begun) + self.longest_save
         return next((reason for reason, asked in zip(REASONS, found, strict=True) if asked), None)
 
 
 # -----------------------------------------------------------------------------
 # Replicas. Memory and links flip bits, and a wrong sum makes replicas drift apart without an error. So every
-# --check-every steps, each rank hashes its parameters, and the ranks that must hold equal parameters compare
-# the hashes.
+# --check-every steps, ranks that must hold equal parameters compare hashes of them.
 
 def replica_differences(model, mesh):
-    """Return one line per parameter that differs between ranks that must hold equal bits.
-
-    The list is the same on every rank, and empty if all is well. Collective over the world.
-    """
+    """Return one line per parameter that differs between such ranks, the same list on all. Collective."""
     lines = []
     for axis_name, tensors in sorted(hashes_by_axis(model).items()):
         axis = getattr(mesh, axis_name)
@@ -268,10 +213,7 @@ def hashes_by_axis(model):
 
 
 def mismatches(names, hashes, ranks):
-    """Return a line for each tensor that differs between ranks. The largest group of equal ranks is right.
-
-    hashes: for each rank, the list of its hashes in the order of names.
-    """
+    """Return a line for each tensor that differs. hashes: a list per rank. The largest group is right."""
     lines = []
     for i, name in enumerate(names):
         ranks_with = {}  # hash: ranks
@@ -282,14 +224,3 @@ def mismatches(names, hashes, ranks):
         if wrong:
             lines.append(f"{name} on {watch.format_ranks(wrong)} differs from {watch.format_ranks(right)}")
     return lines
-
-
-def differences_message(lines, step, checkpoints):
-    """Return the last words of a run whose replicas differ. checkpoints: paths, newest first."""
-    newest = "no checkpoint was saved"
-    if checkpoints:
-        newest = f"the newest checkpoint is {checkpoints[0]}"
-    text = [f"nanoshard: replicas differ after step {step}; {newest}", *lines[:8]]
-    if len(lines) > 8:
-        text.append(f"... and {len(lines) - 8} more")
-    return "\n".join(text)

@@ -6,11 +6,11 @@ from interface import report
 from interface.files import best_effort
 from interface.paths import program
 from interface.terminal import complain, say
-from runtime.agree import differences_message
 from runtime.session import is_program
 from skip import give_up_message
 
 HELD = ("metrics.jsonl", "loss.txt", "report.html", "config.json", "profile.html", "trace.json")
+HOW = {Outcome.GAVE_UP: "gave up", Outcome.REPLICAS_DIFFER: "gave up", Outcome.FAILED: "lost its last save"}
 
 
 def is_finished(run):
@@ -23,7 +23,10 @@ def report_ending(run):
     out = run.out
     state = run.state
     saved = run.saver.saved  # step of the last checkpoint, or 0
-    how = how_it_ended(run.outcome, run.stop_reason, state)
+    how = HOW.get(run.outcome, "done")
+    if run.outcome is Outcome.STOPPED:
+        how = f"stopped by {run.stop_reason}"
+    how = f"{how} after step {state.step}"
     if run.cfg.report:
         with best_effort(out / "report.html", Exception):
             report.write_report(out / "report.html", [report.read_run(out, how)])
@@ -43,25 +46,17 @@ def report_ending(run):
             say(line)
 
 
-def how_it_ended(outcome, stop_reason, state):
-    """Return, in words, how a run ended and after which step."""
-    how = {Outcome.STOPPED: f"stopped by {stop_reason}", Outcome.GAVE_UP: "gave up",
-           Outcome.REPLICAS_DIFFER: "gave up", Outcome.FAILED: "lost its last save"}.get(outcome, "done")
-    return f"{how} after step {state.step}"
-
-
 def print_failure(run):
     """Say on stderr why the run gave up, or how its replicas differ."""
-    cfg = run.cfg
     saved = checkpoint.steps(run.out)
-    message = ""
     if run.outcome is Outcome.GAVE_UP:
         why = run.guard.reason or run.log_file.last_row.get("skip_reason")
-        message = give_up_message(saved, *run.guard.refused_range, why, cfg.steps)
+        complain(give_up_message(saved, *run.guard.refused_range, why, run.cfg.steps))
     if run.outcome is Outcome.REPLICAS_DIFFER:
-        message = differences_message(run.differences, run.state.step, saved)
-    for line in message.splitlines():
-        complain(line)
+        newest = f"the newest checkpoint is {saved[0]}" if saved else "no checkpoint was saved"
+        complain(f"nanoshard: replicas differ after step {run.state.step}; {newest}")
+        for line in run.differences:
+            complain(line)
 
 
 def next_commands(out, config, saved):
@@ -69,14 +64,10 @@ def next_commands(out, config, saved):
 
     config: that of config.json. saved: step of the last checkpoint, or 0.
     """
-    lines = []
+    lines = [f"draw curves:  python {program('plot.py')} {out}"]
     text = report.sample_command(out, config)
     if saved and text:
-        what = "fill gaps: " if config["objective"] == "mlm" else "write text:"
-        if report.is_of_conversations(out):
-            what = "talk to it:"
-        lines.append(f"{what}   {text}")
-    lines.append(f"draw curves:  python {program('plot.py')} {out}")
+        lines.insert(0, f"try it:       {text}")
     if (out / "report.html").exists():
         lines.append(f"see it all:   {out}/report.html, in a browser")
     if saved:

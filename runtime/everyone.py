@@ -1,20 +1,17 @@
 """What the ranks' programs tell each other: a few words, through the TCPStore by which they met.
 
 Collectives of the device's process groups move tensors. What is said here needs none: whether all ranks have
-read their files, a path that rank 0 chose, the most memory of any rank. Each rank writes its word under a key
-of its own, rank 0 reads all of them, combines them and writes one answer. Words are JSON and never pickled:
-who reaches the store's port can write there, and must not be able to run code.
-docs/cluster.md says what this costs for thousands of ranks.
+read their files, a path that rank 0 chose. Each rank writes its word under a key of its own, rank 0 reads all
+of them, combines them and writes one answer. Words are JSON and never pickled: who reaches the store's port
+can write there, and must not be able to run code.
 """
 import collections
 import contextlib
 import json
-import zlib
 
 from config import Outcome
 from interface.terminal import complain, one_line
 
-LONG = 4096  # bytes; a longer word is compressed, as the store takes 8 MiB at most
 WRONG = "wrong input"
 
 
@@ -23,10 +20,8 @@ class Everyone:
 
     store: a torch.distributed.TCPStore that no other Everyone of this rank uses; None for a single rank.
     calls: this rank's runtime.launch.CollectiveLog, which the watchdog reads.
-
-    RuntimeError: the ranks are in different methods, or a rank is gone: rank 0's end closes the store, at
-    once. Another rank's end is noticed by the launcher, which ends all ranks (mpiexec, torchrun, srun -K), or
-    by the watchdog after --timeout. The store's own timeout must be longer than any rank may work alone.
+    RuntimeError: the ranks are in different methods, or rank 0 is gone, whose end closes the store. Another
+    rank's end is noticed by the launcher, or by the watchdog after --timeout.
     """
     name = "world"  # for the watchdog
 
@@ -42,12 +37,6 @@ class Everyone:
         """Return the values of all ranks as a list, on every rank."""
         return self._together("gather", value, list)
 
-    def collect(self, value):
-        """Return the values of all ranks as a list on rank 0, and None on the others."""
-        found = []
-        self._together("collect", value, found.extend)
-        return found if self.rank == 0 else None
-
     def any(self, flag):
         """Whether flag is true on any rank."""
         return self._together("any", bool(flag), any)
@@ -56,17 +45,9 @@ class Everyone:
         """Return the maxima, place by place, of each rank's list of numbers."""
         return self._together("maximum", list(numbers), lambda lists: [*map(max, *lists, lists[0])])
 
-    def either(self, bits):
-        """Return the bitwise or of an integer of each rank, which may have thousands of bits."""
-        return int(self._together("either", hex(bits), _either), 16)
-
     def first(self, value):
         """Return the value of the lowest rank whose value is not None, or None."""
         return self._together("first", value, lambda values: next((x for x in values if x is not None), None))
-
-    def union(self, entries):
-        """Return all entries of the ranks' dicts: of equal keys, which are strings, the lowest rank's."""
-        return self._together("union", entries, lambda dicts: dict(collections.ChainMap(*dicts)))
 
     def broadcast(self, value):
         """Return the value of rank 0."""
@@ -77,8 +58,7 @@ class Everyone:
         self._together("barrier", None, len)
 
     def part(self):
-        """Wait for all ranks for the last time: rank 0's process holds the store, and ends after the others
-        need it no more."""
+        """Wait for all ranks for the last time: rank 0's process, which holds the store, ends last."""
         self.barrier()
         self._wait_until_read()
 
@@ -98,15 +78,12 @@ class Everyone:
 
     def _together(self, kind, value, combine):
         """Return combine([value of rank 0, value of rank 1, ...]), which rank 0 computes, on every rank."""
-        value = json.loads(json.dumps(value))  # of the same types on all ranks
-        if self.size == 1:
-            wrong, mismatch, result = _answer([(kind, value)], combine)
-        else:
-            if self.calls is not None:
-                self.calls.record(self, kind)
-            self.turn += 1
-            exchange = self._lead if self.rank == 0 else self._follow
-            wrong, mismatch, result = exchange((kind, value), combine)
+        if self.calls is not None and self.size > 1:
+            self.calls.record(self, kind)
+        self.turn += 1
+        word = json.dumps((kind, value))  # of one rank, too: values have the same types on all
+        answer = self._lead(word, combine) if self.rank == 0 else self._follow(word)
+        wrong, mismatch, result = json.loads(answer)
         if wrong is not None:
             rank, text = wrong
             if rank == self.rank:
@@ -121,18 +98,18 @@ class Everyone:
     def _lead(self, word, combine):
         """Read the words of all ranks, and write the answer: rank 0."""
         keys = [f"everyone/{self.turn}/{rank}" for rank in range(1, self.size)]
-        words = [word, *map(_unpacked, self.store.multi_get(keys))]
-        answer = _answer(words, combine)
-        self.store.set(f"everyone/{self.turn}", _packed(answer))
-        if self.turn > 1:  # all ranks are in this turn, so they have read the last one's answer
-            self.store.delete_key(f"everyone/{self.turn - 1}")
+        words = [word, *self.store.multi_get(keys)] if keys else [word]
+        answer = json.dumps(_answer([json.loads(text) for text in words], combine))
+        if keys:
+            self.store.set(f"everyone/{self.turn}", answer)
+            self.store.delete_key(f"everyone/{self.turn - 1}")  # all are in this turn: they have read it
         return answer
 
-    def _follow(self, word, combine):
+    def _follow(self, word):
         """Write this rank's word, and read the answer: any other rank."""
         own = f"everyone/{self.turn}/{self.rank}"
-        self.store.set(own, _packed(word))
-        answer = _unpacked(self.store.get(f"everyone/{self.turn}"))
+        self.store.set(own, word)
+        answer = self.store.get(f"everyone/{self.turn}")
         self.store.delete_key(own)
         return answer
 
@@ -148,31 +125,13 @@ class Everyone:
 def _answer(words, combine):
     """Return (wrong, mismatch, result): the lowest rank with wrong input and its text, or None; which ranks
     are in other methods than rank 0, or None; what combine() makes of the values."""
+    first = words[0][0]
+    mismatch = None
     for rank, (kind, value) in enumerate(words):
         if kind == WRONG:
             return (rank, value), None, None
-    first = words[0][0]
-    for rank, (kind, _) in enumerate(words):
         if kind != first:
-            return None, f"rank 0 is in {first}, rank {rank} in {kind}", None
+            mismatch = mismatch or f"rank 0 is in {first}, rank {rank} in {kind}"
+    if mismatch is not None:
+        return None, mismatch, None
     return None, None, combine([value for _, value in words])
-
-
-def _packed(value):
-    text = json.dumps(value)
-    if len(text) <= LONG:
-        return text
-    return zlib.compress(text.encode(), 1)
-
-
-def _unpacked(data):
-    if data[:1] != b"[":  # what a list's JSON begins with, and zlib's output never
-        data = zlib.decompress(data)
-    return json.loads(data)
-
-
-def _either(words):
-    bits = 0
-    for word in words:
-        bits |= int(word, 16)
-    return hex(bits)

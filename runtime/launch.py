@@ -7,9 +7,7 @@
 No other file reads the environment. Import this one before torch: it sets how torch's idle threads wait.
 Torch itself, which takes seconds, is imported only in launch(), so that wrong flags are answered before.
 """
-import atexit
 import contextlib
-import ctypes
 import fcntl
 import functools
 import gc
@@ -28,14 +26,14 @@ from datetime import timedelta
 from typing import Any, NamedTuple
 
 from config import Outcome, ceil_div
+from interface.command_line import wrong_input
 from interface.terminal import complain, one_line, say, visible
 from runtime.everyone import Everyone
 
-# OpenMP reads this variable when torch is imported. With this value, waiting threads sleep and leave the core
-# to others.
+# Read when torch is imported: waiting threads sleep, and leave the core to others.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # --trace: torch prints lines of its own
-# flash-attn-4 keeps what it compiles for the next run. W1's kernels took 10 s on two cores.
+# flash-attn-4 keeps what it compiles for the next run.
 os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
 
 NO_TIMEOUT = 30 * 86400.0  # seconds, longer than any run
@@ -43,9 +41,8 @@ NO_TIMEOUT = 30 * 86400.0  # seconds, longer than any run
 # -----------------------------------------------------------------------------
 # Which rank this process is
 
-# Each launcher's variables for (rank, world size, local rank, local size). The first whose variables are set
-# is taken, and srun is the last: only SLURM_STEP_NUM_TASKS says that srun started *this* process and not the
-# batch script around it.
+# Each launcher's variables for (rank, world size, local rank, local size). The first that are set count,
+# srun's last: only SLURM_STEP_NUM_TASKS says that srun started *this* process and not the script around it.
 LAUNCHERS = {
     "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
     "pals": ("PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID", "PMI_LOCAL_SIZE"),
@@ -55,7 +52,6 @@ LAUNCHERS = {
     "cray": ("PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"),
     "srun": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
 }
-STARTED_WITH = {"hydra": "mpiexec", "openmpi": "mpiexec", "pals": "mpiexec", "cray": "srun or aprun"}
 
 
 class Start(NamedTuple):
@@ -68,25 +64,16 @@ class Start(NamedTuple):
 
 
 def detect(env):
-    """Return the Start that a mapping of environment variables describes. ValueError: no rank can be so."""
+    """Return the Start that a mapping of environment variables describes. ValueError: it describes none."""
     for launcher, names in LAUNCHERS.items():
         rank, size, local_rank, local_size = map(env.get, names)
         if launcher == "pals" and size is None:
             size = "-1"  # PALS_PMI=pmix sets no PMI_SIZE
         if rank is None or size is None or local_rank is None:
             continue
-        try:
-            if launcher == "srun" and local_size is not None:
-                local_size = ranks_of_nodes(local_size)[int(env.get("SLURM_NODEID", 0))]
-            start = Start(launcher, int(rank), int(size), int(local_rank), int(local_size or 1))
-            is_one = 0 <= start.rank < start.size or start.size == -1 and start.rank >= 0
-        except (ValueError, IndexError):
-            is_one = False
-        if not is_one:
-            given = ", ".join(f"{name}={env[name][:40]}" for name in names if name in env)
-            raise ValueError(f"{given} in the environment describe no rank: unset them, or start the ranks "
-                             f"with {STARTED_WITH.get(launcher, launcher)}")
-        return start
+        if launcher == "srun" and local_size is not None:
+            local_size = ranks_of_nodes(local_size)[int(env.get("SLURM_NODEID", 0))]
+        return Start(launcher, int(rank), int(size), int(local_rank), int(local_size or 1))
     if "RANK" in env and env.get("WORLD_SIZE", "1") != "1":  # each rank would train the whole model alone
         raise ValueError(f"RANK={env['RANK']} in the environment has no LOCAL_RANK: unset it, or start the "
                          "ranks with torchrun")
@@ -110,22 +97,6 @@ def started_by():
     """Return (launcher, number of ranks) of this process before launch()."""
     start = detect(os.environ)
     return start.launcher, start.size
-
-
-def is_one_node():
-    """Whether all ranks of this process's launcher are on this node, before launch()."""
-    start = detect(os.environ)
-    return start.size == start.local_size
-
-
-@contextlib.contextmanager
-def wrong_environment():
-    """Turn a ValueError or OSError, of variables that can start no rank, into one line and exit code 2."""
-    try:
-        yield
-    except (ValueError, OSError) as e:
-        complain(f"nanoshard: {one_line(e)}")
-        raise SystemExit(Outcome.WRONG_INPUT) from None
 
 
 # -----------------------------------------------------------------------------
@@ -174,7 +145,6 @@ class World:
     device: Any = field(default_factory=_cpu)  # a torch.device
     backend: str = "none"
     threads: int = 1
-    shown: str | None = None  # the launcher's CUDA_VISIBLE_DEVICES for this process
     timeout: timedelta | None = None  # how long a collective may wait; None: as torch does, 10 to 30 minutes
     calls: CollectiveLog = field(default_factory=CollectiveLog, compare=False)
     everyone: Everyone = field(default_factory=Everyone, compare=False)  # what the programs tell each other
@@ -195,21 +165,13 @@ class World:
         order = list(dict.fromkeys(self.hosts))
         return [order.index(host) for host in self.hosts]
 
-    def barrier(self):
-        """Wait until all ranks have arrived here. No data is sent."""
-        self.everyone.barrier()
-
 
 # -----------------------------------------------------------------------------
 # Start and end
 
-def launch(timeout=600.0, quiet=False, waits=False):
-    """Start this rank and return its World.
-
-    timeout: seconds that a collective may wait. quiet: print no line per node. waits: where there is one
-    node, the caller prints its line, after its own checks.
-    """
-    with wrong_environment():
+def launch(timeout=600.0, quiet=False):
+    """Start this rank and return its World. timeout: seconds that a collective may wait. quiet: no line."""
+    with wrong_input():
         start = detect(os.environ)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):  # the system's own limit is lower
@@ -219,8 +181,7 @@ def launch(timeout=600.0, quiet=False, waits=False):
         world = World(device=device, threads=threads)
     else:
         world = _join(start, timedelta(seconds=timeout))
-    later = waits and world.n_nodes == 1
-    if not quiet and not later and world.local_rank == 0:
+    if world.local_rank == 0 and not quiet:
         print_node(world)
     return world
 
@@ -233,23 +194,20 @@ def _join(start, wait):
     # may be longer, those of OFI have 16 bytes.
     if launcher == "srun" and "PMI_FD" in os.environ and os.path.exists(f"{sys.prefix}/lib/mpich"):
         os.environ.setdefault("MPIR_CVAR_CH4_NETMOD", "ofi")
-    with wrong_environment():
+    with wrong_input():
         comm = None if launcher == "torchrun" else _mpi_world(start)
     size, local_size, node, n_nodes = _place(start, comm)
     end_all_on_exception(rank, comm)
 
-    shown = os.environ.get(VISIBLE)
+    device, threads = select_device(local_rank, local_size)
     calls = CollectiveLog()
     everyone = Everyone(rank, size, calls=calls)
     hosts = []
-    own = None
-    if size > 1:
-        with wrong_environment():
-            everyone.store = _meet(start, comm, n_nodes, wait)
-        hosts, own = show_all_gpus(everyone, local_rank)
-    device, threads = select_device(local_rank, local_size, own)
     backend = "none"
     if size > 1:
+        with wrong_input():
+            everyone.store = _meet(start, comm, n_nodes, wait)
+        hosts = everyone.gather(socket.gethostname())  # a word from each rank to all, over the world
         if n_nodes == 1 and os.path.exists("/sys/class/net/lo"):  # gloo, too, listens on this host alone
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         # Only the device's own backend: nccl, xccl or, on a CPU, gloo, with a connection to each rank.
@@ -259,7 +217,7 @@ def _join(start, wait):
 
     return World(rank=rank, size=size, local_rank=local_rank, local_size=local_size, node=node,
                  n_nodes=n_nodes, launcher=launcher, device=device, backend=backend, threads=threads,
-                 shown=shown, timeout=wait, calls=calls, everyone=everyone, hosts=hosts)
+                 timeout=wait, calls=calls, everyone=everyone, hosts=hosts)
 
 
 def print_node(world):
@@ -267,10 +225,9 @@ def print_node(world):
     import torch
 
     from ops.accelerator import device_name
+    chip = device_name(world.device)
     if world.device.type == "cpu":
         chip = f"cpu, {world.threads} {'thread' if world.threads == 1 else 'threads'} per rank"
-    else:
-        chip = device_name(world.device)
     backend = "" if world.size == 1 else f"{world.backend}, "
     place = f"[node {world.node + 1}/{world.n_nodes} {socket.gethostname()}]"
     say(f"{place} {world.launcher}: {world.local_size} of {world.size} ranks here, {chip}, "
@@ -278,10 +235,8 @@ def print_node(world):
 
 
 def shutdown(world):
-    """Destroy the process groups, on all ranks at once.
-
-    Call it when nothing refers to a group any more: no mesh, model or optimizer. gloo aborts if a group
-    outlives the interpreter.
+    """Destroy the process groups, on all ranks at once. Nothing may refer to a group any more, no mesh, model
+    or optimizer: gloo aborts if a group outlives the interpreter.
     """
     import torch.distributed as dist
     gc.collect()
@@ -296,26 +251,22 @@ PEER_LOST = ("closed by peer", "reset by peer", "remote process exited", "was li
 def end_all_on_exception(rank, comm):
     """Make an exception on one rank end all ranks, with one traceback. comm: MPI's communicator, or None.
 
-    Without this, mpiexec waits for the ranks that still run, and each rank that loses its connection to the
-    failed one prints a traceback as well. The process ends without destructors, because those of the process
-    groups would wait or abort. What is written to sys.stderr here torch would keep until after the abort.
+    Without this, mpiexec waits for the ranks that still run, and each that loses its connection to the failed
+    one prints a traceback as well. Torch would keep what is written to sys.stderr until the abort.
     """
     def hook(kind, value, trace):
-        text = str(value)
-        is_lost = any(words in text for words in PEER_LOST)
-        if is_lost:  # another rank has failed and prints why
-            time.sleep(3)  # the launcher has this long to end this rank before it prints, too
-            text = (f"nanoshard: rank {rank} lost a peer ({one_line(text)[:160]}): see its error; without "
-                    "one it was killed\n")
-        else:
-            text = visible("".join(traceback.format_exception(kind, value, trace)))
+        is_lost = any(words in str(value) for words in PEER_LOST)
+        text = visible("".join(traceback.format_exception(kind, value, trace)))
+        if is_lost:
+            time.sleep(3)  # another rank has failed: its launcher ends this one before it prints, too
+            text = f"nanoshard: rank {rank} lost a peer ({one_line(value)[:160]}): see its error\n"
         with contextlib.suppress(OSError):
             sys.__stderr__.write(text)
             sys.__stderr__.flush()
         time.sleep(0.2)  # mpiexec must pass the text on before it learns of the abort
         if comm is not None and not is_lost:
             comm.Abort(int(Outcome.FAILED))
-        os._exit(int(Outcome.FAILED))
+        os._exit(int(Outcome.FAILED))  # the destructors of process groups would wait or abort
 
     sys.excepthook = hook
 
@@ -340,7 +291,12 @@ def _meet(start, comm, n_nodes, wait):
 
     store = None
     if start.rank == 0:
-        server = _listen(host, port, n_nodes)
+        # It listens only where the others connect, as it trusts everybody who reaches it; on all interfaces
+        # if this host's name leads only to itself.
+        address = socket.gethostbyname(host)
+        if n_nodes > 1 and address.startswith("127."):
+            address = ""
+        server = socket.create_server((address, port), backlog=4096)
         address, port = server.getsockname()
         if address != "0.0.0.0":
             host = address  # the other ranks might resolve the name to another address
@@ -356,22 +312,6 @@ def _meet(start, comm, n_nodes, wait):
             comm.Iprobe()
             time.sleep(0.05)
     return store
-
-
-def _listen(host, port, n_nodes):
-    """Return a socket that listens only on the address to which the other ranks connect.
-
-    The store trusts everybody who can reach it. A name that leads nowhere or to the loopback is of no use to
-    other nodes: then the socket listens on all interfaces, and a line says so.
-    """
-    address = "127.0.0.1"
-    with contextlib.suppress(OSError):
-        address = socket.gethostbyname(host)
-    if n_nodes > 1 and address.startswith("127."):
-        complain(f"nanoshard: {host} is no address that {n_nodes} nodes can reach: the store listens on all "
-                 "interfaces; set MASTER_ADDR to listen on one")
-        address = ""
-    return socket.create_server((address, port), backlog=4096)
 
 
 def _address(n_nodes):
@@ -402,31 +342,14 @@ def _slurm_address(n_nodes):
 # -----------------------------------------------------------------------------
 # MPI, by which the ranks only meet: after that, torch's process groups take over
 
-def _mpi():
-    """Return mpi4py's MPI, initialised.
-
-    mpi4py itself would hold the interpreter's lock during MPI_Init, which waits for all ranks. Then neither
-    the watchdog nor a signal could end a start that hangs. ctypes releases the lock.
-    """
-    import mpi4py
-    mpi4py.rc.initialize = False
-    from mpi4py import MPI
-    try:
-        init_thread = ctypes.CDLL(MPI.__file__).MPI_Init_thread  # of the MPI that mpi4py is linked to
-        init_thread(None, None, MPI.THREAD_MULTIPLE, ctypes.byref(ctypes.c_int()))
-    except (OSError, AttributeError):
-        MPI.Init_thread()
-    atexit.register(MPI.Finalize)
-    return MPI
-
-
 def _mpi_world(start):
     """Return MPI.COMM_WORLD if it agrees with the launcher, or None if srun runs without MPI.
 
     ValueError, with what to do: mpi4py is missing, or belongs to another MPI than the launcher.
     """
     try:
-        comm = _mpi().COMM_WORLD
+        from mpi4py import MPI  # this import is MPI_Init, which waits for all ranks
+        comm = MPI.COMM_WORLD
     except ImportError:
         if start.launcher == "srun":
             return None
@@ -452,7 +375,7 @@ def _place(start, comm):
 
     n_nodes = ceil_div(start.size, start.local_size)
     if start.launcher == "srun":
-        n_nodes = len(ranks_of_nodes(os.environ.get("SLURM_STEP_TASKS_PER_NODE", "1")))
+        n_nodes = len(ranks_of_nodes(os.environ["SLURM_STEP_TASKS_PER_NODE"]))
     node = int(os.environ.get("SLURM_NODEID", start.rank // start.local_size))
     return start.size, start.local_size, node, n_nodes
 
@@ -460,50 +383,10 @@ def _place(start, comm):
 # -----------------------------------------------------------------------------
 # The device of this rank
 
-VISIBLE = "CUDA_VISIBLE_DEVICES"
-
-
-def show_all_gpus(everyone, local_rank):
-    """Let this process see every GPU that any process of its node sees, where each was shown its own.
-
-    GPUs reach each other's memory only in a process that sees both: docs/cluster.md. Return (host name of
-    each rank, index of this rank's GPU or None if nothing was changed). Call it before CUDA is initialised.
-    """
-    given = os.environ.get(VISIBLE) if _cuda_is_untouched() else None
-    mine = [socket.gethostname(), local_rank, given]
-    told = everyone.gather(mine)  # a few words, over the world
-    hosts = [host for host, _, _ in told]
-    here = sorted(other for other in told if other[0] == mine[0])  # by local rank
-    lists = [(shown or "").split(",") for _, _, shown in here]
-    union = list(dict.fromkeys(gpu for gpus in lists for gpu in gpus))
-    own = [gpus[i % len(gpus)] for i, gpus in enumerate(lists)]
-    is_restricted = all(gpu.isdigit() for gpu in union) and any(gpus != lists[0] for gpus in lists)
-    if not is_restricted or len(set(own)) < len(own):
-        return hosts, None
-
-    os.environ[VISIBLE] = ",".join(union)
-    import torch
-    if torch.cuda.device_count() < len(union):  # a cgroup hides the others
-        os.environ[VISIBLE] = given
-        return hosts, None
-    return hosts, union.index(own[here.index(mine)])
-
-
-def _cuda_is_untouched():
-    """Whether there is a CUDA driver that nobody has initialised: it reads the variable once. A GPU-aware MPI
-    initialises it in MPI_Init."""
-    try:
-        error = ctypes.CDLL("libcuda.so.1").cuDeviceGetCount(ctypes.byref(ctypes.c_int()))
-    except OSError:
-        return False
-    return error == 3  # CUDA_ERROR_NOT_INITIALIZED
-
-
-def select_device(local_rank, local_size, own=None):
+def select_device(local_rank, local_size):
     """Choose this rank's device. Return (device, number of CPU threads).
 
-    own: the index of the device, if the local rank does not determine it. Call this function before the
-    process group is made: some backends deadlock when the device is set later.
+    Call it before the process group is made: some backends deadlock when the device is set later.
     """
     import torch
     kind = "cpu"
@@ -514,19 +397,15 @@ def select_device(local_rank, local_size, own=None):
         if local_rank == 0:
             complain("nanoshard: Apple's GPU is not used, the CPU trains")
     if kind != "cpu":
-        index = own
-        if index is None:
-            index = local_rank % torch.accelerator.device_count()  # a process may see only one device
+        index = local_rank % torch.accelerator.device_count()  # a process may see only one device
         torch.accelerator.set_device_index(index)
         return torch.device(kind, index), torch.get_num_threads()
 
-    # MKL uses one thread under an MPI launcher, and srun gives all cores to every rank. So the cores are
-    # divided here.
+    # MKL uses one thread under an MPI launcher, and srun gives all cores to every rank.
     if "OMP_NUM_THREADS" not in os.environ:
+        cores = os.cpu_count()
         if hasattr(os, "sched_getaffinity"):
             cores = len(os.sched_getaffinity(0))
-        else:
-            cores = os.cpu_count()
         torch.set_num_threads(max(1, cores // local_size))
     return torch.device("cpu"), torch.get_num_threads()
 
@@ -534,8 +413,8 @@ def select_device(local_rank, local_size, own=None):
 def deterministic(on):
     """For --deterministic: use only kernels that give the same bits in every run.
 
-    Call it before the first kernel. An operation without such a kernel raises an error. torch's warn_only is
-    not used, because it lets cuDNN's attention add up in any order.
+    Call it before the first kernel. An operation without such a kernel raises an error: torch's warn_only
+    would let cuDNN's attention add up in any order.
     """
     import torch
     if on:

@@ -38,7 +38,6 @@ from ops.accelerator import device_name, peak_memory, peak_resident
 from optim import learning_rate
 from pipeline import generate
 from runtime import ending, profiles, timing, watch
-from runtime.launch import print_node
 from runtime.layer_norms import LayerNorms
 from skip import not_finite_reason
 
@@ -229,7 +228,7 @@ def end(run):
 
 
 def make_log(run):
-    """Return the Log of rank 0, after the line of the machine."""
+    """Return the Log of rank 0."""
     cfg = run.cfg
     world = run.world
     config = {**dataclasses.asdict(cfg), "vocab_size_used": run.state.vocab_size}
@@ -238,8 +237,6 @@ def make_log(run):
     config.update(git=git_revision(), argv=sys.argv, world=world.size, nodes=world.n_nodes,
                   launcher=world.launcher, dp=run.mesh.dp.size, torch=torch.__version__,
                   machine=machine(world), attention=run.choice.attention_by())
-    if world.n_nodes == 1:
-        print_node(world)
     with must_write(run.out):
         tokenizer = {}
         if cfg.data != "synthetic":

@@ -117,8 +117,7 @@ def load_pieces(world, path, index, requested, unused=()):
     """
     own = {name for name, *_ in requested} | set(unused)
     names = sorted(index["tensors"])
-    bits = sum(1 << i for i, name in enumerate(names) if name in own)
-    asked = world.everyone.either(bits)  # one bit per tensor of the checkpoint, over the world
-    others = [name for i, name in enumerate(names) if asked >> i & 1]
+    asked = world.everyone.maximum([int(name in own) for name in names])  # a digit per tensor, over the world
+    others = [name for name, is_asked in zip(names, asked, strict=True) if is_asked]
     checkpoint.load(path, requested, index, others)
     world.everyone.barrier()  # no rank goes on to a collective of the device if another could not read

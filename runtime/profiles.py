@@ -9,7 +9,6 @@ import socket
 import sys
 import tempfile
 import threading
-from collections import Counter
 from pathlib import Path
 
 from interface.files import best_effort, write_whole
@@ -30,36 +29,13 @@ def start_profile(on):
 
 
 def end_profile(profiler, out):
-    """Write what start_profile() began, OUT/profile.html and profile.txt, and print its hottest lines."""
+    """Write what start_profile() began: OUT/profile.html and profile.txt."""
     if profiler is None:
         return
     profiler.stop()
     with best_effort(out / "profile.html"):
         write_whole(out / "profile.html", profiler.output_html())
         write_whole(out / "profile.txt", profiler.output_text(unicode=False, color=False))
-    say("the hottest lines, each with what it calls in libraries:")
-    for line in hottest_lines(profiler.last_session.frame_records):
-        say(line)
-
-
-def hottest_lines(records, n=10):
-    """Return "  SECONDS FILE:LINE FUNCTION" of the n lines of ours that took most, without our own functions
-    that they call.
-
-    records: [(frames, seconds)] of pyinstrument, a frame as NAME, FILE, LINE of "def", then its attributes.
-    """
-    took = Counter()
-    for frames, seconds in records:
-        ours = [frame for frame in frames if f"\0{ROOT}/" in frame and "site-packages" not in frame]
-        if ours:
-            took[ours[-1]] += seconds
-    lines = []
-    for frame, seconds in took.most_common(n):
-        what, *attributes = frame.split("\1")
-        name, file, defined = what.split("\0")
-        at = next((text[1:] for text in attributes if text.startswith("l")), defined)
-        lines.append(f"  {seconds:8.2f} s  {Path(file).relative_to(ROOT)}:{at} {name}")
-    return lines
 
 
 def traced(run):
@@ -69,12 +45,11 @@ def traced(run):
     ends some processes in a fault when it is freed (seen with torch 2.13), so whatever a step still sends is
     waited for.
     """
-    step = run.step
-    n_steps = run.cfg.steps - run.state.step
-    if n_steps < 3:
-        say(f"--trace records the third step and two more, and this run takes {n_steps}: there is no trace")
-        return step
     from torch.profiler import profile, schedule
+    step = run.step
+    if run.cfg.steps - run.state.step < 5:
+        say("--trace records three steps after two others, and this run is shorter: there is no trace")
+        return step
 
     def write(profiler):
         with best_effort(run.out / "trace.json"):
@@ -82,8 +57,7 @@ def traced(run):
             say(f"trace: {run.out}/trace.json; open it in https://ui.perfetto.dev")
 
     # Without repeat=1, the profiler would trace three steps again and again.
-    steps = schedule(wait=1, warmup=1, active=min(3, n_steps - 2), repeat=1)
-    profiler = profile(schedule=steps, on_trace_ready=write)
+    profiler = profile(schedule=schedule(wait=1, warmup=1, active=3, repeat=1), on_trace_ready=write)
     profiler.start()
 
     def traced_step(*args):

@@ -1,15 +1,13 @@
 """What surrounds a run: the signals that stop it, the streams that it prints to, and its flags.
 
-    signals           `with signals:` catches SIGTERM, SIGUSR1, SIGINT, SIGHUP and SIGUSR2
+    signals           `with signals:` catches SIGTERM, SIGUSR1, SIGINT and SIGHUP
     start_program     what train.py does first when it is run as a program
     surround          the context around every run
     parse_flags       this rank's flags, or what is wrong with them
 
-This file does not import torch, which takes seconds. So a signal that comes during that import is handled,
-too, and --help and wrong flags are answered before it.
+This file does not import torch, which takes seconds: signals, --help and wrong flags are answered before.
 """
 import contextlib
-import difflib
 import faulthandler
 import io
 import os
@@ -22,10 +20,10 @@ from pathlib import Path
 import plot
 from config import Config, Outcome, typed
 from interface import files
-from interface.command_line import INTERRUPTED, given, parse, wrong_input
+from interface.command_line import INTERRUPTED, parse, wrong_input
 from interface.layout import check_alone, check_flags
 from interface.paths import meant_run
-from interface.terminal import Stream, clock, one_line, open_streams
+from interface.terminal import Stream, one_line, open_streams
 from runtime import launch
 
 STOPPING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
@@ -37,15 +35,11 @@ class Signals:
 
     Before can_save is set there is nothing to save, and a signal ends the process with 85. After that the
     first one is kept in .number until the step ends, and a second SIGINT ends the process with 130. SIGUSR2
-    writes the stacks. Rank 0 answers each with a line.
-
-    Python runs handlers only when its main thread is back from C code: from MPI_Init perhaps never, on a GPU
-    at the end of a step. So in a program a thread answers. A notebook has handlers alone, and gets them back.
+    writes the stacks on stderr. A notebook gets its handlers back.
     """
 
     def __init__(self):
-        self.rank = None  # not known yet
-        self.stacks = None  # path for SIGUSR2; None: stderr
+        self.rank = 0
         self.is_program = False
         self.parsed = None  # parse_flags() of a program's arguments
         self._reset()
@@ -55,45 +49,26 @@ class Signals:
         self.came = {}  # {signal: when it came first}
         self.number = 0
         self.can_save = False
-        self.leaves = None  # when the run will leave after a signal, by the steps before; None: not known
 
     def __enter__(self):
         if self.previous or threading.current_thread() is not threading.main_thread():
             return self  # only the main thread may set handlers
-        for number in (*STOPPING, signal.SIGUSR2):
+        for number in STOPPING:
             if signal.getsignal(number) not in (signal.SIG_IGN, None):  # nohup, a script's &
                 self.previous[number] = signal.signal(number, self._handle)
+        faulthandler.register(signal.SIGUSR2, file=2)
         return self
 
     def __exit__(self, *error):
         if self.is_program:
             return  # a late signal must not change how it ends
+        faulthandler.unregister(signal.SIGUSR2)
         for number, handler in self.previous.items():
             signal.signal(number, handler)
         self._reset()
 
-    def answer_in_a_thread(self):
-        read, write = os.pipe()
-        os.set_blocking(write, False)
-        signal.set_wakeup_fd(write, warn_on_full_buffer=False)
-        self.is_program = True
-        threading.Thread(target=self._listen, args=(read,), name="signals", daemon=True).start()
-
-    def _listen(self, read):
-        while number := os.read(read, 1)[0]:
-            if signal.getsignal(number) == self._handle:  # pdb may have set its own
-                self._answer(number)
-
     def _handle(self, number, frame):
-        if not self.is_program:
-            self._answer(number)
-
-    def _answer(self, number):
         name = signal.Signals(number).name
-        if number == signal.SIGUSR2:
-            write_stacks(self.stacks)
-            self._say(f"rank {self.rank or 0}: SIGUSR2: stacks in {self.stacks or 'this stream'}")
-            return
         now = time.monotonic()
         since = now - self.came.setdefault(number, now)  # the first time 0
         if not self.can_save:
@@ -101,38 +76,23 @@ class Signals:
         if number == signal.SIGINT and since > AGAIN:
             self._leave(INTERRUPTED, f"a second {name}: left at once, the last checkpoint stands")
         self.number = self.number or number
-        if self.rank in (None, 0) and (since == 0 or since > AGAIN):
-            again = "; again: leaves at once, without saving" if number == signal.SIGINT else ""
-            self._say(f"{name}: finishes this step, saves and leaves{self._wait()}{again}")
-
-    def _wait(self):
-        if self.leaves is None:
-            return ", however long the first step takes"
-        return f", in about {clock(max(1, self.leaves - time.monotonic()))}"
+        if self.rank == 0 and since == 0:
+            say_at_once(f"{name}: finishes this step, saves and leaves")
 
     def _leave(self, code, text):
-        time.sleep(min(0.3 * max(self.rank or 0, 0), 3))  # one line: a launcher ends the others after it
-        self._say(text if self.rank is None else f"rank {self.rank}: {text}")
+        time.sleep(min(0.3 * self.rank, 3))  # one line: a launcher ends the others after it
+        say_at_once(f"rank {self.rank}: {text}")
         if self.is_program:
             os._exit(code)
         raise SystemExit(int(code))
-
-    def _say(self, text):
-        with contextlib.suppress(OSError):
-            os.write(2, f"nanoshard: {text}\n".encode())  # the main thread may hold the lock of sys.stderr
 
 
 signals = Signals()
 
 
-def write_stacks(path):
-    """Append the stacks of all threads to a file, or write them on stderr (None)."""
-    with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
-        file = sys.__stderr__
-        if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            file = stack.enter_context(open(path, "a"))
-        faulthandler.dump_traceback(file, all_threads=True)
+def say_at_once(text):
+    with contextlib.suppress(OSError):
+        os.write(2, f"nanoshard: {text}\n".encode())  # the code below may hold the lock of sys.stderr
 
 
 def is_program():
@@ -143,8 +103,7 @@ def is_program():
 def start_program():
     """Prepare this process, and parse its arguments, before torch is imported."""
     open_streams()
-    signals.__enter__()
-    signals.answer_in_a_thread()
+    signals.is_program = True
     with surround():
         signals.parsed = parse_flags(sys.argv[1:])
 
@@ -167,16 +126,13 @@ def surround():
 # The flags
 
 def parse_flags(argv):
-    """Return (flags, None, timeout), or (None, what is wrong, timeout) on a rank with wrong flags.
+    """Return (flags, None), or (default flags, what is wrong) on a rank of several, which tells the others.
 
-    timeout: seconds. All ranks have the same words, so that wrong ones end each rank at once, and rank 0 says
-    what is wrong. Only of files that may be missing on one of several nodes do the ranks tell each other.
-    So end --help and --list, which only rank 0 prints.
+    A single process with wrong flags ends at once. So do all with --help and --list, which rank 0 prints.
     """
-    with wrong_input():
+    with wrong_input(), contextlib.ExitStack() as stack:
         signals.rank = launch.env_rank()
-        name, n_ranks = launch.started_by()
-    with wrong_input(quiet=signals.rank != 0), contextlib.ExitStack() as stack:
+        _, n_ranks = launch.started_by()
         if signals.rank != 0:
             stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
         try:
@@ -187,30 +143,23 @@ def parse_flags(argv):
                 check_alone(cfg, argv)
             elif n_ranks > 1:
                 check_flags(cfg, n_ranks)
-            if launch.is_one_node():
-                check_paths(cfg)
+            check_paths(cfg)
         except (ValueError, OSError) as e:
-            has_file = given(argv, "config") or given(argv, "init_from")
-            if n_ranks > 1 and has_file and not launch.is_one_node():
-                return None, one_line(e), Config.timeout
-            if signals.rank and name != "hydra":
-                # A launcher may kill all ranks when one ends, and rank 0 has to print first.
-                signal.signal(signal.SIGTERM, signal.SIG_DFL)
-                time.sleep(2)
-            raise
-    in_debugger = cfg.pdb >= 0
-    return cfg, None, launch.NO_TIMEOUT if in_debugger else cfg.timeout
+            if n_ranks == 1:
+                raise
+            return Config(), one_line(e)
+    return cfg, None
 
 
 def check_paths(cfg):
-    """Raise FileNotFoundError or ValueError if a path of the flags is not there: before torch is imported."""
-    from corpus import samples, shards
+    """Raise an error if rank 0 does not see what a flag names: before torch is imported."""
+    if signals.rank != 0:
+        return
     for name, path in (("init_from", cfg.init_from), ("resume", cfg.resume)):
         if path not in ("", "auto", "none") and not Path(path).exists():
-            meant = difflib.get_close_matches(path, ("auto", "none"), 1)
-            hint = f"perhaps {typed(name)} {meant[0]} is meant" if meant else meant_run(path)
-            raise FileNotFoundError(f"{typed(name)} {path} is no checkpoint; {hint}")
+            raise FileNotFoundError(f"{typed(name)} {path} is no checkpoint; {meant_run(path)}")
     if cfg.data != "synthetic":
+        from corpus import samples, shards
         for folder, _ in samples.parse_blend(cfg.data):
             shards.load_meta(folder)
 

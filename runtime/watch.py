@@ -18,25 +18,21 @@ import torch
 
 from config import Outcome
 from interface.terminal import complain, say
-from runtime.session import signals, write_stacks
 from runtime.timing import Stopwatch
 
 # -----------------------------------------------------------------------------
-# The watchdog. A rank that waits in a collective cannot know which rank it waits for. So each rank, by its
-# own clock, writes to OUT/hang/ its stacks, and how many collectives it has begun on each axis. After a grace
-# the lowest rank that wrote reads what all wrote: who began fewer than its partners is waited for.
+# The watchdog. A rank that waits in a collective cannot know for which rank. So each, by its own clock,
+# writes to OUT/hang/ its stacks, and how many collectives it has begun on each axis. After a grace the lowest
+# rank that wrote reads what all wrote: who began fewer than its partners is waited for.
 
 SLOW_PHASE_FACTOR = 2  # start, compilation, evaluation and saving may take this many times --timeout
-# On the other axes all ranks start the same collectives. Over pp, stages send different numbers of messages.
-UNEQUAL = ("pp",)
+UNEQUAL = "pp"  # its stages send different numbers of messages; on any other axis all start the same
 ROOT = Path(__file__).resolve().parent.parent
 
 
 class Watch(contextlib.AbstractContextManager):
-    """The watchdog of this rank. Progress is a heartbeat() or a collective that begins.
-
-    Make it before launch(). Then call started(), and set_mesh() and set_folder() when the mesh and --out
-    exist. Time in which the process is suspended does not count.
+    """The watchdog of this rank, from before launch() on. Progress is a heartbeat() or a collective that
+    begins. Time in which the process is suspended does not count.
     """
 
     def __init__(self, rank, timeout):
@@ -71,22 +67,19 @@ class Watch(contextlib.AbstractContextManager):
 
     def set_mesh(self, mesh):
         """Tell which ranks share an axis with this one; no process group is kept, they must end before."""
-        self.axes = {name: axis.ranks for name, axis in mesh.axes().items() if name not in UNEQUAL}
+        self.axes = {name: axis.ranks for name, axis in mesh.axes().items() if name != UNEQUAL}
         self.heartbeat(0, "start")
 
     def set_folder(self, out, run_id):
-        """Write to OUT/hang/RUN_ID from now on: no restart overwrites it. It is made when it is needed."""
+        """Write to OUT/hang/RUN_ID from now on: no restart overwrites it."""
         self.folder = Path(out) / "hang" / run_id
-        signals.stacks = self.folder / f"rank_{self.rank:05d}.txt"
 
     def __exit__(self, *error):
         self.stopping.set()
         self.thread.join()
         faulthandler.cancel_dump_traceback_later()
-        signals.stacks = None
 
     def _watch(self):
-        """End the run when the main thread makes no progress: the watchdog's thread."""
         seen = 0
         before = time.monotonic()
         while not self.stopping.wait(self.tick):
@@ -105,68 +98,64 @@ class Watch(contextlib.AbstractContextManager):
     def _end_hung_run(self):
         # A disk that does not answer must not keep this thread.
         faulthandler.dump_traceback_later(5 * self.grace, exit=True, file=sys.__stderr__)
-        if self.folder is None:
-            self._report_hung_start()
-        else:
-            self._report_hang()
+        with contextlib.suppress(OSError):
+            if self.folder is None:
+                self._report_hung_start()
+            else:
+                self._report_hang()
         os._exit(Outcome.HUNG)
 
     def _report_hung_start(self):
         time.sleep(min(0.3 * self.rank, self.grace))  # one line: the launcher ends the others after it
-        with contextlib.suppress(OSError):
-            waited = time.monotonic() - self.last
-            complain(f"nanoshard: rank {self.rank} waited {waited:.0f} s at the start, in "
-                     f"{current_place(self.main)}: did all ranks start? Look for their messages")
-            faulthandler.dump_traceback(sys.__stderr__, all_threads=True)
+        complain(f"nanoshard: rank {self.rank} waited {time.monotonic() - self.last:.0f} s at the start, in "
+                 f"{current_place(self.main)}: did all ranks start? Look for their messages")
+        faulthandler.dump_traceback(sys.__stderr__, all_threads=True)
 
     def _report_hang(self):
         reports = {self.rank: self._report()}
+        file = self.folder / f"rank_{self.rank:05d}.json"
         with contextlib.suppress(OSError):
             self.folder.mkdir(parents=True, exist_ok=True)
-            write_stacks(signals.stacks)
-            signals.stacks.with_suffix(".json").write_text(json.dumps(reports[self.rank]))
+            with open(file.with_suffix(".txt"), "w") as stacks:
+                faulthandler.dump_traceback(stacks, all_threads=True)
+            file.write_text(json.dumps(reports[self.rank]))
         time.sleep(self.grace)  # all ranks must have written: the launcher kills them when the first exits
 
-        paths = sorted(self.folder.glob("rank_*.json"))
-        is_first = not paths or signals.stacks.stem == paths[0].stem
+        files = sorted(self.folder.glob("rank_*.json")) or [file]
+        is_first = file == files[0]
         if is_first:
-            for path in paths:
+            for path in files:
                 with contextlib.suppress(OSError, ValueError):
                     report = json.loads(path.read_text())
                     reports[report["rank"]] = report
-            with contextlib.suppress(OSError):
-                complain(verdict(reports, self.world.size, self.timeout, self.world.hosts))
-                complain(f"  all stacks: {self.folder}")
+            complain(verdict(reports, self.world.size, self.timeout, self.world.hosts))
+            complain(f"  all stacks: {self.folder}")
         # When a rank exits, the launcher kills the others. MPICH's then takes the exit code of the lowest
         # rank: if that was killed, 9 and not ours. So the others wait for longer.
         time.sleep(self.grace / 2 if is_first else self.grace)
 
     def _report(self):
-        """Return what this rank knows about itself."""
         calls = self.world.calls
-        last = None
+        last = "no collective yet"
         if calls.last is not None:
             kind, axis, contents = calls.last
+            last = f"last collective {calls.started[axis]} over {axis}: {kind}"
             if contents is not None:
                 shape, dtype = contents
-                kind = f"{kind} of {tuple(shape)} {str(dtype).removeprefix('torch.')}"
-            last = axis, kind
+                last += f" of {tuple(shape)} {str(dtype).removeprefix('torch.')}"
         return {"rank": self.rank, "step": self.step, "what": self.what,
-                "silent": round(time.monotonic() - self.last, 1), "place": current_place(self.main),
+                "silent": time.monotonic() - self.last, "place": current_place(self.main),
                 "begun": dict(calls.started), "last": last, "axes": self.axes}
 
 
 def current_place(thread):
     """Return where a thread is: the innermost function, and the innermost line of our own code."""
     stack = list(traceback.walk_stack(sys._current_frames()[thread]))
-    ours = [(frame, line) for frame, line in stack if is_ours(frame.f_code.co_filename)]
-    frame, line = (ours or stack)[0]
-    inner, code = stack[0][0].f_code, frame.f_code
+    ours = [(frame.f_code, line) for frame, line in stack if frame.f_code.co_filename.startswith(f"{ROOT}/")
+            and "site-packages" not in frame.f_code.co_filename]
+    inner = stack[0][0].f_code
+    code, line = (ours or [(inner, 0)])[0]
     return f"{inner.co_name} ({Path(code.co_filename).name}:{line} {code.co_name})"
-
-
-def is_ours(path):
-    return path.startswith(f"{ROOT}/") and "site-packages" not in path
 
 
 # -----------------------------------------------------------------------------
@@ -175,16 +164,21 @@ def is_ours(path):
 def verdict(reports, size, timeout, hosts=()):
     """Return the text to print: the cause, then where each rank is, then the hosts of the ranks to blame.
 
-    reports: {rank: report}. size: the number of ranks. timeout: seconds. hosts: the host of each rank.
+    reports: {rank: report}. size: the number of ranks. hosts: the host of each.
     """
-    reports = dict(sorted(reports.items()))  # if several ranks are equally late, the lowest is named
     silent = max(report["silent"] for report in reports.values())
     missing = [rank for rank in range(size) if rank not in reports]
-    why, late = cause(reports, missing)
+    late = missing or late_ranks(reports)
+    why = "all ranks began as many collectives: do they differ below? Else a device or a file is silent"
+    if missing:
+        why = f"{format_ranks(missing)} did not answer"
+    elif late:
+        why = f"{format_ranks(late)} began fewer collectives than the others, which wait"
     lines = [f"nanoshard: hung: no progress for {silent:.1f} s (--timeout {timeout:g}); {why}"]
     ranks_at = {}  # description: ranks
-    for rank, report in reports.items():
-        ranks_at.setdefault(describe(report), []).append(rank)
+    for rank, report in sorted(reports.items()):
+        text = f"step {report['step']} {report['what']}".strip()
+        ranks_at.setdefault(f"{text}, in {report['place']}, {report['last']}", []).append(rank)
     for text, ranks in ranks_at.items():
         lines.append(f"  {format_ranks(ranks)}: {text}")
     if missing:
@@ -197,48 +191,15 @@ def verdict(reports, size, timeout, hosts=()):
     return "\n".join(lines)
 
 
-def describe(report):
-    """Return one rank's report in words."""
-    where = f"step {report['step']}"
-    if report["what"]:
-        where += f", {report['what']}"
-    last = "no collective yet"
-    if report["last"]:
-        axis, what = report["last"]
-        last = f"last collective {report['begun'][axis]} over {axis}: {what}"
-    return f"{where}, in {report['place']}, {last}"
-
-
-def cause(reports, missing):
-    """Return (why the run hangs, the ranks that keep the others waiting; [] if none is known).
-
-    reports: {rank: report}. missing: ranks without a report.
-    """
-    if missing:
-        return f"{format_ranks(missing)} did not answer", missing
-    late = late_ranks(reports)
-    if late:
-        ranks, axis, begun, most = late
-        names = format_ranks(ranks)
-        return f"{names} began {begun} collectives over {axis}, others {most}: they wait for {names}", ranks
-    return "all ranks began as many collectives: do they differ below? Else a device or a file is silent", []
-
-
 def late_ranks(reports):
-    """Return (ranks, axis, collectives that they began on it, the most that a partner began), or None.
-
-    The largest difference counts.
-    """
-    late = {}  # (most - begun, axis, begun): ranks
-    for rank, report in reports.items():
+    """Return the ranks that are furthest behind a partner, on any axis, in collectives begun; [] if none."""
+    late = {}  # (most that a partner began - begun, axis): ranks
+    for rank, report in sorted(reports.items()):
         for axis, partners in report["axes"].items():
-            begun = report["begun"].get(axis, 0)
             most = max(reports[partner]["begun"].get(axis, 0) for partner in partners)
-            late.setdefault((most - begun, axis, begun), []).append(rank)
-    behind, axis, begun = max(late, key=lambda key: key[0], default=(0, "", 0))
-    if behind == 0:
-        return None
-    return late[behind, axis, begun], axis, begun, begun + behind
+            late.setdefault((most - report["begun"].get(axis, 0), axis), []).append(rank)
+    behind = max(late, default=(0, ""))
+    return late[behind] if behind[0] > 0 else []
 
 
 def format_ranks(numbers):
@@ -255,9 +216,8 @@ def format_ranks(numbers):
 
 
 # -----------------------------------------------------------------------------
-# Slow ranks. All ranks finish a step together, because they wait for each other. So the comparison uses each
-# rank's own time, from the start of the step to its first collective, within its stage of the pipeline. Under
-# a CUDA graph, Python starts no collective before the graph's end: only delays before it (data) show.
+# Slow ranks. All ranks finish a step together, so each rank's own time is compared, from the start of the
+# step to its first collective, within its stage of the pipeline. In a CUDA graph only delays before it show.
 
 SLOW_RATIO, SLOW_MARGIN_MS = 1.2, 2.0  # above the stage's median, both: short steps vary
 SLOW_STREAK = 3  # intervals in a row after which a rank is reported
@@ -286,17 +246,16 @@ class Stragglers:
         self.spans.append((self.start, self.watch.mark()))
 
     def report(self):
-        """Return {step_ms_min, step_ms_max, slowest_rank} since the last call, and print who is slow.
-
-        The rank that writes the row, rank 0, does so; the others get {}. Collective over the world.
+        """On rank 0, return {step_ms_min, step_ms_max, slowest_rank} since the last call, and print who is
+        slow. Collective over the world.
         """
         spans = self.spans
         self.spans = []
         if self.world.size == 1 or not spans:
             return {}
         own = sum(self.watch.ms(begin, end) for begin, end in spans) / len(spans)
-        ms = self.world.everyone.collect(own)  # one number from each rank to rank 0, over the world
-        if ms is None:
+        ms = self.world.everyone.gather(own)  # one number from each rank, over the world
+        if self.world.rank > 0:
             return {}
         for line in self.flag_slow(ms):
             say(line)

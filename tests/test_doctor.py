@@ -94,13 +94,12 @@ def test_a_check_that_ends_in_an_exception_is_one_line():
 
 
 @pytest.mark.parametrize("rows, status, words", [
-    ([(None, 0, "a", 2), (None, 1, "b", 2)], "OK", "each rank sees the same 2 (CUDA_VISIBLE_DEVICES unset)"),
-    ([("1", 0, "b", 2), ("0", 1, "a", 2)], "OK", "shows each rank its own (CUDA_VISIBLE_DEVICES 1; 0)"),
-    ([("0", 0, "a", 1), ("0", 0, "b", 1)], "WARN", "GPUs of its own only (CUDA_VISIBLE_DEVICES 0)"),
-    ([("0", 0, "a", 1), (None, 1, "b", 2)], "WARN", "GPUs of its own only (CUDA_VISIBLE_DEVICES 0; unset)"),
-    ([("0", 0, "a", 1), ("0", 0, "a", 1)], "FAIL", "2 ranks use 1 GPUs")])
+    ([(0, "a", 2), (1, "b", 2)], "OK", "each rank sees the same 2"),
+    ([(0, "a", 1), (0, "b", 1)], "WARN", "GPUs of its own only"),
+    ([(0, "a", 1), (1, "b", 2)], "WARN", "GPUs of its own only"),
+    ([(0, "a", 1), (0, "a", 1)], "FAIL", "2 ranks use 1 GPUs")])
 def test_which_habit_of_showing_gpus_a_site_has(rows, status, words):
-    """The third: a cgroup hides the other GPU from each rank, and calls its own number 0."""
+    """The second: a cgroup hides the other GPU from each rank, and calls its own number 0."""
     got = reach.habit(rows)
     assert got[0] == status and words in got[1] and bool(got[2]) == (status != "OK"), got
 

@@ -1,10 +1,7 @@
 """A few of the kill drills: runs that are killed and resumed. More of them: make long. All: make drills."""
-import os
 import random
 import sys
-import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -37,32 +34,6 @@ def test_the_drill_detects_a_duplicate_row_and_another_loss(folder):
     (b / "metrics.jsonl").write_text("\n".join(rows).replace('"loss": 4', '"loss": 5', 1))
     with pytest.raises(AssertionError):
         kill.assert_equal_runs(a, b)
-
-
-def test_runs_are_numbered_from_the_first_that_is_asked_for(tmp_path, monkeypatch):
-    monkeypatch.setattr(kill, "reference", lambda name, out: None)
-    drills, numbers = kill.Drills(tmp_path, workers=1, first=1000), []
-    drills.done.append({"run": 1001, "kills": 1, "ok": True})
-
-    def one(i):
-        numbers.append(i)
-        drills.done.append({"run": i, "kills": 1, "ok": True})
-    drills.one = one
-    drills.run(3)
-    assert numbers == [1000, 1002]
-
-
-def test_a_rank_that_ends_between_two_checks_is_not_waited_for():
-    """Alive at the first call of is_alive(), dead at the second: end() must not wait for the whole LIMIT."""
-    read, write = os.pipe()
-    os.close(write)  # the read end is now ready, as the sentinel of a dead process is
-    answers = iter([True])
-    rank = SimpleNamespace(is_alive=lambda: next(answers, False), sentinel=read, join=lambda: None)
-    ranks, t0 = kill.Ranks.__new__(kill.Ranks), time.monotonic()
-    ranks.all = [rank]
-    ranks.end(120.0)
-    os.close(read)
-    assert time.monotonic() - t0 < 60
 
 
 @pytest.mark.long

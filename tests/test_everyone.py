@@ -7,7 +7,8 @@ from datetime import timedelta
 import pytest
 from pool import context
 
-from runtime.everyone import LONG, Everyone
+from runtime.everyone import Everyone
+from runtime.launch import PEER_LOST
 
 WAIT = timedelta(seconds=60)  # a loaded machine takes seconds to connect
 
@@ -53,21 +54,17 @@ def on_ranks(size, function, *args):
 
 def speak(own):
     rank = own.rank
-    return [own.any(rank == 5), own.any(False), own.either(1 << 20 * rank), own.maximum([rank, -rank]),
+    return [own.any(rank == 5), own.any(False), own.maximum([rank, -rank]),
             own.first(rank if rank in (3, 4) else None), own.first(None),
-            own.union({"all": rank, str(rank): "own"}), own.gather(f"{rank}" * LONG), own.collect([rank]),
-            own.broadcast({"of": rank})]
+            own.gather(f"{rank}" * 9999), own.broadcast({"of": rank})]
 
 
 @pytest.mark.parametrize("size", [1, 2, 6])
 def test_every_rank_hears_the_same(size):
-    united = {"all": 0} | {str(rank): "own" for rank in range(size)}
-    bits = sum(1 << 20 * rank for rank in range(size))
     for rank, (code, said, _) in enumerate(on_ranks(size, speak)):
         assert code is None and said == [
-            size > 5, False, bits, [size - 1, 0], 3 if size > 3 else None, None, united,
-            [f"{rank}" * LONG for rank in range(size)],
-            [[rank] for rank in range(size)] if rank == 0 else None, {"of": 0}], rank
+            size > 5, False, [size - 1, 0], 3 if size > 3 else None, None,
+            [f"{rank}" * 9999 for rank in range(size)], {"of": 0}], rank
 
 
 def start(own, wrong, place):
@@ -115,6 +112,5 @@ def rank_0_leaves(own):
 
 
 def test_a_rank_learns_at_once_that_rank_0_is_gone():
-    from runtime.launch import PEER_LOST
     first, second = on_ranks(2, rank_0_leaves)
     assert first[0] == 7 and any(words in second[0] for words in PEER_LOST), second

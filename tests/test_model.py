@@ -485,7 +485,7 @@ def test_init_statistics(cfg):
 
 def parameter_shards(world, cfg):
     model, _, _ = train.build(cfg, make_mesh(world, cfg.tp, cfg.pp), cfg.vocab_size, world.device)
-    world.barrier()  # a rank that left now would close connections that another one is still making
+    world.everyone.barrier()  # a rank that left now would close connections that another one is still making
     return {n: (p.detach().clone().numpy(), p.offset) for n, p in model.named_parameters()}
 
 

@@ -1,6 +1,7 @@
-"""What a person sees around a run: lines that fit the terminal, what to type next, and after a kill."""
+"""What a person sees around a run: its first lines and its last, streams that fail, refusals that leave
+nothing."""
 import dataclasses
-import json
+import io
 import os
 import shlex
 import subprocess
@@ -9,24 +10,19 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 from pool import ROOT
 from runs import TINY, session
 
-sys.path.insert(0, str(ROOT / "bench"))
-
-
 import plan
 import prepare
-from config import Config
-from interface.command_line import parse
+from interface import terminal
+from interface.command_line import parse, wrong_input
 from interface.presets import PRESETS
-from runtime import ending, launch, log
+from runtime import ending, log
 from runtime.launch import World
-from skip import Ranges
 
 # -----------------------------------------------------------------------------
-# Lines and terminals
+# The first lines of a run, and the last
 
 def test_the_time_left_is_the_mean_of_the_steps_so_far(monkeypatch):
     """The first step of a start, here 11, compiles: it does not count."""
@@ -35,23 +31,6 @@ def test_the_time_left_is_the_mean_of_the_steps_so_far(monkeypatch):
     run_log = SimpleNamespace(first_done=None)
     left = [log.Log.seconds_left(run_log, number, 20) for number in (11, 12, 13)]
     assert left == [None, 3.0 * 8, 4.0 * 7]
-
-
-# -----------------------------------------------------------------------------
-# The first lines of a run, and the last
-
-def test_the_line_of_a_node_stands_before_a_run_and_before_no_error(tmp_path, capsys):
-    launch.launch(waits=True)
-    assert capsys.readouterr().out == ""
-    launch.launch()
-    assert capsys.readouterr().out.startswith("[node 1/1 ")
-    flags = [*TINY, "--steps=1", "--save-every=0", "--eval-every=0", "--no-report", "--resume=auto"]
-    got = session(World(), [*flags, "--data=nowhere", f"--out={tmp_path / 'a'}"])
-    assert got["code"] == 2 and got["out"] == "" and got["err"].count("\n") == 1
-    got = session(World(), [*flags, f"--out={tmp_path / 'b'}"])
-    assert got["code"] == 0 and got["out"].count("[node 1/1 ") == 1
-    assert (f"--resume auto: {tmp_path / 'b'} has no checkpoint, so the run starts at step 1"
-            in " ".join(got["out"].split()))
 
 
 @pytest.mark.parametrize("flags, said", [
@@ -75,17 +54,7 @@ def test_what_a_preset_sets_is_not_named(capsys):
         assert capsys.readouterr().out == "", name
 
 
-def test_the_first_line_of_adapters_says_how_many_parameters_train(capsys):
-    model = torch.nn.Linear(3, 2)
-    model.weight.requires_grad_(False)
-    model.mesh = SimpleNamespace(world=SimpleNamespace(size=1), dp=SimpleNamespace(size=1))
-    source = SimpleNamespace(n_samples=5, has_documents=False)
-    for rank, words in ((8, "8 parameters, of which 2 train, dp 1"), (0, "8 parameters, dp 1")):
-        log.started(Config(lora=rank), model, None, 8, source, Ranges([]))
-        assert capsys.readouterr().out.startswith(f"started: {words}")
-
-
-def test_a_run_that_is_done_says_what_can_be_typed_next(tmp_path, monkeypatch, capsys):
+def test_a_run_that_is_done_says_what_can_be_typed_next(tmp_path, monkeypatch):
     config = {"data": "data/stdlib", "objective": "causal", "prompt": "def main(", "steps": 400, "world": 2,
               "launcher": "hydra", "argv": ["train.py", "tiny", "--prompt", "def main("]}
     (tmp_path / "report.html").touch()
@@ -98,25 +67,55 @@ def test_a_run_that_is_done_says_what_can_be_typed_next(tmp_path, monkeypatch, c
     assert str(tmp_path / "report.html") in page
     assert len(ending.next_commands(tmp_path, {**config, "data": "synthetic"}, 0)) == 2
     fill = ending.next_commands(tmp_path, {**config, "objective": "mlm"}, 400)[0]
-    assert fill == f"fill gaps:    python sample.py {tmp_path} --fill 'a [MASK] in a text'"
+    assert fill.endswith(f"python sample.py {tmp_path} --fill 'a [MASK] in a text'")
     (tmp_path / "meta.json").write_text('{"masks": {}}')  # of conversations, as prepare.py chat writes it
-    talk = ending.next_commands(tmp_path, config, 400)[0]
-    assert talk == f"talk to it:   python sample.py {tmp_path} --chat"
-    (tmp_path / "meta.json").write_text("[]")
-    assert ending.next_commands(tmp_path, config, 400)[0] == text
-    # From another folder, the programs are named by their paths.
-    for folder, path in ((tmp_path, f"{ROOT}/"), (ROOT / "docs", "../")):
-        monkeypatch.chdir(folder)
-        elsewhere = "\n".join(ending.next_commands(tmp_path, config, 400))
-        for program in ("sample.py", "plot.py", "train.py"):
-            assert f"python {path}{program} " in elsewhere
-    monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(sys, "argv", ["train.py", *TINY])
-    flags = [*TINY, "--steps=1", "--eval-every=0", f"--out={tmp_path / 'run'}"]
-    got = session(World(), flags)
-    assert got["code"] == 0 and f"python plot.py {tmp_path / 'run'}" in got["out"]
-    first_run = (ROOT / "Makefile").read_text().split("\ntrain:")[1].split("\n\n")[0]
-    assert "source .venv/bin/activate" in first_run.splitlines()[-1]
+    assert ending.next_commands(tmp_path, config, 400)[0].endswith(f"python sample.py {tmp_path} --chat")
+    monkeypatch.chdir(ROOT / "docs")  # from another folder, the programs are named by their paths
+    assert "python ../plot.py " in ending.next_commands(tmp_path, config, 400)[1]
+
+
+# -----------------------------------------------------------------------------
+# Streams that are full, left or closed, and what a terminal is sent of a text of others
+
+EVIL = "\x1b]0;title\x07 \x9b31m \u202e back\rover\x7f"
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_a_terminal_gets_no_control_characters_of_a_text(monkeypatch):
+    escaped = r"\x1b]0;title\x07 \x9b31m \u202e back\rover\x7f"
+    for stream, said in ((Terminal(), escaped), (io.StringIO(), EVIL)):
+        monkeypatch.setattr(sys, "stdout", stream)
+        terminal.show(EVIL)
+        terminal.show("für\t日本\u200d\n")
+        assert stream.getvalue() == f"{said}für\t日本\u200d\n"
+
+
+def test_a_stream_takes_characters_that_its_encoding_lacks(monkeypatch):
+    raw = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, "latin-1"))
+    with wrong_input():
+        print("é 日", end="")
+    assert raw.getvalue().decode("latin-1") == "é ?"
+
+
+ENDS = {  # redirection: (exit code of plot.py, words on its stderr)
+    ">/dev/full": (2, "nanoshard: [Errno 28] No space left on device\n"),
+    "| true": (141, ""),
+}
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@pytest.mark.parametrize("how", ENDS)
+def test_a_program_ends_well_whatever_its_streams_are(how, tmp_path):
+    rows = "".join(f'{{"step": {i}, "loss": {i}}}\n' for i in range(1, 9))
+    (tmp_path / "metrics.jsonl").write_text(rows)
+    line = f"{sys.executable} {ROOT}/plot.py {tmp_path} {how}; exit ${{PIPESTATUS[0]}}"
+    job = subprocess.run(["bash", "-c", line], capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    assert (job.returncode, job.stderr) == ENDS[how]
 
 
 # -----------------------------------------------------------------------------
@@ -129,11 +128,6 @@ def test_a_plan_does_not_depend_on_what_lies_in_data(monkeypatch, capsys):
     monkeypatch.setattr(plan, "settled_doc_mask", lambda data, doc_mask: doc_mask)
     plan.main(["gpt2", "--data", "data/chars", "--doc-mask=off"])
     assert capsys.readouterr().out.startswith("vocabulary of 77 symbols: data/chars")
-
-
-def test_a_plan_in_json_has_no_line_beside_it(capsys):
-    plan.main(["gpt2", "--gpus=8", "--micro-batch=30", "--json"])
-    assert isinstance(json.loads(capsys.readouterr().out), dict)
 
 
 @pytest.mark.parametrize("flags", [
@@ -153,7 +147,7 @@ def test_a_refused_prepare_leaves_no_folder(flags, tmp_path, monkeypatch, capsys
 # -----------------------------------------------------------------------------
 # Before anything else
 
-@pytest.mark.parametrize("program", ["train", "sample", "prepare", "plan", "plot", "convert", "bench/doctor"])
+@pytest.mark.parametrize("program", ["train", "bench/doctor"])
 def test_a_program_without_its_packages_says_what_to_type(program):
     """-S leaves out the packages of an environment, as a shell does in which none is activated."""
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}

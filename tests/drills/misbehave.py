@@ -1,12 +1,10 @@
 """python misbehave.py FAULT STEP,SECONDS [flags of train.py]: a run whose last rank fails at that step.
 
     sleep     sleeps for ever               stop   is suspended, as by SIGSTOP
-    held      sleeps for ever in C, holding the interpreter's lock
     none      nothing
 SECONDS: --timeout from that step on, so that a slow start is no hang. The last rank then fails once the
 others have entered their next collective.
 """
-import ctypes
 import os
 import signal
 import sys
@@ -25,8 +23,7 @@ def sleep_for_ever():
     time.sleep(10**6)
 
 
-FAULTS = {"sleep": sleep_for_ever, "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
-          "held": lambda: ctypes.PyDLL(None).sleep(10**6), "none": lambda: None}
+FAULTS = {"sleep": sleep_for_ever, "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP), "none": lambda: None}
 
 
 def hurry(watchdog, step, seconds):
