@@ -1,22 +1,14 @@
 """Text from a checkpoint: python sample.py RUN_DIR --prompt "...", in one process, from any layout.
 
---n COUNT draws several samples of each --prompt, and there may be several prompts; the model is loaded once.
 A masked language model fills gaps: python sample.py RUN_DIR --fill "a [MASK] in a text".
 
---score FILE prints how well the model predicts a text: {"tokens", "loss", "perplexity"}, a line of JSON for
-each document, with the loss in nats per token; null where there is no token to predict. The "text" of each
-line of a .jsonl or .ndjson file, also with .gz or .zst, and of a .parquet file is a document; any other file
-is one. Each token is predicted once, from all tokens before it in its document, or, where seq_len is too
-short, from seq_len / 2 to seq_len of them. A document begins after end-of-document; where the vocabulary has
-none (char), its first token is not predicted.
-
---step N prints the text of step N of the run's training, by data-parallel rank and micro-batch.
+--score FILE prints {"tokens", "loss", "perplexity"} for each document, in nats per token: the "text" of each
+line of a .jsonl file, or a whole text file. Each token is predicted once, from all tokens before it or, where
+seq_len is too short, from seq_len / 2 to seq_len of them; the first from end-of-document, if there is one.
 
 --chat talks with you, by a model that was trained on conversations (prepare.py chat), in the terminal or from
-a pipe with a question on each line. /reset forgets, Ctrl-C stops an answer, Ctrl-D ends. Several ranks share
-the model with mpiexec -n 2 python sample.py RUN_DIR --chat --tp 2.
-
---serve is the same as a page for the browser, which also continues texts, by a model of any text.
+a pipe. /reset forgets, Ctrl-C stops an answer, Ctrl-D ends. Several ranks share the model with
+mpiexec -n 2 python sample.py RUN_DIR --chat --tp 2.
 """
 import dataclasses
 import itertools
@@ -43,7 +35,7 @@ from corpus import text, tokenizer
 from corpus.chat import MARKERS, Template
 from corpus.masked import MASK
 from corpus.samples import batch_size, open_data
-from interface.command_line import command_line, given_flags, read_run_config, wrong_input
+from interface.command_line import command_line, read_run_config, refuse_unread, wrong_input
 from interface.files import load_json
 from interface.serve import Server
 from interface.terminal import show
@@ -64,9 +56,9 @@ class Flags:
     top_k: int = 50  # keep the k likeliest tokens; 0 keeps all
     seed: int = 1337  # of the random draws
     score: str = ""  # print the loss and the perplexity of this file's text; no sample
-    step: int = 0  # print the text of this step of the run's training
+    step: int = 0  # print the text of this step of the run's training, by rank and micro-batch
     chat: bool = False  # answer questions from the terminal
-    serve: bool = False  # talk in the browser, at http://127.0.0.1:8000
+    serve: bool = False  # talk in the browser, or continue a text there, at http://127.0.0.1:8000
     host: str = "127.0.0.1"  # serve: where to listen; with other addresses, from other machines
     port: int = 8000  # serve: the port; 0 finds a free one
     system: str = ""  # chat, serve: what the system says before the first question
@@ -78,27 +70,67 @@ class Flags:
     RANGES = {"n": (1, 10**6), "max_new_tokens": (0, 10**9), "temperature": (0, 10**6), "top_k": (0, 2**24),
               "port": (0, 65535), "step": (0, 10**9)}
 
-    def mode(self):
-        """Return what is asked for, a key of READS. ValueError: two things are, or a flag is for another."""
-        asked = [name for name in READS if getattr(self, name)] or ["prompt"]
-        if len(asked) > 1:
-            raise ValueError(f"--{asked[0]} and --{asked[1]} exclude each other; give one")
-        unread = given_flags(self, set().union(*READS.values()) - READS[asked[0]])
-        if unread:
-            raise ValueError(f"--{asked[0]} does not read {', '.join(unread)}; leave it out")
-        return asked[0]
-
 
 DRAW = {"max_new_tokens", "temperature", "top_k", "seed"}
-READS = {  # {flag that says what is asked for: further flags that it reads}
-    "prompt": {"n", *DRAW}, "fill": set(), "score": set(), "step": set(),
-    "chat": {"system", "tp", "ep", *DRAW}, "serve": {"system", "host", "port", *DRAW}}
+READS = {  # {flag that says what is asked for: it, and the flags that it reads}
+    "prompt": {"prompt", "n", *DRAW}, "fill": {"fill"}, "score": {"score"}, "step": {"step"},
+    "chat": {"chat", "system", "tp", "ep", *DRAW}, "serve": {"serve", "system", "host", "port", *DRAW}}
+
+
+@wrong_input()
+def main(argv=None):
+    """Print what the flags ask for. SystemExit(2) after one line on stderr: wrong input."""
+    from runtime import launch  # isort: skip (before torch: it sets how idle threads wait)
+    argv = sys.argv[1:] if argv is None else argv
+    flags = command_line(Flags, argv, "sample.py", __doc__)
+    asked = [name for name in READS if getattr(flags, name)]
+    mode = asked[0] if asked else "prompt"
+    refuse_unread(flags, mode, READS)
+    if mode == "step":
+        print_step(Path(flags.run_dir), flags.step)
+        return
+    world = None
+    everyone = launch.Everyone()
+    if mode == "chat":
+        world = launch.launch(launch.NO_TIMEOUT, quiet=True)
+        everyone = world.everyone
+    with everyone.input():
+        # All input is read before the model, because the model takes longer.
+        cfg, vocab_size, weights, run, said = read_run(flags.run_dir)
+        vocabulary = load_vocabulary(run, vocab_size)
+        answer = ask(mode, flags, cfg, vocabulary, run, world)
+        if mode == "chat":
+            cfg = share_out(cfg, flags, argv, world)
+        model = load_model(cfg, vocab_size, weights, world)
+    if everyone.rank == 0:
+        print(said, end="", file=sys.stderr, flush=True)
+    answer(model.eval())
+    if mode == "chat":
+        del model  # and with it the mesh
+        launch.shutdown(world)
+
+
+def ask(mode, flags, cfg, vocabulary, run, world):
+    """Return a function of the model that prints what is asked for. ValueError, OSError: it cannot be."""
+    if (cfg.objective == "mlm") != (mode == "fill"):
+        raise ValueError(f"{run} was trained with --objective {cfg.objective}: mlm fills gaps, with --fill "
+                         f"'a {MASK} in a text', and causal continues a text, with --prompt")
+    if mode == "fill":
+        return partial(print_fillings, vocabulary, *read_gaps(cfg, vocabulary, run, flags.fill))
+    if mode == "serve":
+        return partial(serve, Server(flags.host, flags.port), vocabulary, flags, str(run))
+    if mode == "score":
+        return partial(print_scores, read_documents(flags.score, vocabulary))
+    if mode == "chat":
+        Template(vocabulary)  # refuses a vocabulary
+        return partial(converse, world, vocabulary, flags)
+    prompts = [encode_prompt(prompt, vocabulary) for prompt in flags.prompt or ("\n",)]
+    return partial(print_samples, vocabulary, prompts, flags)
 
 
 def load_model(cfg, vocab_size, weights, world=None):
-    """Return the model with the weights of a checkpoint.Reader, whole, on this process's device.
+    """Return the model with the weights of a checkpoint.Reader, in fp32, cut over the world if there is one.
 
-    With world, it is this rank's share, cut by cfg.tp and cfg.ep. All weights are fp32, none in fp8.
     No row is dropped for --capacity-factor: an expert's limit follows from the tokens that are read at once,
     so a text would have other logits in one read than token by token. ValueError: the weights do not fit.
     """
@@ -108,10 +140,7 @@ def load_model(cfg, vocab_size, weights, world=None):
     from model import GPT
     from parallel import make_mesh
     cfg = dataclasses.replace(cfg, fp8=False, capacity_factor=0.0)
-    if world is None:
-        mesh = make_mesh(World())
-    else:
-        mesh = make_mesh(world, cfg.tp, ep=cfg.ep)
+    mesh = make_mesh(world, cfg.tp, ep=cfg.ep) if world else make_mesh(World())
     device = torch.device("cpu")
     if torch.accelerator.is_available():
         device = torch.accelerator.current_accelerator()
@@ -130,50 +159,13 @@ def load_vocabulary(run, vocab_size):
     """Return the run's tokenizer. ValueError: there is none, or it has more symbols than the model."""
     vocabulary = tokenizer.load_if_there(run, vocab_size)
     if vocabulary is None:
-        raise ValueError(f"{run} has no tokenizer.json: it was trained on data without text (train with "
-                         "--data data/stdlib), or is of Hugging Face and lacks it (save its tokenizer again "
-                         "with transformers, as docs/hugging-face.md says)")
+        raise ValueError(f"{run} has no tokenizer.json: train on text, such as --data data/stdlib; that of a "
+                         "model of Hugging Face is saved again with transformers")
     return vocabulary
 
 
-@wrong_input()
-def main(argv=None):
-    """Print the prompt with its continuation. SystemExit(2) after one line on stderr: wrong input."""
-    argv = sys.argv[1:] if argv is None else argv
-    flags = command_line(Flags, argv, "sample.py", __doc__)
-    mode = flags.mode()
-    if mode == "chat":
-        chat_main(flags, argv)
-        return
-    if mode == "step":
-        print_step(Path(flags.run_dir), flags.step)
-        return
-    cfg, vocab_size, weights, run, said = read_run(flags.run_dir)
-    vocabulary = load_vocabulary(run, vocab_size)
-    check_objective(cfg, mode, run)
-    # All input is read before the model, because the model takes longer.
-    if mode == "fill":
-        ids, mask = read_gaps(cfg, vocabulary, run, flags.fill)
-        answer = partial(print_fillings, vocabulary=vocabulary, ids=ids, mask=mask)
-    elif mode == "serve":
-        server = Server(flags.host, flags.port)
-        answer = partial(serve, server=server, vocabulary=vocabulary, flags=flags, name=str(run))
-    elif mode == "score":
-        answer = partial(print_scores, documents=read_documents(flags.score, vocabulary))
-    else:
-        prompts = [encode_prompt(prompt, vocabulary) for prompt in flags.prompt or ("\n",)]
-        answer = partial(print_samples, vocabulary=vocabulary, prompts=prompts, flags=flags)
-    model = load_model(cfg, vocab_size, weights)
-    print(said, end="", file=sys.stderr, flush=True)
-    answer(model.eval())
-
-
-def check_objective(cfg, mode, run):
-    """Raise ValueError if a masked language model is to continue a text, or a causal one to fill gaps."""
-    if (cfg.objective == "mlm") != (mode == "fill"):
-        raise ValueError(f"{run} was trained with --objective {cfg.objective}: mlm fills gaps, with --fill "
-                         f"'a {MASK} in a text', and causal continues a text, with --prompt")
-
+# -----------------------------------------------------------------------------
+# --prompt
 
 def encode_prompt(prompt, vocabulary):
     """Return the ids that a text begins with. ValueError: the vocabulary cannot say it, or begin a text."""
@@ -184,17 +176,14 @@ def encode_prompt(prompt, vocabulary):
     return ids
 
 
-def print_samples(model, vocabulary, prompts, flags):
-    """Print flags.n samples of each prompt (a list of ids), each below a heading if there are several.
-
-    A token is printed as soon as it is drawn.
-    """
+def print_samples(vocabulary, prompts, flags, model):
+    """Print flags.n samples of each prompt (a list of ids), each below a heading if there are several."""
     samples = [(prompt, flags.seed + i) for prompt in prompts for i in range(flags.n)]
     for number, (prompt, seed) in enumerate(samples, 1):
         if len(samples) > 1:
             print(f"--- sample {number} of {len(samples)}, --seed {seed}")
-        ids = new_ids(model, vocabulary, prompt, dataclasses.replace(flags, seed=seed))
         show(vocabulary.decode(prompt))
+        ids = new_ids(model, vocabulary, prompt, dataclasses.replace(flags, seed=seed))
         for piece in vocabulary.whole_characters(ids, prompt):
             show(piece)
         show("\n")
@@ -241,10 +230,7 @@ CANDIDATES = 5  # tokens that are printed for each gap
 
 
 def read_gaps(cfg, vocabulary, run, text):
-    """Return the ids of text, and the id of [MASK].
-
-    ValueError: text has no [MASK], more tokens than a sequence, or a character that the vocabulary lacks.
-    """
+    """Return the ids of text, and the id of [MASK]. ValueError: it has no [MASK], or too many tokens."""
     mask = load_json(run / "config.json")["mask_token"]
     *before, last = text.split(MASK)
     if not before:
@@ -261,76 +247,58 @@ def read_gaps(cfg, vocabulary, run, text):
     return ids, mask
 
 
-def print_fillings(model, vocabulary, ids, mask):
-    """Print the text with the likeliest token in each gap, and then the five likeliest tokens of each gap.
-
-    All gaps are predicted at once: what fills one gap does not influence another.
-    """
+def print_fillings(vocabulary, ids, mask, model):
+    """Print the text with the likeliest token in each gap, and then the five likeliest tokens of each gap."""
     import torch
     device = next(model.parameters()).device
     with torch.no_grad():
-        logits, _ = model(torch.tensor([ids], device=device))  # (t, V)
-    gaps = [i for i, token in enumerate(ids) if token == mask]
-    probabilities = logits[gaps, :model.vocab_size].float().softmax(1)
-    probabilities = probabilities[:, :mask]  # all tokens but [MASK], which is the last
-    values, tokens = probabilities.topk(min(CANDIDATES, mask))  # (gaps, 5) each
-
+        logits, _ = model(torch.tensor([ids], device=device))  # (t, V), of all gaps at once
     filled = list(ids)
-    for i, token in zip(gaps, tokens[:, 0].tolist(), strict=True):
-        filled[i] = token
+    gaps = []
+    for i, token in enumerate(ids):
+        if token == mask:
+            p = logits[i, :model.vocab_size].float().softmax(0)[:mask]  # all tokens but [MASK], the last
+            values, tokens = p.topk(min(CANDIDATES, mask))
+            filled[i] = tokens[0].item()
+            pairs = zip(values.tolist(), tokens.tolist(), strict=True)
+            gaps.append(", ".join(f"{vocabulary.decode([token])!r} {100 * value:.1f} %"
+                                  for value, token in pairs))
     show(f"{vocabulary.decode(filled)}\n")
-    for i in range(len(gaps)):
-        likeliest = []
-        for value, token in zip(values[i].tolist(), tokens[i].tolist(), strict=True):
-            likeliest.append(f"{vocabulary.decode([token])!r} {100 * value:.1f} %")
-        print(f"{MASK} {i + 1}: {', '.join(likeliest)}", flush=True)
+    for number, likeliest in enumerate(gaps, 1):
+        print(f"{MASK} {number}: {likeliest}", flush=True)
 
 
 # -----------------------------------------------------------------------------
 # --score
 
 def read_documents(path, vocabulary):
-    """Return the ids of each document of --score FILE, (n,) int64, after end-of-document if there is one.
-
-    ValueError, OSError: no such file, no text in it, a line without text, or an unknown character.
-    """
+    """Return the ids of each document of --score FILE, (n,) int64, after end-of-document if there is one."""
     if not Path(path).is_file():
         raise FileNotFoundError(f"--score {path} is no file; give a text, or a .jsonl of lines with a 'text'")
     [file] = text.list_files(path, "text")
     texts = list(text.texts(file, "text"))  # an empty one has its line, too
     if not any(texts):
         raise ValueError(f"--score {path} holds no text; give a file that does")
-
-    start = [] if vocabulary.eod is None else [vocabulary.eod]
-    start = np.array(start, np.int64)
+    start = np.array([] if vocabulary.eod is None else [vocabulary.eod], np.int64)
     return [np.concatenate([start, vocabulary.encode_numpy(document)]) for document in texts]
 
 
-def print_scores(model, documents):
+def print_scores(documents, model):
     """Print a line of JSON for each of read_documents(). A loss or perplexity that is too large is null."""
     for ids in documents:
         tokens = max(0, len(ids) - 1)
-        loss = perplexity = None
-        if tokens:
-            mean = total_loss(model, ids) / tokens
-            if math.isfinite(mean):
-                loss = mean
-            if mean < 700:
-                perplexity = math.exp(mean)
-        print(json.dumps({"tokens": tokens, "loss": loss, "perplexity": perplexity}), flush=True)
+        mean = total_loss(model, ids) / tokens if tokens else math.inf
+        print(json.dumps({"tokens": tokens, "loss": mean if math.isfinite(mean) else None,
+                          "perplexity": math.exp(mean) if mean < 700 else None}), flush=True)
 
 
 def total_loss(model, ids):
-    """Return the sum of -log p(token) in nats, a float, over all tokens but the first.
-
-    ids: (n,) int64 on the host.
-    """
+    """Return the sum of -log p(token) in nats, a float, over all tokens but the first. ids: (n,) int64."""
     import torch
 
     from layers import vocab_cross_entropy
-    device = next(model.parameters()).device
     window = model.cfg.seq_len
-    ids = torch.from_numpy(ids).to(device)
+    ids = torch.from_numpy(ids).to(next(model.parameters()).device)
     inputs = ids[:-1]
     targets = ids[1:]
     total = 0.0
@@ -376,10 +344,7 @@ class Chat:
         self.cache = Cache()
 
     def answer(self, question):
-        """Add the question, and return an iterator of the answer's pieces, of whole characters each.
-
-        ValueError: the vocabulary lacks a character of the question.
-        """
+        """Add the question. Return an iterator of the answer's pieces. ValueError: it lacks a character."""
         self.tokens += self.template.question(question)
         return self.vocabulary.whole_characters(self.answer_ids())
 
@@ -387,7 +352,6 @@ class Chat:
         """Yield the ids of the answer. However it ends, <|end|> follows it in the conversation."""
         from pipeline import stream
         flags = self.flags
-        special = self.vocabulary.special.values()
         stop = False
         try:
             for token in stream(self.model, self.tokens, flags.max_new_tokens, self.cache,
@@ -395,7 +359,7 @@ class Chat:
                 if self.agree:
                     token, stop = self.agree(token)
                 self.tokens[-1] = token
-                if token in special:
+                if token in self.vocabulary.special.values():
                     self.tokens.pop()
                     break
                 yield token
@@ -405,99 +369,67 @@ class Chat:
             self.tokens.append(self.template.end)
 
 
-def chat_main(flags, argv):
-    """Talk, on all ranks. argv: the words that gave the flags.
-
-    SystemExit(2) after one line on stderr from one rank: wrong input.
-    """
-    from runtime import launch  # isort: skip (before torch: it sets how idle threads wait)
-    from interface.layout import check_alone, check_layout
-    from parallel import make_mesh
-    world = launch.launch(launch.NO_TIMEOUT, quiet=True)
-    with world.everyone.input():
-        cfg, vocab_size, weights, run, said = read_run(flags.run_dir)
-        check_objective(cfg, "chat", run)
-        vocabulary = load_vocabulary(run, vocab_size)
-        Template(vocabulary)  # refuses a vocabulary before the model is read
-        # Instead of the training's layout. The smallest micro-batch is one token per tp rank.
-        cfg = dataclasses.replace(
-            cfg, tp=flags.tp, ep=flags.ep, pp=1, cp=1, pp_chunks=1, pp_layers="", zero=0, shard=0,
-            micro_batch=flags.tp, rampup_batch_size=(), pdb=-1)
-        if world.size == 1:
-            check_alone(cfg, argv, "sample.py")
-        mesh = make_mesh(world, cfg.tp, 1, cfg.ep, groups=False, n_experts=cfg.n_experts)
-        check_layout(cfg, mesh, cfg.micro_batch * mesh.dp.size)
-    console = Console(world)
-    with world.everyone.input():
-        chat = Chat(load_model(cfg, vocab_size, weights, world), vocabulary, flags, console.agree)
-    if world.rank == 0:
-        print(said, end="", file=sys.stderr, flush=True)
-    console.converse(chat)
-    del chat  # and with it the mesh
-    launch.shutdown(world)
+def share_out(cfg, flags, argv, world):
+    """Return cfg with the layout of --chat instead of the training's. ValueError: the ranks do not fit."""
+    from interface.layout import check_alone, check_flags
+    # The smallest micro-batch is one token per tp rank.
+    cfg = dataclasses.replace(
+        cfg, tp=flags.tp, ep=flags.ep, pp=1, cp=1, pp_chunks=1, pp_layers="", zero=0, shard=0,
+        micro_batch=flags.tp, global_batch=0, rampup_batch_size=(), pdb=-1)
+    if world.size == 1:
+        check_alone(cfg, argv, "sample.py")
+    check_flags(cfg, world.size)
+    return cfg
 
 
-class Console:
-    """The terminal, or pipe, where rank 0 reads questions and prints answers."""
+def converse(world, vocabulary, flags, model):
+    """Answer questions that rank 0 reads until there are no more; rank 0 prints. Ctrl-C ends an answer."""
+    share = world.everyone.broadcast  # a few bytes over the world
+    answering = stop = False
 
-    def __init__(self, world):
-        self.world = world
-        self.answering = False
-        self.stop = False  # Ctrl-C ends this answer
-        if hasattr(sys.stdin, "reconfigure"):  # no UTF-8 must not end rank 0 while the others wait
-            sys.stdin.reconfigure(errors="replace")
-        signal.signal(signal.SIGINT, self.interrupted if world.rank == 0 else signal.SIG_IGN)
-
-    def interrupted(self, *_):
-        self.stop = True
-        if not self.answering:
+    def interrupted(*_):
+        nonlocal stop
+        stop = True
+        if not answering:
             raise KeyboardInterrupt
 
-    def share(self, value):
-        """Return rank 0's value, a few bytes over the world, on every rank."""
-        return self.world.everyone.broadcast(value)
+    if hasattr(sys.stdin, "reconfigure"):  # no UTF-8 must not end rank 0 while the others wait
+        sys.stdin.reconfigure(errors="replace")
+    signal.signal(signal.SIGINT, interrupted if world.rank == 0 else signal.SIG_IGN)
+    chat = Chat(model, vocabulary, flags, lambda token: share((token, stop)))
+    say = show if world.rank == 0 else len
+    while (question := share(read_line() if world.rank == 0 else None)) is not None:
+        answering, stop = True, False
+        try:
+            if question == "/reset":
+                chat.reset()
+            elif question:
+                for piece in itertools.chain(chat.answer(question), ["\n"]):
+                    say(piece)
+        except ValueError as e:  # a character that the vocabulary lacks, on all ranks alike
+            say(f"nanoshard: {e}\n")
+        answering = False
 
-    def agree(self, token):
-        return self.share((token, self.stop))
 
-    def converse(self, chat):
-        """Answer questions until there are no more."""
-        while (question := self.share(self.read_line())) is not None:
-            self.answering, self.stop = True, False
-            try:
-                if question == "/reset":
-                    chat.reset()
-                elif question:
-                    for piece in itertools.chain(chat.answer(question), ["\n"]):
-                        self.print(piece)
-            except ValueError as e:  # a character that the vocabulary lacks, on all ranks alike
-                self.print(f"nanoshard: {e}\n")
-            self.answering = False
-
-    def read_line(self):
-        """Return the next typed line, on rank 0; None at the end of the input."""
-        while self.world.rank == 0:
-            try:
-                if sys.stdin.isatty():
-                    self.print("> ")
-                return input().strip()
-            except KeyboardInterrupt:
-                self.print("\n/reset forgets, Ctrl-D ends\n")
-            except EOFError:
-                return None
-
-    def print(self, text):
-        """Print on rank 0."""
-        if self.world.rank == 0:
-            show(text)
+def read_line():
+    """Return the next typed line; None at the end of the input."""
+    while True:
+        try:
+            if sys.stdin.isatty():
+                show("> ")
+            return input().strip()
+        except KeyboardInterrupt:
+            show("\n/reset forgets, Ctrl-D ends\n")
+        except EOFError:
+            return None
 
 
 # -----------------------------------------------------------------------------
 # --serve
 
-def serve(model, server, vocabulary, flags, name):
+def serve(server, vocabulary, flags, name, model):
     """Let a page in the browser ask, until Ctrl-C. name: of the run, which the page shows."""
-    talks = not set(MARKERS) - vocabulary.special.keys()
+    talks = set(MARKERS) <= vocabulary.special.keys()
     settings = {"name": name, "mode": "chat" if talks else "text", "system": flags.system,
                 "temperature": flags.temperature}
     seeds = itertools.count(flags.seed)
@@ -507,7 +439,7 @@ def serve(model, server, vocabulary, flags, name):
 def reply(asked, *, model, vocabulary, flags, seeds):
     """Return the pieces of the answer to what a page asks, as interface.serve.ASKED says.
 
-    seeds: an iterator, so that the same question has several answers. ValueError: it cannot be answered.
+    seeds: an iterator, so that the same question has several answers.
     """
     if not asked["messages"]:
         raise ValueError("there is no message")

@@ -1,14 +1,13 @@
 """A model of ours as one GGUF file, the format of llama.cpp, by PyPI's package gguf: it knows the names."""
 import errno
-import os
-from functools import partial
+from dataclasses import dataclass
 
 from config import head_width
 from corpus import chat
+from corpus.text import require
 from corpus.tokenizer import PATTERN
 from hub import tokenizer
-from hub.families import FAMILIES
-from hub.weights import Lazy, Part, Theirs, read_whole, shapes, their_name
+from hub.weights import Lazy, named_parts
 
 FILE_TYPES = {"fp32": 0, "fp16": 1, "bf16": 32}  # {--dtype: general.file_type}
 ARCHITECTURES = {  # {family of transformers: a name in gguf.MODEL_ARCH}
@@ -22,17 +21,11 @@ FREE_HEAD_DIM = ("llama", "qwen3", "qwen3_moe", "smollm3", "gemma3_text")
 # p50k_base of tiktoken have the second one.
 GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
 PRE_TOKENIZERS = {PATTERN: "llama-bpe", GPT2_PATTERN: "gpt-2"}
-NORMAL = 1  # types of tokens
-CONTROL = 3  # is not found in a text
-UNUSED = 5
 
 
 def open_writer(path, cfg, kind):
-    """Return a GGUFWriter. ValueError: llama.cpp computes no such model. OSError: gguf is not installed."""
-    try:
-        import gguf
-    except ImportError:
-        raise FileNotFoundError("convert.py gguf needs: pip install gguf") from None
+    """Return a GGUFWriter. ValueError: llama.cpp computes no such model, or gguf is not installed."""
+    gguf = require("gguf", "convert.py gguf")
     refused = {
         f"the family {kind}": kind not in ARCHITECTURES,
         "--rope-scaling": bool(cfg.rope_scaling),
@@ -53,37 +46,16 @@ def open_writer(path, cfg, kind):
 # -----------------------------------------------------------------------------
 # Tensors
 
-def lazy_tensors(weights, cfg, kind, vocab_size, dtype):
-    """Return {llama.cpp's name: Lazy} of the model that has the weights of ours, read from a Reader."""
-    import gguf
-    import torch
-    table = gguf.get_tensor_name_map(gguf.MODEL_ARCH[ARCHITECTURES[kind]], cfg.n_layer)
-    found = {}
-    for name, (full, rows) in shapes(cfg, vocab_size).items():
-        # All experts are one tensor there, under the name of one without its number.
-        theirs = their_name(name, FAMILIES[kind].names).replace(".{}", "")
-        theirs = theirs.replace("e_score_correction_bias", "e_score_correction.bias")
-        part = Part(name, full, (0,) * len(full), (rows, *full[1:]))
-        theirs = table.get_name(theirs, (".weight", ".bias"))
-        found.setdefault(theirs, Theirs(False, [])).parts.append(part)
-    lazy = {}
-    for name, theirs in found.items():
-        shape = theirs.shape()
-        # In fp32 in every file, as in llama.cpp's own: vectors, routers, positions.
-        is_wide = len(shape) == 1 or name.endswith("ffn_gate_inp.weight") or name == "position_embd.weight"
-        kept = torch.float32 if is_wide else dtype
-        lazy[name] = Lazy(shape, kept, partial(read_theirs, weights, cfg, kind, theirs, kept))
-    return lazy
+@dataclass
+class Ggml(Lazy):
+    """A tensor of llama.cpp."""
+    heads: int = 0  # of a query or key matrix whose rows are paired
 
-
-def read_theirs(weights, cfg, kind, theirs, dtype):
-    """Return one of llama.cpp's tensors, read from a Reader of our weights."""
-    whole = read_whole(weights, theirs, dtype)
-    ours = theirs.parts[0].name
-    if ours.endswith(".offset"):
-        return whole + 1  # the factor itself
-    heads = {"wq": cfg.n_head, "wk": cfg.n_kv_head}.get(ours.split(".")[-2], 0)
-    return pair_rows(whole, heads) if heads and kind in PAIRS_ROWS else whole
+    def detach(self):
+        whole = super().detach()
+        if self.parts[0].name.endswith(".offset"):
+            return whole + 1  # the factor itself
+        return pair_rows(whole, self.heads) if self.heads else whole
 
 
 def pair_rows(tensor, heads):
@@ -95,13 +67,32 @@ def pair_rows(tensor, heads):
     return halves.transpose(1, 2).reshape(tensor.shape)
 
 
+def read_from(weights, cfg, kind, vocab_size, dtype):
+    """Return {llama.cpp's name: Ggml} of the model that has the weights of ours, read from a Reader."""
+    import gguf
+    import torch
+    table = gguf.get_tensor_name_map(gguf.MODEL_ARCH[ARCHITECTURES[kind]], cfg.n_layer)
+    found = {}
+    for theirs, part in named_parts(cfg, kind, vocab_size):
+        # All experts are one tensor there, under the name of one without its number.
+        theirs = theirs.replace(".{}", "").replace("e_score_correction_bias", "e_score_correction.bias")
+        found.setdefault(table.get_name(theirs, (".weight", ".bias")), []).append(part)
+    heads = {"wq": cfg.n_head, "wk": cfg.n_kv_head} if kind in PAIRS_ROWS else {}
+    tensors = {}
+    for name, parts in found.items():
+        paired = heads.get(parts[0].name.split(".")[-2], 0)
+        # In fp32 in every file, as in llama.cpp's own: vectors, routers, positions.
+        is_wide = len(parts[0].size) == 1 or name.endswith(("ffn_gate_inp.weight", "position_embd.weight"))
+        tensors[name] = Ggml(parts, weights=weights, dtype=torch.float32 if is_wide else dtype, heads=paired)
+    return tensors
+
+
 # -----------------------------------------------------------------------------
 # Keys
 
-def add_model(writer, cfg, kind, vocab_size, name, dtype):
+def add_model(writer, cfg, kind, vocab_size, dtype):
     """Add the keys that say what the model computes."""
     from gguf import ExpertGatingFuncType
-    writer.add_name(name)
     writer.add_file_type(FILE_TYPES[dtype])
     writer.add_context_length(cfg.seq_len)
     writer.add_embedding_length(cfg.n_embd)
@@ -138,40 +129,29 @@ def add_model(writer, cfg, kind, vocab_size, name, dtype):
 
 
 def add_tokenizer(writer, vocabulary, vocab_size):
-    """Add the keys of a tokenizer of ours. vocab_size: rows of the embedding.
-
-    ValueError: llama.cpp has no such tokenizer.
-    """
+    """Add the keys of a tokenizer of ours. ValueError: llama.cpp has no such tokenizer."""
+    from gguf import TokenType
     pattern = vocabulary.spec.get("pattern")
     if pattern not in PRE_TOKENIZERS:
         raise ValueError(f"no GGUF for this tokenizer, {vocabulary.kind}: llama.cpp cuts a text as those of "
                          "--tokenizer bpe, gpt2 and cl100k_base do; for one of Hugging Face run its own "
                          "convert_hf_to_gguf.py on what convert.py export writes")
     vocab, merges = tokenizer.byte_pairs(vocabulary)
+    types = dict.fromkeys(vocab.values(), TokenType.NORMAL)
+    types |= dict.fromkeys(vocabulary.special.values(), TokenType.CONTROL)  # is not found in a text
     names = {i: token for token, i in {**vocab, **vocabulary.special}.items()}
-    if len(names) < len(vocabulary.ids):
-        raise ValueError("no GGUF for this tokenizer: a token has the characters of a special token")
-
-    tokens = []
-    types = []
-    for i in range(vocab_size):
-        tokens.append(names.get(i, f"<unused {i}>"))  # no token of bytes has a space in its name
-        types.append(NORMAL if i in names else UNUSED)
-    for i in vocabulary.special.values():
-        types[i] = CONTROL
+    ids = range(vocab_size)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(PRE_TOKENIZERS[pattern])
-    writer.add_token_list(tokens)
-    writer.add_token_types(types)
+    writer.add_token_list([names.get(i, f"<unused {i}>") for i in ids])  # no token of bytes has a space
+    writer.add_token_types([types.get(i, TokenType.UNUSED) for i in ids])
     writer.add_token_merges([" ".join(pair) for pair in merges])
-    writer.add_bos_token_id(vocabulary.eod)
-    writer.add_eos_token_id(vocabulary.eod)
-    writer.add_pad_token_id(vocabulary.eod)
+    for add_id in (writer.add_bos_token_id, writer.add_eos_token_id, writer.add_pad_token_id):
+        add_id(vocabulary.eod)
     writer.add_add_bos_token(False)
     writer.add_add_space_prefix(False)
-    if chat.END in vocabulary.special:
-        writer.add_eot_token_id(vocabulary.special[chat.END])
     if set(chat.MARKERS) <= vocabulary.special.keys():
+        writer.add_eot_token_id(vocabulary.special[chat.END])
         begin = vocabulary.decode(chat.Template(vocabulary).begin)
         writer.add_chat_template(tokenizer.jinja(begin))
 
@@ -180,7 +160,7 @@ def add_tokenizer(writer, vocabulary, vocab_size):
 # The file
 
 def write(writer, tensors):
-    """Write the file. tensors: {name: Lazy}, each read when it is written. ValueError: one is not finite."""
+    """Write the file. tensors: {name: Ggml}. ValueError: one is not finite."""
     import numpy as np
     import torch
     from gguf import GGMLQuantizationType
@@ -199,4 +179,4 @@ def write(writer, tensors):
         try:
             writer.write_tensor_data(values.view(torch.uint8).numpy())
         except OSError as e:  # numpy says how much was written, and not why
-            raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}, {e}") from None
+            raise OSError(errno.ENOSPC, f"No space left on device, {e}") from None

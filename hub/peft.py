@@ -3,30 +3,27 @@
 peft computes x A^T B^T alpha/r as layers.Adapter does, so no number changes.
 """
 import math
-from functools import partial
 
 from config import as_typed
 from hub.families import family_of
-from hub.weights import Lazy, Part, check_finite, open_slices, read, tensors
+from hub.weights import Lazy, Part, check_finite, open_slices, read_from, tensors
 from interface.files import check_schema, load_json
 from runtime.adapters import adapter_names
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
-MOST_BYTES = 1 << 20
 # The values of fields with which the adapters are plain ones. Ways to start that are not here, such as pissa,
 # change the base's weights, too.
 PLAIN = {"peft_type": ("LORA",), "bias": ("none",), "init_lora_weights": (True, "gaussian")}
-# Fields that change nothing in what a model with its adapters computes, whatever their value is. Any other
-# field must be empty.
+# Fields that change nothing in what a model with its adapters computes. Any other field must be empty.
 HARMLESS = {"r", "lora_alpha", "use_rslora", "auto_mapping", "base_model_name_or_path", "exclude_modules",
             "inference_mode", "layers_pattern", "layers_to_transform", "lora_dropout", "megatron_core",
             "peft_version", "qalora_group_size", "revision", "target_modules", "task_type"}
 
 
-def modules_of(cfg, vocab_size):
-    """Return {name of our matrix: (name of its module there, its shape)} of the matrices with an adapter.
+def factors(cfg, rank, vocab_size):
+    """Return {peft's name: (our name, shape)} of A and B of all matrices with an adapter.
 
     cfg: of the model without adapters. ValueError: no model of transformers has such modules.
     """
@@ -34,54 +31,36 @@ def modules_of(cfg, vocab_size):
     found = {}
     for theirs, made_of in tensors(cfg, kind, vocab_size).items():
         ours = made_of.parts[0].name
-        if not ours.startswith("blocks.") or len(made_of.shape()) != 2:
+        if not ours.startswith("blocks.") or len(made_of.shape) != 2:
             continue
         if len(made_of.parts) > 1 or made_of.transposed:
             raise ValueError(f"{as_typed({'mlp': cfg.mlp, 'pos': cfg.pos})}: {kind} joins or transposes the "
                              "matrices, so peft has no such adapters; convert.py export merges them")
-        found[ours] = theirs.removesuffix(".weight"), made_of.shape()
+        module = PREFIX + theirs.removesuffix(".weight")
+        n_out, n_in = made_of.shape
+        a_name, b_name = adapter_names(ours)
+        found[f"{module}.lora_A.weight"] = a_name, (rank, n_in)
+        found[f"{module}.lora_B.weight"] = b_name, (n_out, rank)
     return found
 
 
-def tensor_names(module):
-    """Return peft's names of A and B of a module."""
-    return f"{PREFIX}{module}.lora_A.weight", f"{PREFIX}{module}.lora_B.weight"
-
-
 def to_peft(merged, cfg, vocab_size, dtype):
-    """Return {peft's name: Lazy} of a checkpoint of adapters.
-
-    merged: a runtime.adapters.Merged. cfg: of its whole model.
-    """
-    lazy = {}
-    for name, (module, _) in modules_of(cfg, vocab_size).items():
-        for ours, theirs in zip(adapter_names(name), tensor_names(module), strict=True):
-            shape = merged.own.index["tensors"][ours]["shape"]
-            part = Part(ours, shape, (0, 0), shape)
-            lazy[theirs] = Lazy(shape, dtype, partial(read, merged.own, part, dtype))
-    return lazy
+    """Return {peft's name: Lazy} of a runtime.adapters.Merged. cfg: of its whole model."""
+    layout = {}
+    for theirs, (ours, shape) in factors(cfg, merged.cfg.lora, vocab_size).items():
+        layout[theirs] = Lazy([Part(ours, shape, (0, 0), shape)])
+    return read_from(merged.own, layout, dtype)
 
 
 def adapter_config(cfg, names, base):
     """Return adapter_config.json. names: of peft's tensors. base: a model's name."""
-    alpha = cfg.lora_alpha
     is_causal = cfg.objective == "causal"
     modules = {name.removeprefix(PREFIX).split(".lora_")[0] for name in names}
     if is_causal:  # by such short names peft would also find modules of the head of a masked model
         modules = {module.split(".")[-1] for module in modules}
-    return {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM" if is_causal else None,
-        "base_model_name_or_path": base,
-        "r": cfg.lora,
-        "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
-        "lora_dropout": 0.0,
-        "bias": "none",
-        "fan_in_fan_out": False,
-        "init_lora_weights": True,
-        "inference_mode": True,
-        "target_modules": sorted(modules),
-    }
+    return {"peft_type": "LORA", "task_type": "CAUSAL_LM" if is_causal else None, "r": cfg.lora,
+            "base_model_name_or_path": base, "lora_alpha": cfg.lora_alpha, "lora_dropout": 0.0,
+            "bias": "none", "inference_mode": True, "target_modules": sorted(modules)}
 
 
 def read_adapter(folder):
@@ -89,15 +68,12 @@ def read_adapter(folder):
     path = folder / CONFIG
     found = load_json(path)
     check_schema(found, {"peft_type": str, "r": int, "lora_alpha": float}, path)
-    alpha = float(found["lora_alpha"])
-    if alpha <= 0:
-        raise ValueError(f"{path}: lora_alpha is {alpha:g}, with which adapters have no effect")
-    if found.get("use_rslora"):  # it divides by the root of the rank
-        alpha *= math.sqrt(found["r"])
     for field, value in found.items():
         if value and field not in HARMLESS and value not in PLAIN.get(field, ()):
             raise ValueError(f"{path}: {field} is {value!r}; only plain LoRA adapters, without it, are read")
-    return found["r"], alpha
+    # rslora divides by the root of the rank.
+    alpha = found["lora_alpha"] * (math.sqrt(found["r"]) if found.get("use_rslora") else 1)
+    return found["r"], float(alpha)
 
 
 def from_peft(folder, cfg, rank, vocab_size):
@@ -109,16 +85,12 @@ def from_peft(folder, cfg, rank, vocab_size):
     import torch
     slices = open_slices(folder / WEIGHTS)
     pieces = []
-    for name, (module, (n_out, n_in)) in modules_of(cfg, vocab_size).items():
-        wanted = zip(adapter_names(name), tensor_names(module), ((rank, n_in), (n_out, rank)), strict=True)
-        for ours, theirs, shape in wanted:
-            part = slices.pop(theirs, None)
-            if part is not None and tuple(part.get_shape()) != shape:
-                raise ValueError(f"{folder}: {theirs} is {tuple(part.get_shape())}, for this base it should "
-                                 f"be {shape}")
-            tensor = torch.zeros(shape) if part is None else part[:]
-            check_finite(folder, theirs, tensor)
-            pieces.append((ours, tensor, shape, (0, 0)))
+    for theirs, (ours, shape) in factors(cfg, rank, vocab_size).items():
+        tensor = slices.pop(theirs)[:] if theirs in slices else torch.zeros(shape)
+        if tensor.shape != shape:
+            raise ValueError(f"{folder}: {theirs} is {tuple(tensor.shape)}, it should be {shape}")
+        check_finite(folder, theirs, tensor)
+        pieces.append((ours, tensor, shape, (0, 0)))
     if slices:
         raise ValueError(f"{folder}: our adapters have no place for {min(slices)}; they are beside the "
                          "matrices of attention and MLP alone")

@@ -179,9 +179,12 @@ def given(argv, flag):
     return found
 
 
-def given_flags(flags, names):
-    """Return those of the flags with these names, as they are typed, whose value is not the default."""
-    return [typed(name) for name in sorted(names) if getattr(flags, name) != getattr(type(flags), name)]
+def refuse_unread(flags, mode, reads):
+    """Raise ValueError if a flag is given that only other modes read. reads: {mode: its flags}."""
+    names = set().union(*reads.values()) - reads[mode]
+    unread = [typed(name) for name in sorted(names) if getattr(flags, name) != getattr(type(flags), name)]
+    if unread:
+        raise ValueError(f"{mode} does not read {', '.join(unread)}; leave it out")
 
 
 def change_words(argv, changes):

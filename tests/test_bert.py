@@ -356,7 +356,7 @@ def test_a_gap_has_the_space_in_front_of_its_word(run, tmp_path):
 
 @pytest.mark.parametrize("argv,words", [
     ([], ["mlm", "--fill"]), (["--prompt", "ab"], ["mlm", "--fill"]),
-    (["--fill", "[MASK]", "--prompt", "ab"], ["exclude"]), (["--fill", "ab"], ["no [MASK]"]),
+    (["--fill", "[MASK]", "--prompt", "ab"], ["does not read --fill"]), (["--fill", "ab"], ["no [MASK]"]),
     (["--fill", "[MASK]" * 17], ["17 tokens", "16"]), (["--fill", "[MASK]Q"], ["'Q'", "not among"])], ids=str)
 def test_fill_refuses(run, argv, words, capsys):
     with pytest.raises(SystemExit) as e:

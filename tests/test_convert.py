@@ -86,7 +86,7 @@ def ours(folder):
             out.copy_(grads[name][tuple(slice(o, o + s) for o, s in zip(offset, out.shape, strict=True))])
     layout = weights.tensors(cfg, families.family_of(cfg), vocab_size)
     return logits.detach(), {
-        name: weights.read_whole(Gradients(), tensor, torch.float64)
+        name: dataclasses.replace(tensor, weights=Gradients(), dtype=torch.float64).detach()
         for name, tensor in layout.items() if tensor.parts[0].name in grads}
 
 
@@ -126,12 +126,7 @@ OUT = {  # name: (ranks, flags, what theirs has and ours has not)
     "qwen2, windows, cp 2": (2, ["--qkv-bias", "--window=5", "--full-every=2", "--cp=2"], ()),
     "gemma3, tp 2 pp 2": (4, [*GEMMA3, "--tp=2", "--pp=2"], ()),
     "smollm3, pp 2": (2, ["--no-rope-every=2", "--pp=2"], ()),
-    "qwen2, tp 2 pp 2": (4, ["--qkv-bias", "--tp=2", "--pp=2"], ()),
-    "olmo2, tp 2 pp 2": (4, ["--qk-norm=all", "--norm-place=after", "--tp=2", "--pp=2"], ()),
-    "gemma3, zero 3": (2, [*GEMMA3, "--zero=3"], ()),
-    "smollm3, zero 3": (2, ["--no-rope-every=2", "--zero=3"], ()),
     "qwen3 moe, tp 2 ep 2": (2, [*MOE, "--qk-norm=head", "--router=softmax-topk", "--tp=2", "--ep=2"], ()),
-    "qwen3 moe, ep 2": (2, [*MOE, "--qk-norm=head", "--router=softmax-topk", "--ep=2"], ()),
 }
 
 
@@ -179,11 +174,8 @@ def test_every_tensor_keeps_its_type(hf, tmp_path):
     """The bias of a router stays fp32 in a model in bf16."""
     there = make(hf, "glm", tmp_path / "there", dtype=torch.bfloat16)
     convert.main(["import", str(there), "--out", str(tmp_path / "run")])
-    assert json.loads((tmp_path / "run" / "config.json").read_text())["dtype"] == "bf16"
     convert.main(["export", str(tmp_path / "run"), "--out", str(tmp_path / "back"), "--dtype=bf16"])
-    same_bytes(there, tmp_path / "back")
-    assert {t.dtype for t in load_file(tmp_path / "back/model.safetensors").values()} == {
-        torch.bfloat16, torch.float32}
+    assert len(same_bytes(there, tmp_path / "back")) == 2
 
 
 def same_bytes(a, b):
@@ -193,6 +185,7 @@ def same_bytes(a, b):
     assert x.keys() == y.keys() and len(x) > 5
     for name in x:
         assert x[name].dtype == y[name].dtype and torch.equal(x[name], y[name]), name
+    return {t.dtype for t in x.values()}
 
 
 @pytest.mark.parametrize("name", IN)
@@ -205,39 +198,29 @@ def test_an_imported_model_is_the_same_function_and_exports_the_same_bytes(name,
     same_bytes(there, tmp_path / "back")
 
 
-@pytest.fixture
-def small(tmp_path):
-    """Return a directory that export wrote, of a run that made one step."""
+def test_rows_of_queries_in_another_order_are_found(hf, tmp_path):
+    """Planted: pairs (2i, 2i+1) of Meta's own files in the place of (i, i + D/2)."""
     go(1, tmp_path / "run", "--steps=1", "--save-every=1")
     convert.main(["export", str(tmp_path / "run"), "--out", str(tmp_path / "hf")])
-    return tmp_path / "hf"
-
-
-def test_rows_of_queries_in_another_order_are_found(hf, small, tmp_path):
-    """Planted: pairs (2i, 2i+1) of Meta's own files in the place of (i, i + D/2)."""
-    assert_same_function(hf, small, tmp_path / "run", tmp_path / "grads")
-    held = load_file(small / "model.safetensors")
+    held = load_file(tmp_path / "hf/model.safetensors")
     for name, w in held.items():
         if "q_proj" in name or "k_proj" in name:
             held[name] = w.view(-1, 4, 2, 16).transpose(1, 2).reshape(w.shape).contiguous()  # D = 8
-    save_file(held, small / "model.safetensors", {"format": "pt"})
+    save_file(held, tmp_path / "hf/model.safetensors", {"format": "pt"})
     with pytest.raises(AssertionError, match="logits"):
-        assert_same_function(hf, small, tmp_path / "run", tmp_path / "more")
+        assert_same_function(hf, tmp_path / "hf", tmp_path / "run", tmp_path / "more")
 
 
 def test_no_more_than_two_tensors_are_in_memory(tmp_path, monkeypatch):
     """Of a 7 B model neither direction needs the memory for more."""
-    alive, most = weakref.WeakSet(), []
+    alive, most, read = weakref.WeakSet(), [], weights.Lazy.detach
 
-    def watched(read):
-        def call():
-            made = read()
-            alive.add(made.untyped_storage())
-            most.append(len(alive))
-            return made
-        return call
-    init = weights.Lazy.__init__
-    monkeypatch.setattr(weights.Lazy, "__init__", lambda self, *args: init(self, *args[:2], watched(args[2])))
+    def watched(lazy):
+        made = read(lazy)
+        alive.add(made.untyped_storage())
+        most.append(len(alive))
+        return made
+    monkeypatch.setattr(weights.Lazy, "detach", watched)
     go(1, tmp_path / "run", "--steps=1", "--save-every=1")
     convert.main(["export", str(tmp_path / "run"), "--out", str(tmp_path / "hf")])
     convert.main(["import", str(tmp_path / "hf"), "--out", str(tmp_path / "back")])
@@ -245,22 +228,15 @@ def test_no_more_than_two_tensors_are_in_memory(tmp_path, monkeypatch):
 
 
 def test_names_and_buffers_of_old_files_on_the_hub(hf, tmp_path):
-    """GPT-2 has no prefix `transformer.` there, and brings its masks along; Llama has rope_theta beside
-    rope_scaling null."""
+    """GPT-2 has no prefix `transformer.` there, and brings its masks along."""
     there = make(hf, "gpt2", tmp_path / "there")
     a = weights.HuggingFace(there)
     held = load_file(there / "model.safetensors").items()
     held = {name.removeprefix("transformer."): t for name, t in held}
     save_file({**held, "h.0.attn.bias": torch.ones(1, 1, 4, 4)}, there / "model.safetensors")
     b = weights.HuggingFace(there)
-    for name, entry in a.index["tensors"].items():
-        x, y = torch.zeros(entry["shape"]), torch.ones(entry["shape"])
-        a.fill(name, x, entry["shape"], [0] * x.ndim)
-        b.fill(name, y, entry["shape"], [0] * y.ndim)
-        assert torch.equal(x, y), name
-    old = make(hf, "llama tied", tmp_path / "old")
-    change(old / "config.json", rope_parameters=None, rope_scaling=None, rope_theta=1234.5)
-    assert weights.HuggingFace(old).cfg.rope_base == 1234.5
+    for name in a.index["tensors"]:
+        assert torch.equal(a.whole(name), b.whole(name)), name
 
 
 def change(path, **fields):
@@ -343,10 +319,10 @@ def test_exported_characters_give_the_same_ids(hf, tmp_path):
 
 
 def test_a_tokenizer_of_theirs_is_ours(hf, trained, tmp_path):
-    """Saved in our tokenizer.json, opened again, and written back as it was."""
+    """Saved in our tokenizer.json, opened again, written back as it was; special tokens of ours join it."""
     library(hf, trained, tmp_path)
-    read = tokenizer.load(tmp_path)
-    assert (read.n_vocab, read.eod, read.kind) == (trained.n_vocab, trained.eod, "hf")
+    read, n = tokenizer.load(tmp_path), trained.n_vocab
+    assert (read.n_vocab, read.eod, read.kind) == (n, trained.eod, "hf")
     read.save(tmp_path / "saved.json")
     again = tokenizer.load(tmp_path / "saved.json")
     for text in texts()[:100]:
@@ -356,17 +332,10 @@ def test_a_tokenizer_of_theirs_is_ours(hf, trained, tmp_path):
     for name, content in tokenizer_json.export_tokenizer(again, 64).items():
         assert content == json.loads((tmp_path / name).read_text())
 
-
-def test_special_tokens_of_ours_join_a_tokenizer_of_theirs(hf, trained, tmp_path):
-    library(hf, trained, tmp_path)
-    read, n = tokenizer.load(tmp_path), trained.n_vocab
     more = tokenizer.HfTokenizer({**read.spec, "special": {"<|b|>": n, "<|a|>": n + 1}})
     assert more.n_vocab == n + 2 and more.decode([n, n + 1]) == "<|b|><|a|>"
     assert more.encode("<|a|> x") == trained.encode("<|a|> x")
-    opened = library(hf, more, tmp_path)
-    assert opened.convert_tokens_to_ids(["<|a|>", "<|b|>"]) == [n + 1, n]
-    with pytest.raises(ValueError, match="gaps"):
-        tokenizer.HfTokenizer({**read.spec, "special": {"<|b|>": n + 5}})
+    assert library(hf, more, tmp_path).convert_tokens_to_ids(["<|a|>", "<|b|>"]) == [n + 1, n]
 
 
 def test_a_first_special_token_is_put_before_a_prompt_alone(hf, trained, tmp_path):
@@ -407,7 +376,7 @@ def test_a_space_before_a_text_is_put_where_transformers_puts_it(name, model_typ
     assert len(seen) == 2
 
 
-def test_data_by_a_tokenizer_of_theirs(hf, trained, tmp_path, capsys):
+def test_data_by_a_tokenizer_of_theirs(hf, trained, tmp_path):
     """prepare.py --tokenizer hf:DIR gives the tokens of the same vocabulary of ours. It is refused without an
     end-of-document."""
     library(hf, trained, tmp_path)
@@ -471,18 +440,13 @@ def test_the_chat_template_gives_the_ids_of_ours(kind, hf, trained, tmp_path):
 
 
 def test_no_chat_template_for_a_tokenizer_that_reads_it_otherwise(hf, trained, tmp_path):
-    """As Llama 2's: a space before a text alone, none behind a special token. One without letters has it."""
-    digits = tokenizer.train_char(["0123"]).with_special(chat.MARKERS)
-    library(hf, digits, tmp_path)
-    read = tokenizer.load(tmp_path)
-    assert tokenizer_json.chat_template(read) == tokenizer_json.chat_template(digits) != {}
+    """As Llama 2's: a space before a text alone, none behind a special token."""
     library(hf, trained, tmp_path)
     steps = json.loads((tmp_path / "tokenizer.json").read_text())["pre_tokenizer"]["pretokenizers"]
     first = {"type": "Metaspace", "replacement": "x", "prepend_scheme": "first", "split": False}
     change(tmp_path / "tokenizer.json", pre_tokenizer={"type": "Sequence", "pretokenizers": [first, *steps]})
     vocabulary = tokenizer.load(tmp_path).with_special(chat.MARKERS)
     assert "chat_template" not in tokenizer_json.export_tokenizer(vocabulary, 64)["tokenizer_config.json"]
-    assert "chat_template" not in tokenizer_json.export_tokenizer(trained, 64)["tokenizer_config.json"]
 
 
 # -----------------------------------------------------------------------------
@@ -493,7 +457,7 @@ def made(tmp_path_factory):
     """Return a folder with toy/, data of characters; run/, a step on them; hf/, its export."""
     folder = tmp_path_factory.mktemp("made")
     chars(folder)
-    go(1, folder / "run", f"--data={folder}/toy", "--steps=1", "--save-every=1",
+    go(1, folder / "run", f"--data={folder}/toy", "--steps=1", "--save-every=1", "--lr=0.01",
        base=[f for f in TINY if "vocab" not in f])
     convert.main(["export", str(folder / "run"), f"--out={folder}/hf"])
     return folder
@@ -522,11 +486,9 @@ def test_a_model_that_transformers_has_not_is_refused(flags, word):
         families.family_of(parse(["tiny", *flags.split()]))
 
 
-@pytest.mark.parametrize("flags", ["", "--norm layer --mlp gelu --pos learned --n-kv-head 4", *(
-    f"--n-experts 4 --router {router}" for router in ("softmax", "softmax-topk", "sigmoid"))])
-def test_a_flag_that_a_family_does_not_declare_is_refused(flags, monkeypatch):
+def test_a_flag_that_a_family_does_not_declare_is_refused(monkeypatch):
     """A model that was trained with a capacity is exported: no other declared flag tells of it."""
-    argv = ["tiny", *flags.split(), "--norm-eps=1e-3", "--tied", "--capacity-factor=1.5"]
+    argv = ["tiny", "--n-experts=4", "--norm-eps=1e-3", "--tied", "--capacity-factor=1.5"]
     kind = families.family_of(parse(argv))
     without = families.FAMILIES[kind]._replace(fields={})
     monkeypatch.setattr(families, "FAMILIES", {kind: without})
@@ -534,23 +496,14 @@ def test_a_flag_that_a_family_does_not_declare_is_refused(flags, monkeypatch):
         families.family_of(parse(argv))
 
 
-@pytest.mark.parametrize("qk_norm", ["none", "head"])
-def test_a_router_of_the_readers_own_is_refused(qk_norm):
-    cfg = dataclasses.replace(parse(["tiny", "--n-experts=4"]), router="softplus", qk_norm=qk_norm)
-    with pytest.raises(ValueError, match="--router softplus"):
-        families.family_of(cfg)
-
-
 def test_without_transformers_a_line_says_what_to_install(made, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     refused(convert.main, ["import", made / "hf", f"--out={tmp_path}/out"], "pip install", "transformers")
 
 
-def test_the_card_says_what_was_trained(made, tmp_path):
+def test_the_card_says_what_was_trained(made):
     card = (made / "hf" / "README.md").read_text()
-    for words in (f"- loss {rows(made / 'run')[-1]['loss']:.4f} at step 1", "LlamaForCausalLM in fp32"):
+    for words in (f"- loss {rows(made / 'run')[-1]['loss']:.4f} at step 1", "LlamaForCausalLM", "--lr 0.01"):
         assert words in card, card
+    assert str(made) not in card and not any(word in card for word in ("--plot", "--init", "--data"))
     assert json.loads((made / "hf" / "config.json").read_text())["eos_token_id"] is None
-    go(1, tmp_path / "run", "--steps=1", "--save-every=1", "--n-experts=4", "--capacity-factor=1.5")
-    convert.main(["export", f"{tmp_path}/run/step_000001", f"--out={tmp_path}/hf"])
-    assert "capacity of 1.5" in (tmp_path / "hf" / "README.md").read_text()

@@ -12,10 +12,8 @@ import shutil
 import pytest
 import torch
 from faults import planted
-from runs import assert_refused, go
 from safetensors.torch import load_file, save_file
 
-import checkpoint
 import config
 import convert
 import sample
@@ -96,10 +94,6 @@ OTHER = {"chunk_size_feed_forward": 5, "is_decoder": True, "torch_dtype": "float
          "n_ctx": 5, "attention_dropout": 0.5, "is_llama_config": True, "pad_token_id": 1, "n_special": 3,
          "predict_special_tokens": True, "output_past": True, "unsloth_version": "1", "unsloth_fixed": True,
          "transformers.js_config": {"dtype": "q4"}}
-KEPT = {"model_type", "architectures", "transformers_version", "_name_or_path", "name_or_path",
-        "_commit_hash", "attn_implementation", "experts_implementation", "_attn_implementation",
-        "_experts_implementation", "output_attentions", "output_hidden_states", "return_dict", "torchscript",
-        "prefix", "num_labels", "_num_labels"}
 
 
 @pytest.mark.parametrize("name", SMALL)
@@ -108,18 +102,13 @@ def test_harmless_fields_change_nothing(name, hf, tmp_path):
     folder = make(hf, tmp_path / "a", name)
     before = our_logits(folder, torch.arange(16)[None])
     made = hf.CONFIG_MAPPING[name]().to_dict()
-    read_elsewhere = {"max_window_layers", "sliding_window_pattern", "_sliding_window_pattern",
-                      "no_rope_layer_interval", "num_nextn_predict_layers"}
-    fields = {}
-    harmless = {*families.HARMLESS.split(), *hf.GenerationConfig().to_dict(),
-                *hf.PreTrainedConfig().to_dict()}
-    for field in harmless - KEPT - read_elsewhere - {"is_encoder_decoder"}:
-        if field in OTHER:
-            fields[field] = OTHER[field]
-        elif isinstance(made.get(field), bool):
+    harmless = {*families.HARMLESS.split(), *hf.GenerationConfig().to_dict()} - {"num_nextn_predict_layers"}
+    fields = {field: value for field, value in OTHER.items() if field in harmless | {"torch_dtype", "dtype"}}
+    for field in harmless & made.keys() - OTHER.keys():
+        if isinstance(made[field], bool):
             fields[field] = not made[field]
-        elif isinstance(made.get(field), (int, float)):
-            fields[field] = made[field] + 0.5 if isinstance(made[field], float) else made[field] + 1
+        elif isinstance(made[field], float):
+            fields[field] = made[field] + 0.5
     assert len(fields) >= 12
     change(folder, **fields)
     assert torch.equal(our_logits(folder, torch.arange(16)[None]), before)
@@ -178,7 +167,7 @@ def test_what_is_absent_is_no_value_of_ours(hf, tmp_path):
     """Without them, transformers normalizes one gate of a Glm4Moe, and has a layer without experts."""
     folder = make(hf, tmp_path / "a", "glm4_moe", num_experts_per_tok=1)
     change(folder, ["norm_topk_prob"])
-    with pytest.raises(ValueError, match="norm_topk_prob is True by default, in our model None"):
+    with pytest.raises(ValueError, match="norm_topk_prob is True, in our model None"):
         weights.HuggingFace(folder)
     folder = make(hf, tmp_path / "b", "glm4_moe", num_experts_per_tok=1, norm_topk_prob=False)
     same_logits(hf, folder)
@@ -202,14 +191,11 @@ TWICE = [  # (model_type, fields, words of the refusal; "": the function is the 
     ("smollm3", {"no_rope_layers": [1, 0], "no_rope_layer_interval": 4}, "no_rope_layers is"),
     ("llama", {"tie_word_embeddings": True}, "lm_head.weight is another matrix than"),
     ("llama", {"rope_theta": 5e5, "rope_parameters": {"rope_theta": 1e4}}, ""),
-    ("llama", {"rope_theta": 5e5, "rope_scaling": {"type": "default", "rope_theta": 1e4}}, ""),
     ("llama", {"rope_scaling": {"type": "default"}, "rope_parameters": LLAMA3_POSITIONS}, ""),
     ("llama", {"rope_scaling": {"type": "llama3", "rope_type": "default"}, "rope_parameters": None}, ""),
     ("qwen3_moe", {"num_experts": 8, "num_local_experts": 4}, ""),
     ("glm4_moe", {"partial_rotary_factor": 0.5}, ""),  # rope_parameters say 1
-    ("gemma3_text", {"rope_scaling": {"rope_theta": 7.0}}, ""), ("gemma3_text", {"rope_theta": 1e4}, ""),
-    ("gemma3_text", {"rope_local_base_freq": 7.0}, ""),
-    ("llama", {"torch_dtype": "float16", "dtype": "bfloat16"}, ""),  # the files have a dtype of their own
+    ("gemma3_text", {"rope_scaling": {"rope_theta": 7.0}}, ""),
     ("qwen2", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 2,
                "layer_types": ["sliding_attention"] * 2}, ""),
     ("gemma3_text", {"sliding_window_pattern": 3,
@@ -229,151 +215,99 @@ def test_what_is_said_twice_is_refused_or_read_as_transformers_does(name, fields
 
 
 # -----------------------------------------------------------------------------
-# Released checkpoints: their config.json as published
+# Released checkpoints: their config.json as published, or the fields that decide the function
+
+def sizes(layers, width, heads, kv_heads, ffn, seq_len, vocab, eps, theta, **more):
+    return dict(num_hidden_layers=layers, hidden_size=width, num_attention_heads=heads,
+                num_key_value_heads=kv_heads, intermediate_size=ffn, max_position_embeddings=seq_len,
+                vocab_size=vocab, rms_norm_eps=eps, rope_theta=theta, **more)
+
 
 LLAMA3 = {"factor": 32.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
           "original_max_position_embeddings": 8192, "rope_type": "llama3"}
-# Those with a transformers_version are whole files; the others have the fields that decide the function.
-RELEASED = {  # name: (class, fields, a word of the refusal or "")
-    "SmolLM2-135M": ("LlamaConfig", dict(
-        hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9,
-        num_key_value_heads=3, max_position_embeddings=8192, rms_norm_eps=1e-5, rope_theta=100000,
-        rope_scaling=None, tie_word_embeddings=True, vocab_size=49152, bos_token_id=0, eos_token_id=0,
-        is_llama_config=True, rope_interleaved=False, pretraining_tp=1, torch_dtype="bfloat16"), ""),
-    "Llama-3.2-1B": ("LlamaConfig", dict(
-        architectures=["LlamaForCausalLM"], attention_bias=False, attention_dropout=0.0, bos_token_id=128000,
-        eos_token_id=128001, head_dim=64, hidden_act="silu", hidden_size=2048, initializer_range=0.02,
-        intermediate_size=8192, max_position_embeddings=131072, mlp_bias=False, model_type="llama",
-        num_attention_heads=32, num_hidden_layers=16, num_key_value_heads=8, pretraining_tp=1,
-        rms_norm_eps=1e-5, rope_scaling=LLAMA3, rope_theta=500000.0, tie_word_embeddings=True,
-        torch_dtype="bfloat16", transformers_version="4.45.0.dev0", use_cache=True, vocab_size=128256), ""),
-    "Qwen2.5-0.5B": ("Qwen2Config", dict(
-        hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14,
-        num_key_value_heads=2, max_position_embeddings=32768, max_window_layers=24, rms_norm_eps=1e-6,
-        rope_theta=1000000.0, sliding_window=32768, use_sliding_window=False, tie_word_embeddings=True,
-        use_mrope=False, vocab_size=151936), ""),
-    "DeepSeek-R1-Distill-Qwen-7B": ("Qwen2Config", dict(
-        hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28,
-        num_key_value_heads=4, max_position_embeddings=131072, rms_norm_eps=1e-6, rope_theta=10000,
-        max_window_layers=28, sliding_window=4096, use_sliding_window=False, vocab_size=152064), ""),
-    "Qwen3-0.6B": ("Qwen3Config", dict(
-        hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16, head_dim=128,
-        num_key_value_heads=8, max_position_embeddings=40960, rms_norm_eps=1e-6, rope_theta=1000000,
-        tie_word_embeddings=True, vocab_size=151936), ""),
-    "Qwen3-30B-A3B": ("Qwen3MoeConfig", dict(
-        hidden_size=2048, intermediate_size=6144, moe_intermediate_size=768, num_hidden_layers=48,
-        num_attention_heads=32, num_key_value_heads=4, head_dim=128, num_experts=128, num_experts_per_tok=8,
-        norm_topk_prob=True, decoder_sparse_step=1, mlp_only_layers=[], max_window_layers=48,
-        max_position_embeddings=40960, rms_norm_eps=1e-6, rope_theta=1000000.0, vocab_size=151936), ""),
-    "SmolLM3-3B": ("SmolLM3Config", dict(
-        hidden_size=2048, intermediate_size=11008, num_hidden_layers=36, num_attention_heads=16,
-        num_key_value_heads=4, no_rope_layer_interval=4, no_rope_layers=[1, 1, 1, 0] * 9,
-        max_window_layers=28, use_sliding_window=False, sliding_window=None, mlp_bias=False, pretraining_tp=2,
-        max_position_embeddings=65536, rms_norm_eps=1e-6, rope_theta=5000000.0, vocab_size=128256), ""),
-    "Mistral-7B-v0.1": ("MistralConfig", dict(
-        hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
-        num_key_value_heads=8, max_position_embeddings=32768, rms_norm_eps=1e-5, rope_theta=10000.0,
-        sliding_window=4096, vocab_size=32000), ""),
-    "Mistral-7B-v0.3": ("MistralConfig", dict(
-        hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
-        num_key_value_heads=8, max_position_embeddings=32768, rms_norm_eps=1e-5, rope_theta=1000000.0,
-        sliding_window=None, vocab_size=32768), ""),
-    "Mixtral-8x7B-v0.1": ("MixtralConfig", dict(
-        hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
-        num_key_value_heads=8, max_position_embeddings=32768, rms_norm_eps=1e-5, rope_theta=1000000.0,
-        sliding_window=None, vocab_size=32000, num_local_experts=8, num_experts_per_tok=2,
-        router_aux_loss_coef=0.02, output_router_logits=False), ""),
-    "gpt2": ("GPT2Config", dict(
-        n_ctx=1024, n_embd=768, n_head=12, n_layer=12, n_positions=1024, vocab_size=50257,
-        layer_norm_epsilon=1e-5, activation_function="gelu_new", summary_activation=None,
-        task_specific_params={"text-generation": {"do_sample": True, "max_length": 50}}), ""),
+RELEASED = {  # name: (class, fields, preset)
+    "SmolLM2-135M": ("LlamaConfig", sizes(
+        30, 576, 9, 3, 1536, 8192, 49152, 1e-5, 100000, rope_scaling=None, tie_word_embeddings=True,
+        bos_token_id=0, eos_token_id=0, is_llama_config=True, rope_interleaved=False, pretraining_tp=1,
+        torch_dtype="bfloat16"), ""),
+    "Llama-3.2-1B": ("LlamaConfig", sizes(
+        16, 2048, 32, 8, 8192, 131072, 128256, 1e-5, 500000.0, attention_bias=False, attention_dropout=0.0,
+        bos_token_id=128000, eos_token_id=128001, head_dim=64, hidden_act="silu", initializer_range=0.02,
+        mlp_bias=False, pretraining_tp=1, rope_scaling=LLAMA3, tie_word_embeddings=True,
+        torch_dtype="bfloat16", transformers_version="4.45.0.dev0", use_cache=True), "llama-3.2-1b"),
+    "Qwen2.5-0.5B": ("Qwen2Config", sizes(
+        24, 896, 14, 2, 4864, 32768, 151936, 1e-6, 1000000.0, max_window_layers=24, sliding_window=32768,
+        use_sliding_window=False, tie_word_embeddings=True, use_mrope=False), ""),
+    "Qwen3-0.6B": ("Qwen3Config", sizes(
+        28, 1024, 16, 8, 3072, 40960, 151936, 1e-6, 1000000, head_dim=128, tie_word_embeddings=True),
+        "qwen3-0.6b"),
+    "Qwen3-30B-A3B": ("Qwen3MoeConfig", sizes(
+        48, 2048, 32, 4, 6144, 40960, 151936, 1e-6, 1000000.0, moe_intermediate_size=768, head_dim=128,
+        num_experts=128, num_experts_per_tok=8, norm_topk_prob=True, decoder_sparse_step=1,
+        mlp_only_layers=[], max_window_layers=48), "qwen3-30b-a3b"),
+    "SmolLM3-3B": ("SmolLM3Config", sizes(
+        36, 2048, 16, 4, 11008, 65536, 128256, 1e-6, 5000000.0, no_rope_layer_interval=4,
+        no_rope_layers=[1, 1, 1, 0] * 9, max_window_layers=28, use_sliding_window=False, sliding_window=None,
+        mlp_bias=False, pretraining_tp=2), ""),
+    "Mistral-7B-v0.1": ("MistralConfig", sizes(
+        32, 4096, 32, 8, 14336, 32768, 32000, 1e-5, 10000.0, sliding_window=4096), ""),
+    "Mixtral-8x7B-v0.1": ("MixtralConfig", sizes(
+        32, 4096, 32, 8, 14336, 32768, 32000, 1e-5, 1000000.0, sliding_window=None, num_local_experts=8,
+        num_experts_per_tok=2, router_aux_loss_coef=0.02, output_router_logits=False), ""),
     "distilgpt2": ("GPT2Config", dict(
-        _num_labels=1, activation_function="gelu_new", architectures=["GPT2LMHeadModel"], attn_pdrop=0.1,
-        bos_token_id=50256, embd_pdrop=0.1, eos_token_id=50256, gradient_checkpointing=False,
-        id2label={"0": "LABEL_0"}, initializer_range=0.02, label2id={"LABEL_0": 0}, layer_norm_epsilon=1e-5,
-        model_type="gpt2", n_ctx=1024, n_embd=768, n_head=12, n_inner=None, n_layer=6, n_positions=1024,
-        resid_pdrop=0.1, summary_activation=None, summary_first_dropout=0.1, summary_proj_to_labels=True,
-        summary_type="cls_index", summary_use_proj=True, use_cache=True, vocab_size=50257,
-        task_specific_params={"text-generation": {"do_sample": True, "max_length": 50}},
+        _num_labels=1, activation_function="gelu_new", attn_pdrop=0.1, bos_token_id=50256, embd_pdrop=0.1,
+        eos_token_id=50256, gradient_checkpointing=False, id2label={"0": "LABEL_0"}, initializer_range=0.02,
+        label2id={"LABEL_0": 0}, layer_norm_epsilon=1e-5, n_ctx=1024, n_embd=768, n_head=12, n_inner=None,
+        n_layer=6, n_positions=1024, resid_pdrop=0.1, summary_activation=None, summary_first_dropout=0.1,
+        summary_proj_to_labels=True, summary_type="cls_index", summary_use_proj=True, use_cache=True,
+        task_specific_params={"text-generation": {"do_sample": True, "max_length": 50}}, vocab_size=50257,
         transformers_version="4.5.0.dev0"), ""),
-    "OLMo-2-1B": ("Olmo2Config", dict(
-        hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=16,
-        num_key_value_heads=16, max_position_embeddings=4096, rms_norm_eps=1e-6, rope_theta=500000,
-        vocab_size=100352), ""),
-    "gemma-3-1b": ("Gemma3TextConfig", dict(
-        hidden_size=1152, intermediate_size=6912, num_hidden_layers=26, num_attention_heads=4,
-        num_key_value_heads=1, head_dim=256, sliding_window=512, sliding_window_pattern=6, vocab_size=262144,
-        query_pre_attn_scalar=256, rope_theta=1000000.0, rope_local_base_freq=10000.0, rope_scaling=None,
-        cache_implementation="hybrid", max_position_embeddings=32768), ""),
-    "gemma-3-270m": ("Gemma3TextConfig", dict(
-        _sliding_window_pattern=6, attention_bias=False, attn_logit_softcapping=None, bos_token_id=2,
-        final_logit_softcapping=None, head_dim=256, hidden_activation="gelu_pytorch_tanh", hidden_size=640,
-        intermediate_size=2048, layer_types=(["sliding_attention"] * 5 + ["full_attention"]) * 3,
-        max_position_embeddings=32768, num_attention_heads=4, num_hidden_layers=18, num_key_value_heads=1,
-        query_pre_attn_scalar=256, rope_local_base_freq=10000.0, rope_theta=1000000.0, sliding_window=512,
-        use_bidirectional_attention=False, vocab_size=262144), ""),
+    "OLMo-2-1B": ("Olmo2Config", sizes(16, 2048, 16, 16, 8192, 4096, 100352, 1e-6, 500000), "olmo-2-1b"),
+    "gemma-3-1b": ("Gemma3TextConfig", sizes(
+        26, 1152, 4, 1, 6912, 32768, 262144, 1e-6, 1000000.0, head_dim=256, sliding_window=512,
+        sliding_window_pattern=6, query_pre_attn_scalar=256, rope_local_base_freq=10000.0, rope_scaling=None,
+        cache_implementation="hybrid"), "gemma-3-1b"),
+    "gemma-3-270m": ("Gemma3TextConfig", sizes(
+        18, 640, 4, 1, 2048, 32768, 262144, 1e-6, 1000000.0, _sliding_window_pattern=6, attention_bias=False,
+        attn_logit_softcapping=None, bos_token_id=2, final_logit_softcapping=None, head_dim=256,
+        hidden_activation="gelu_pytorch_tanh", query_pre_attn_scalar=256, rope_local_base_freq=10000.0,
+        layer_types=(["sliding_attention"] * 5 + ["full_attention"]) * 3, sliding_window=512,
+        use_bidirectional_attention=False), ""),
 }
 
 
 @pytest.mark.parametrize("name", RELEASED)
 def test_the_config_of_a_released_model(name, hf, tmp_path):
-    """As it was published, and as transformers of today saves it: imported, or refused by the field."""
-    kind, fields, word = RELEASED[name]
+    """As it was published, and as transformers of today saves it; by the preset; and as a small model."""
+    kind, fields, preset = RELEASED[name]
     made = getattr(hf, kind)
     architecture = hf.AutoModelForCausalLM._model_mapping[made].__name__
     published = {"model_type": made.model_type, "architectures": [architecture], **fields}
     path = tmp_path / "config.json"
     path.write_text(json.dumps(published))
     made.from_pretrained(tmp_path).save_pretrained(tmp_path / "today")
-    found = []
-    for at in path, tmp_path / "today" / "config.json":
-        if word:
-            with pytest.raises(ValueError, match=word):
-                families.read_config(at, "bf16")
-        else:
-            found.append(families.read_config(at, "bf16"))
-    if found:
-        assert found[0] == found[1] and found[0][2] == fields["vocab_size"]
-        cfg = found[0][1]
-        assert cfg.n_embd == fields.get("hidden_size", 768)
-        assert cfg.rope_base == fields.get("rope_theta", 1e4)
-        assert cfg.window == {"Mistral-7B-v0.1": 4096, "gemma-3-1b": 512, "gemma-3-270m": 512}.get(
-            name, 0)
+    found = families.read_config(path, "bf16")
+    assert found == families.read_config(tmp_path / "today" / "config.json", "bf16")
+    _, cfg, vocab_size = found
+    assert vocab_size == fields["vocab_size"] and cfg.n_embd == fields.get("hidden_size", 768)
+    assert cfg.rope_base == fields.get("rope_theta", 1e4)
+    assert cfg.window == {"Mistral-7B-v0.1": 4096, "gemma-3-1b": 512, "gemma-3-270m": 512}.get(name, 0)
+    if preset:
+        preset = config.Config(**PRESETS[preset])
+        of_the_model = {*config.SHAPE, *config.flags_of_kind("meaning")} - {"vocab_size", "seq_len"}
+        assert not {flag for flag in of_the_model if getattr(preset, flag) != getattr(cfg, flag)}
+        assert preset.vocab_size == vocab_size
 
-
-PRESET_OF = {"Llama-3.2-1B": "llama-3.2-1b", "Qwen3-0.6B": "qwen3-0.6b", "Qwen3-30B-A3B": "qwen3-30b-a3b",
-             "OLMo-2-1B": "olmo-2-1b", "gemma-3-1b": "gemma-3-1b"}
-
-
-@pytest.mark.parametrize("name", PRESET_OF)
-def test_a_preset_is_the_model_of_the_published_config(name, hf, tmp_path):
-    kind, fields, _ = RELEASED[name]
-    made = getattr(hf, kind)
-    architecture = hf.AutoModelForCausalLM._model_mapping[made].__name__
-    made.from_dict({"architectures": [architecture], **fields}).save_pretrained(tmp_path)
-    _, published, vocab_size = families.read_config(tmp_path / "config.json", "bf16")
-    preset = config.Config(**PRESETS[PRESET_OF[name]])
-    of_the_model = {*config.SHAPE, *config.flags_of_kind("meaning")} - {"vocab_size", "seq_len"}
-    differ = {flag for flag in of_the_model if getattr(preset, flag) != getattr(published, flag)}
-    assert not differ and preset.vocab_size == vocab_size
-
-
-@pytest.mark.parametrize("name", [name for name, (*_, word) in RELEASED.items() if not word])
-def test_a_small_model_with_the_config_of_a_released_one(name, hf, tmp_path):
-    kind, fields, *_ = RELEASED[name]
-    name = getattr(hf, kind).model_type
-    folder = make(hf, tmp_path / "a", name)
-    sizes = {field: value for field, value in SMALL[name].items() if field not in ("sliding_window",)}
+    small = {field: value for field, value in SMALL[made.model_type].items() if field != "sliding_window"}
     if "head_dim" in fields:
-        sizes.setdefault("head_dim", 4)
-    if "layer_types" in fields:
-        sizes["layer_types"] = None
-    if "no_rope_layers" in fields:
-        sizes["no_rope_layers"] = None  # the list is of as many layers as the released model has
+        small.setdefault("head_dim", 4)
+    # Lists are of as many layers as the released model has
+    lists = {field: None for field in ("layer_types", "no_rope_layers") if field in fields}
+    folder = make(hf, tmp_path / "a", made.model_type)
     ends = {"bos_token_id": 0, "eos_token_id": 0}
-    change(folder, **{**fields, **sizes, **ends}, rope_parameters=None)
-    held = load_file(folder / "model.safetensors")
+    change(folder, **{**fields, **small, **lists, **ends}, rope_parameters=None)
     if fields.get("tie_word_embeddings"):
+        held = load_file(folder / "model.safetensors")
         change_tensors(folder, lm_head__weight=held["model.embed_tokens.weight"].clone())
     same_logits(hf, folder)
 
@@ -399,13 +333,12 @@ def test_a_wrong_window_is_found(hf, tmp_path):
 
 def test_layers_whose_windows_have_no_period_are_refused(hf, tmp_path):
     """Qwen 2's first layers without a window, SmolLM3's windows of the layers that do not turn."""
-    path = tmp_path / "config.json"
     on = dict(SHAPE, use_sliding_window=True, sliding_window=4)
     smollm3 = hf.SmolLM3Config(**{**on, "num_hidden_layers": 4}, no_rope_layer_interval=2)
     for made in smollm3, hf.Qwen2Config(**on, max_window_layers=1):
         made.save_pretrained(tmp_path)
         with pytest.raises(ValueError, match="layer_types is .*, in our model"):
-            families.read_config(path, "fp32")
+            families.read_config(tmp_path / "config.json", "fp32")
 
 
 # -----------------------------------------------------------------------------
@@ -488,32 +421,6 @@ def test_a_head_beside_a_tied_embedding_is_compared(hf, tmp_path):
         weights.HuggingFace(folder)
     change(folder, tie_word_embeddings=False)
     same_logits(hf, folder)
-
-def spoil(folder, tensor, value):
-    """Write a checkpoint again with one other element in a tensor, and all checksums right."""
-    held = checkpoint.full_tensors(folder)
-    held[tensor].view(-1)[5] = value
-    meta = checkpoint.read_index(folder)["meta"]
-    step = checkpoint.step_of(folder)
-    shutil.rmtree(folder)
-    pieces = [(name, t, t.shape, (0,) * t.ndim) for name, t in held.items()]
-    checkpoint.save(folder.parent, step, pieces, meta)
-
-
-def test_a_checkpoint_with_weights_that_are_not_finite(tmp_path):
-    """--init-from, --resume and sample.py name the tensor; a moment is none of --init-from's business."""
-    go(1, tmp_path / "run", "--steps=2", "--save-every=2")
-    step = tmp_path / "run" / "step_000002"
-    name = next(name for name in checkpoint.read_index(step)["tensors"] if name.endswith("mlp.w1.weight"))
-    spoil(step, f"exp_avg_sq/{name}", float("inf"))
-    go(1, tmp_path / "new", "--steps=1", f"--init-from={step}")
-    spoil(step, name, float("nan"))
-    words = f"{name} holds nan or infinite weights", "use an older step_N"
-    assert_refused(go(2, tmp_path / "more", "--steps=1", "--tp=2", f"--init-from={step}", code=2), *words)
-    assert_refused(go(1, tmp_path / "run", "--steps=3", f"--resume={step}", code=2), *words)
-    cfg, vocab_size, reader, _, _ = convert.read_run(step)
-    with pytest.raises(ValueError, match=words[0]):
-        sample.load_model(cfg, vocab_size, reader)
 
 
 def read_theirs(folder, **theirs):

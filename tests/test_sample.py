@@ -121,12 +121,6 @@ def run(tmp_path_factory):
     return folder / "run"
 
 
-def sampled(monkeypatch, *argv):
-    """sample.main -> (what it prints, the model, generate's other arguments), of one sample."""
-    text, ((model, args),) = all_sampled(monkeypatch, *argv)
-    return text, model, args
-
-
 def all_sampled(monkeypatch, *argv):
     """sample.main -> (what it prints, [(model, what new_ids() was given)])."""
     seen, out, original = [], io.StringIO(), sample.new_ids
@@ -142,11 +136,11 @@ def all_sampled(monkeypatch, *argv):
 
 def test_sample_py_passes_its_flags_on(run, monkeypatch):
     words = tokenizer.load(run)
-    text, model, args = sampled(monkeypatch, run, "--prompt", "ab ", "--max-new-tokens", 7, "--temperature",
-                                0.5, "--top-k", 3, "--seed", 11)
+    text, ((_, args),) = all_sampled(monkeypatch, run, "--prompt", "ab ", "--max-new-tokens", 7,
+                                     "--temperature", 0.5, "--top-k", 3, "--seed", 11)
     assert args == (words.encode("ab "), 7, 0.5, 3, 11)
     assert text.startswith("ab ") and len(text) == 3 + 7 + 1
-    assert sampled(monkeypatch, run)[2] == (words.encode("\n"), 200, 0.8, 50, 1337)
+    assert all_sampled(monkeypatch, run)[1][0][1] == (words.encode("\n"), 200, 0.8, 50, 1337)
 
 
 def test_a_model_of_experts_with_a_capacity_drops_no_row_where_text_is_made(tmp_path):
@@ -169,39 +163,33 @@ def test_sample_py_draws_several_samples_of_several_prompts(run, monkeypatch):
     text, seen = all_sampled(monkeypatch, *flags, "--prompt", "ab ", "--prompt=egg", "--n", 2, "--seed", 5)
     assert len({id(model) for model, _ in seen}) == 1 and len(seen) == 4
     pairs = [("ab ", 5), ("ab ", 6), ("egg", 5), ("egg", 6)]
-    alone = [sampled(monkeypatch, *flags, "--prompt", prompt, "--seed", seed)[0] for prompt, seed in pairs]
+    alone = [all_sampled(monkeypatch, *flags, f"--prompt={prompt}", f"--seed={seed}")[0]
+             for prompt, seed in pairs]
     assert text == "".join(f"--- sample {i} of 4, --seed {seed}\n{one}"
                            for i, ((_, seed), one) in enumerate(zip(pairs, alone, strict=True), 1))
     assert len(set(alone)) == 4
 
 
-def test_sample_py_reads_the_newest_checkpoint_or_the_one_that_is_named(run, monkeypatch):
-    for path, step in ((run, 2), (run / "step_000001", 1), (run / "step_000002", 2)):
-        _, model, _ = sampled(monkeypatch, path, "--max-new-tokens", 1)
+def test_sample_py_reads_the_newest_checkpoint_or_the_one_that_is_named(run):
+    for path, step in ((run, 2), (run / "step_000001", 1)):
+        cfg, vocab_size, weights, *_ = sample.read_run(path)
         want, _ = final(run, step)
-        for name, p in model.named_parameters():
+        for name, p in sample.load_model(cfg, vocab_size, weights).named_parameters():
             assert torch.equal(p, want[name]), (path, name)
     saved = json.loads((run / "config.json").read_text())
-    assert model.vocab_size == saved["vocab_size_used"] == tokenizer.load(run).n_vocab
-    assert (model.cfg.n_layer, model.cfg.seq_len, model.cfg.n_head) == (2, 16, 2)
+    assert vocab_size == saved["vocab_size_used"] == tokenizer.load(run).n_vocab
+    assert (cfg.n_layer, cfg.seq_len, cfg.n_head) == (2, 16, 2)
 
 
-def test_sample_py_takes_the_lowest_validation_loss_and_says_so(run, tmp_path, capsys):
-    best = {"step": 1, "val_loss": 2.5}
+def test_sample_py_takes_the_lowest_validation_loss_and_says_so(run, tmp_path):
     for step in (1, 2):
-        checkpoint.save(tmp_path, step, [("w", torch.ones(2), (2,), (0,))], {"best": best})
+        meta = {"best": {"step": 1, "val_loss": 2.5}}
+        checkpoint.save(tmp_path, step, [("w", torch.ones(2), (2,), (0,))], meta)
     shutil.copy(run / "config.json", tmp_path)
-
-    def taken(path):
-        weights, _, said = sample.read_run(path)[2:]
-        return weights.path.name, said
-    assert taken(tmp_path / "step_000002") == ("step_000002", "")
-    name, said = taken(tmp_path)
-    assert name == "step_000001" and said.count("\n") == 1 and "lowest validation loss 2.5000" in said
+    weights, _, said = sample.read_run(tmp_path)[2:]
+    assert weights.path.name == "step_000001" and said.count("\n") == 1 and "loss 2.5000" in said
     (tmp_path / "step_000001" / "index.json").write_text("{}")  # damaged: the newest
-    assert taken(tmp_path)[0] == "step_000002"
-    name, said = taken(run)
-    assert name == "step_000002" and f"{run}/step_000002: the newest checkpoint" in said
+    assert sample.read_run(tmp_path)[2].path.name == "step_000002"
 
 
 def scores(*argv):
@@ -245,19 +233,15 @@ def test_score_starts_a_document_after_end_of_document(tmp_path):
     assert ids.tolist() == [words.eod, *words.encode("to be or not to be")] and ids.dtype == np.int64
 
 
-@pytest.mark.parametrize("name,content,words", [
-    ("none.txt", None, "is no file"), ("empty.txt", "", "holds no text"),
-    ("foreign.txt", "ab \u00e9", "U+00E9"),
-    ("broken.jsonl", '{"text": "ab"}\n{"body": "ab"}\n', "no text under 'text'")])
-def test_score_refuses_a_wrong_file_in_one_line(name, content, words, run, tmp_path):
-    if content is not None:
-        (tmp_path / name).write_text(content)
-    refused(sample.main, [run, "--score", tmp_path / name], words)
-
-
-def test_score_refuses_the_flags_of_a_draw(run, tmp_path):
+def test_wrong_inputs_are_one_line(run, tmp_path):
+    (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "foreign.txt").write_text("ab \u00e9")
+    for file, words in ("none", "is no file"), ("empty", "holds no text"), ("foreign", "U+00E9"):
+        refused(sample.main, [run, "--score", tmp_path / f"{file}.txt"], words)
     refused(sample.main, [run, "--score", tmp_path, "--n=5", "--top-k=2"], "does not read --n, --top-k")
-    refused(sample.main, [run, "--score", tmp_path, "--prompt=a"], "exclude each other")
+    refused(sample.main, [run, "--score", tmp_path, "--prompt=a"], "prompt does not read --score")
+    go(1, tmp_path / "run", "--data=synthetic", "--steps=1", "--save-every=1", base=TINY)
+    refused(sample.main, [tmp_path / "run", "--prompt", "a"], "no tokenizer.json", "--data data/stdlib")
 
 
 @pytest.mark.parametrize("ramp", [[], ["--rampup-batch-size", "2", "2", "4"]], ids=str)
@@ -280,20 +264,15 @@ def test_step_prints_what_each_rank_read(ramp, run, tmp_path, capsys):
     assert [hash_of(batches) for batches in read] == [rank["steps"][3]["data"] for rank in ranks]
 
 
-def test_the_samples_of_a_run_are_drawn_with_its_seed(run, tmp_path, capsys, monkeypatch):
+def test_the_samples_of_a_run_are_drawn_with_its_seed(run, capsys, monkeypatch):
     """--prompt: 100 tokens at temperature 0.8 among the 50 likeliest, printed by rank 0 alone."""
-    model, words = object.__new__(train.GPT), tokenizer.load(run)
-    object.__setattr__(model, "mesh", make_mesh(World(rank=0, size=2), groups=False))
-    seen = {}
-    monkeypatch.setattr(train.log, "generate", lambda model, ids, **how: seen.update(how, ids=ids) or ids)
-    train.log.print_sample(model, words, "bead", 7)
-    assert seen == dict(ids=words.encode("bead"), max_new_tokens=100, temperature=0.8, top_k=50, seed=7)
+    words = tokenizer.load(run)
+    seen = []
+    monkeypatch.setattr(train.log, "generate",
+                        lambda model, ids, **how: seen.append(dict(how, ids=ids)) or ids)
+    for rank in 0, 1:
+        model = object.__new__(train.GPT)
+        object.__setattr__(model, "mesh", make_mesh(World(rank=rank, size=2), groups=False))
+        train.log.print_sample(model, words, "bead", 7)
+    assert seen == 2 * [dict(ids=words.encode("bead"), max_new_tokens=100, temperature=0.8, top_k=50, seed=7)]
     assert capsys.readouterr().out == "--- bead\n---\n"
-    object.__setattr__(model, "mesh", make_mesh(World(rank=1, size=2), groups=False))
-    train.log.print_sample(model, words, "bead", 7)
-    assert capsys.readouterr().out == ""
-
-
-def test_a_run_without_text_has_no_vocabulary(tmp_path):
-    go(1, tmp_path / "run", "--data=synthetic", "--steps=1", "--save-every=1", base=TINY)
-    refused(sample.main, [tmp_path / "run", "--prompt", "a"], "no tokenizer.json", "--data data/stdlib")

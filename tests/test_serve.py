@@ -255,9 +255,9 @@ def test_what_the_vocabulary_cannot_say_is_refused(asked, words, talks):
 
 
 @pytest.mark.parametrize("flags,words", [
-    (["--serve", "--chat"], "exclude"), (["--port=1"], "--prompt does not read --port"),
-    (["--system=a"], "--prompt does not read --system"),
-    (["--serve", "--tp=2"], "--serve does not read --tp"), (["--serve", "--port=70000"], "65535")])
+    (["--serve", "--chat"], "chat does not read --serve"), (["--port=1"], "prompt does not read --port"),
+    (["--system=a"], "prompt does not read --system"),
+    (["--serve", "--tp=2"], "serve does not read --tp"), (["--serve", "--port=70000"], "65535")])
 def test_flags_that_exclude_each_other(flags, words, capsys):
     with pytest.raises(SystemExit) as e:
         sample.main(["run", *flags])
