@@ -1,26 +1,27 @@
-"""The README's pictures: the first run's losses, curve and texts, five layouts' losses, and Shakespeare.
+"""The README's pictures: the first run's curve and texts, five layouts' losses, and the code of a step.
 
     make train && make picture          take them from out/tiny, and write them into the README
     python bench/first_run.py           write them again from results/first-run.json
     python bench/first_run.py RUN       take the first run from RUN, the --out of `make train`
     python bench/first_run.py --layouts run the five layouts, too (some minutes)
-    python bench/first_run.py --shakespeare RUN
-                                        take nanoGPT's Shakespeare from RUN, a run of shakespeare-char
 
 Each stands in the README below a line <!-- make picture: NAME -->. tests/test_plot.py compares.
 """
 import argparse
+import inspect
 import json
 import os
 import subprocess
 import sys
 import tempfile
+import textwrap
 from pathlib import Path
 from unittest import mock
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT)]
 
+import pipeline
 import plot
 from interface.files import sound_rows
 
@@ -29,9 +30,8 @@ KEYS = ("step", "loss", "val_loss", "lr", "grad_norm")
 RUN = "train.py tiny --global-batch 16 --steps 100"
 LAYOUTS = ("python $RUN", "mpiexec -n 2 python $RUN", "mpiexec -n 2 python $RUN --tp 2",
            "mpiexec -n 2 python $RUN --pp 2", "mpiexec -n 2 python $RUN --zero 1")
-STEPS = (1, 20, 40, 60, 80, 100)  # of the table
-LINES = 14  # of Shakespeare's text
-TERMINAL = os.terminal_size((80, 24))  # plotext draws no larger
+STEPS = (1, 20, 100)  # of the table
+TERMINAL = os.terminal_size((80, 18))  # plotext draws no larger
 
 
 def take(run):
@@ -71,16 +71,16 @@ def printed(rows):
 def texts(found):
     """Return the first and the last text that a run wrote; of the first only its beginning."""
     first, *_, last = found
-    lines = [f"--- step {first}", *found[first].splitlines()[:5],
+    lines = [f"--- step {first}", *found[first].splitlines()[:3],
              f"--- step {last}", *found[last].rstrip().splitlines()]
     return fenced([line.rstrip() for line in lines])
 
 
-def shakespeare(run):
-    """Return the lowest validation loss of a run, and what it wrote at that step."""
-    loss, step = lowest(run["rows"])
-    lines = run["texts"][str(step)].splitlines()[:LINES]
-    return fenced([f"--- step {step}, val_loss={loss:.4f}", *(line.rstrip() for line in lines)])
+def step():
+    """Return the loop over the micro-batches of a step, as pipeline.py has it."""
+    code = inspect.getsource(pipeline.forward_backward)
+    loop = code[code.index("    total = zero_loss"):].rstrip()
+    return "\n".join(["```python", *textwrap.dedent(loop).splitlines(), "```"])
 
 
 def lowest(rows):
@@ -107,7 +107,7 @@ def table(layouts):
 def with_pictures(page, results):
     """Return a page (str) in which each picture is the one of the results."""
     pictures = {"curve": printed(results["first"]["rows"]), "texts": texts(results["first"]["texts"]),
-                "layouts": table(results["layouts"]), "shakespeare": shakespeare(results["shakespeare"])}
+                "layouts": table(results["layouts"]), "step": step()}
     for name, picture in pictures.items():
         before, marker, after = page.partition(f"<!-- make picture: {name} -->\n")
         if not marker:
@@ -125,14 +125,10 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=as_it_stands)
     parser.add_argument("run", nargs="?", help="the --out directory of `make train`")
     parser.add_argument("--layouts", action="store_true", help="run the five layouts of the table")
-    parser.add_argument("--shakespeare", metavar="RUN", help="the --out directory of shakespeare-char")
     args = parser.parse_args()
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     if args.run:
         results["first"] = take(args.run)
-    if args.shakespeare:
-        run = take(args.shakespeare)
-        results["shakespeare"] = run | {"rows": [row for row in run["rows"] if "val_loss" in row]}
     if args.layouts:
         results["layouts"] = run_layouts()
     RESULTS.write_text(json.dumps(results, indent=1) + "\n")
