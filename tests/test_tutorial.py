@@ -5,17 +5,16 @@ import itertools
 import json
 import math
 import operator
-import os
 import re
 import shlex
+import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import change_it
 import pytest
 import torch
-from pool import ROOT, context, run_ranks
+from pool import ROOT, run_ranks
 from runs import chars, session
 
 import config
@@ -82,29 +81,11 @@ def test_the_functions_that_grep_looks_for_in_the_profile_exist():
         assert callable(operator.attrgetter(name)(train)), name
 
 
-def pytest_in_a_new_process(argv, output):
-    """Run python -m pytest ARGV in the root, with its stdout in the file output.
-
-    torch is imported already, but the modules of tests/ and tutorial/ must be imported again.
-    """
-    os.chdir(ROOT)
-    os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT), 1)
-    sys.path[:] = [str(ROOT), *(p for p in sys.path if Path(p) not in (ROOT, ROOT / "tests"))]
-    for name, module in list(sys.modules.items()):
-        file = Path(getattr(module, "__file__", None) or "/")
-        if name == "tutorial" or file.parent in (ROOT / "tests", ROOT / "tutorial"):
-            del sys.modules[name]
-    sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", *argv]))
-
-
 @pytest.mark.parametrize("flags, outcome", [([], "2 failed"), (["--solutions"], "2 passed")])
-def test_the_command_that_the_reader_types(flags, outcome, tmp_path):
-    argv, output = ["tutorial", "-k", "chapter_05 or chapter_09", *flags], tmp_path / "output"
-    p = context.Process(target=pytest_in_a_new_process, args=(argv, output))
-    p.start()
-    p.join(120)
-    text = output.read_text()
-    assert outcome in text.splitlines()[-1] and p.exitcode == (not flags), text[-3000:]
+def test_the_command_that_the_reader_types(flags, outcome):
+    command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "tutorial", "-k", "chapter_05 or chapter_09"]
+    done = subprocess.run([sys.executable, *command, *flags], cwd=ROOT, capture_output=True, text=True)
+    assert outcome in done.stdout.splitlines()[-1] and done.returncode == (not flags), done.stdout[-3000:]
 
 
 def test_every_chapter_has_a_test():
@@ -340,7 +321,7 @@ def test_the_answers_of_chapter_15(capsys):
     text = printed(f"bloom-176b --gpus 400 --gpu h200 {layout} --tokens 366e9")
     assert "dp 25" in text and re.search(r"days +23\.50\n", text)
     text = printed("llama-7b --gpus 400 --gpu h200 --dtype fp32")
-    assert 139.2 < float(re.search(r"sum +([\d.]+)\n", text)[1]) < 139.5
+    assert 138.8 < float(re.search(r"sum +([\d.]+)\n", text)[1]) < 139.8
     assert 541_165.9e6 / GPUS["h200"].net == pytest.approx(13.5, abs=0.05)
 
 
