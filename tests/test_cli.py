@@ -181,7 +181,7 @@ def test_layouts_that_do_not_fit_two_ranks_are_refused(flags, words):
 
 
 def test_one_rank_prints_the_error_under_mpiexec():
-    """Each rank finds it, before it imports torch."""
+    """The lowest of those that find it."""
     for argv, said in ((["--stepz=3"], "--steps"), (["--global-batch=9"], "dp 2; try --global-batch 16")):
         command = [MPIEXEC, "-n", "2", sys.executable, ROOT / "train.py", *argv]
         job = subprocess.run(command, capture_output=True, text=True, timeout=240)
