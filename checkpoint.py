@@ -1,5 +1,4 @@
-"""Checkpoints: step_000123/ has one safetensors file per writing rank and index.json. No pickle; no rank ever
-needs the memory for a whole tensor.
+"""Checkpoints: step_000123/ has one safetensors file per writing rank and index.json. No pickle.
 
     python checkpoint.py show A       what is in A: a step_N directory, or a run, then its newest
     python checkpoint.py diff A B     which tensors differ, and by how much
@@ -12,11 +11,8 @@ reader copies what overlaps with the rectangle that it asks for: every layout re
     step_000123.RUN_ID.tmp/rank_00000.json          then their list: its part is complete
     step_000123.RUN_ID.tmp/index.json               rank 0, when the lists of all ranks are there
     step_000123/                                    the commit is a rename: complete, or absent
-
-runtime/resume.py decides which tensors are saved, and runtime/saver.py saves while training goes on.
 """
 import json
-import math
 import os
 import re
 import sys
@@ -29,13 +25,12 @@ if sys.flags.safe_path:  # python -I leaves out the program's own folder
     sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from interface.command_line import wrong_input
-from interface.files import load_json, new_part, remove_folder, remove_parts, set_aside, sync, write_whole
+from interface.files import load_json, remove_folder, sync, write_whole
 from interface.paths import meant_run
 from interface.terminal import one_line, say
 
 FORMAT = 2
 HINT = "use an older step_N"
-LEFT_BEHIND = re.compile(r"step_[0-9]+(\.[0-9a-z]+)?\.(tmp|del)")  # by a save or prune that was killed
 OUR_FILES = re.compile(r"index\.json|rank_[0-9]+\.(json|safetensors)")  # all that a save writes
 
 
@@ -55,8 +50,7 @@ def dtype_name(tensor):
 def write_safetensors(path, tensors, metadata=None):
     """Write {key: tensor} and metadata {str: str}. Return (bytes, crc32) of the file.
 
-    Unlike the library's function, this one copies nothing, computes the checksum on the way, and releases the
-    interpreter's lock, so that training goes on meanwhile.
+    The library's function would copy all tensors, compute no checksum, and hold the interpreter's lock.
     """
     crc = written = 0
     with open(path, "wb", buffering=0) as f:
@@ -99,8 +93,7 @@ def save(root, step, pieces, meta, rank=0, size=1, run_id="0", timeout=600.0):
     pieces: [(name, tensor, full shape, offset)]; over all ranks each element is there exactly once.
     meta: any JSON value; rank 0's is stored. run_id: a word that all ranks share and no other run has, so
     that files of a run that was killed are never taken for a part. timeout: seconds that rank 0 waits for the
-    parts of the others: no collective is called, so a dead rank prevents the commit, but hangs nobody.
-    OSError: it was not saved.
+    parts of the others; no collective is called. OSError: it was not saved.
     """
     tmp = Path(root) / f"step_{step:06d}.{run_id}.tmp"
     write_part(tmp, rank, pieces)
@@ -122,19 +115,24 @@ def write_part(tmp, rank, pieces):
     part = {"file": file if tensors else None, "records": records}
     if tensors:
         part["bytes"], part["crc32"] = write_safetensors(tmp / file, tensors)
-    with new_part(tmp / f"rank_{rank:05d}.json") as path:
-        path.write_text(json.dumps(part))
+    write_whole(tmp / f"rank_{rank:05d}.json", json.dumps(part))
 
 
 def commit(tmp, step, meta, size, timeout, stopped=lambda: False):
     """Wait for the parts of `size` ranks, write the index, rename the directory.
 
-    stopped: a function that says whether a part will never come. TimeoutError: parts are missing. OSError:
-    this step is there already, and stays.
+    stopped: a function that says whether a part will never come. OSError: parts are missing, or this step is
+    there already, and stays.
     """
+    names = [f"rank_{rank:05d}.json" for rank in range(size)]
+    until = time.monotonic() + timeout
+    while missing := set(names) - set(os.listdir(tmp)):
+        if time.monotonic() > until or stopped():
+            raise TimeoutError(f"{tmp.name}: no {min(missing)}, of {len(missing)} ranks; not committed")
+        time.sleep(0.02)
     tensors = {}
     files = {}
-    for part in wait_for_parts(tmp, size, timeout, stopped):
+    for part in map(load_json, [tmp / name for name in names]):
         if part["file"]:
             files[part["file"]] = {"bytes": part["bytes"], "crc32": part["crc32"]}
         for name, key, dtype, full, offset, shape in part["records"]:
@@ -143,8 +141,8 @@ def commit(tmp, step, meta, size, timeout, stopped=lambda: False):
     index = {"format": FORMAT, "step": step, "meta": meta, "files": files, "tensors": tensors}
     sealed = {"crc32": crc_of(index), **index}
     write_whole(tmp / "index.json", json.dumps(sealed, sort_keys=True))
-    for path in list(tmp.glob("rank_*.json")):
-        path.unlink()
+    for name in names:
+        (tmp / name).unlink()
     sync(tmp)
     os.rename(tmp, tmp.with_name(f"step_{step:06d}"))
     sync(tmp.parent)
@@ -152,16 +150,6 @@ def commit(tmp, step, meta, size, timeout, stopped=lambda: False):
 
 def crc_of(index):
     return zlib.crc32(json.dumps(index, sort_keys=True).encode())
-
-
-def wait_for_parts(tmp, size, timeout, stopped):
-    names = [f"rank_{rank:05d}.json" for rank in range(size)]
-    until = time.monotonic() + timeout
-    while missing := set(names) - set(os.listdir(tmp)):
-        if time.monotonic() > until or stopped():
-            raise TimeoutError(f"{tmp.name}: no {min(missing)}, of {len(missing)} ranks; not committed")
-        time.sleep(0.02)
-    return [load_json(tmp / name) for name in names]
 
 
 def discard(folder):
@@ -175,22 +163,15 @@ def prune(root, keep, best=None):
     for old in steps(root)[keep:]:
         if step_of(old) != best:
             doomed = old.with_name(old.name + ".del")  # a half-deleted directory never has a valid name
-            os.rename(old, doomed)
+            with suppress(OSError):
+                os.rename(old, doomed)
             discard(doomed)
 
 
 def recover(root):
     """Delete what a killed save or prune left behind. Call it on one rank, before any rank saves."""
-    remove_parts(root)
-    for path in list(Path(root).glob("step_*")):
-        if LEFT_BEHIND.fullmatch(path.name) and not path.is_symlink():
-            discard(path)
-
-
-def archive_later(root, step):
-    """Rename the checkpoints that are newer than `step`, so that none counts them. Return their new names."""
-    later = [path for path in steps(root) if step_of(path) > step]
-    return [set_aside(path, f"{path.name}.aside").name for path in later]
+    for path in [*Path(root).glob("step_*.tmp"), *Path(root).glob("step_*.del")]:
+        discard(path)
 
 
 # -----------------------------------------------------------------------------
@@ -217,17 +198,13 @@ def latest(path):
 def read_index(path):
     """Return the index of the checkpoint at path. FileNotFoundError, ValueError: it is missing or damaged."""
     path = Path(path)
-    if not path.is_dir() or not (path.name.startswith("step_") or (path / "index.json").exists()):
+    if not (path / "index.json").is_file():
         raise FileNotFoundError(f"{path} is no checkpoint, a step_N in a run; {meant_run(path)}")
-    try:
-        index = load_json(path / "index.json")
-        if not isinstance(index, dict) or index.pop("crc32", None) != crc_of(index):
-            raise ValueError("it differs from its crc32, it was damaged")
-    except (OSError, ValueError) as e:
-        raise ValueError(f"checkpoint {path} has no readable index.json: {e}; {HINT}") from None
+    index = load_json(path / "index.json")
+    if not isinstance(index, dict) or index.pop("crc32", None) != crc_of(index):
+        raise ValueError(f"checkpoint {path}: index.json differs from its crc32, it was damaged; {HINT}")
     if index["format"] != FORMAT:
-        raise ValueError(f"checkpoint {path} has format {index['format']}, this code reads {FORMAT}; read it "
-                         "with the code that wrote it")
+        raise ValueError(f"checkpoint {path} has format {index['format']}; use the code that wrote it")
     return index
 
 
@@ -303,28 +280,12 @@ class Reader:
         self.fill(name, out, entry["shape"], [0] * out.ndim)
         return out
 
-    def check_finite(self, name, weight):
-        """Raise ValueError if a weight that was read, the tensor `name`, holds nan or infinity."""
-        if not is_finite(weight):
-            raise ValueError(f"checkpoint {self.path}: {name} holds nan or infinite weights; {HINT}")
-
     def _read(self, file, key, where):
-        from safetensors import SafetensorError, safe_open
-        try:
-            if file not in self.handles:
-                self.handles[file] = safe_open(self.path / file, framework="pt")
-            handle = self.handles[file]
-            return handle.get_slice(key)[where] if where else handle.get_tensor(key)
-        except (SafetensorError, OSError) as e:
-            raise ValueError(f"checkpoint {self.path}: {file} is damaged ({e}); {HINT}") from None
-
-
-def is_finite(tensor):
-    """Whether a tensor holds neither nan nor infinity; in one pass, without a copy."""
-    if not tensor.numel():
-        return True
-    low, high = tensor.aminmax()  # nan if one element is
-    return math.isfinite(low) and math.isfinite(high)
+        from safetensors import safe_open
+        if file not in self.handles:
+            self.handles[file] = safe_open(self.path / file, framework="pt")
+        handle = self.handles[file]
+        return handle.get_slice(key)[where] if where else handle.get_tensor(key)
 
 
 def overlap(offset, shape, other_offset, other_shape):
@@ -346,13 +307,11 @@ def load(path, requested, index=None, others=()):
 
     requested: [(name, tensor, full shape, offset)], this rank's rectangles.
     others: names of tensors that other ranks ask for, or that are left out on purpose.
-    ValueError: a tensor is missing, damaged or not finite, has another shape, or no rank asks for it.
+    ValueError: a tensor is missing, damaged or of another shape, or no rank asks for it.
     """
     reader = Reader(path, index)
     for name, out, full, offset in requested:
         reader.fill(name, out, full, offset)
-        if "/" not in name:  # no moment of the optimizer
-            reader.check_finite(name, out)
     names = {name for name, *_ in requested}
     unasked = sorted(reader.index["tensors"].keys() - names - set(others))
     if unasked:

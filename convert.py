@@ -301,7 +301,7 @@ def main(argv=None):
     if not flags.out or not is_new:
         raise ValueError(f"--out {flags.out or 'is missing'}: give a new directory, or for gguf a new file")
     only = "model.gguf" if command == "gguf" else ""
-    with must_write(out, reads=True), whole_folder(out, only) as folder:
+    with must_write(out), whole_folder(out, only) as folder:
         said = COMMANDS[command](flags, folder)
     print(said)
 

@@ -405,7 +405,7 @@ def main(argv=None):
             return 0
         make = prepare_chat if is_chat else prepare_text
         old = None
-        with must_write(folder, reads=True), whole_folder(folder) as work:
+        with must_write(folder), whole_folder(folder) as work:
             meta, said = make(flags, files, val_files, work)
             (work / "meta.json").write_text(json.dumps({**meta, "command": command}, indent=1))
             if folder.exists():

@@ -7,11 +7,12 @@ per token: 1 where it is trained. Errors are ValueError or OSError, and say whic
 import hashlib
 import struct
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
 from interface import paths
-from interface.files import Range, check_schema, load_json
+from interface.files import check_schema, load_json
 
 SPLITS = ("train", "val")
 MAGIC = b"nanoshrd"
@@ -41,7 +42,7 @@ def load_meta(folder):
         raise FileNotFoundError(f"{folder} holds no prepared data (no meta.json); {paths.meant_data(folder)}")
     try:
         meta = load_json(path)
-        check_schema(meta, {"version": Range(VERSION, VERSION), "vocab_size": int, "shards": dict}, path)
+        check_schema(meta, {"version": Literal[VERSION], "vocab_size": int, "shards": dict}, path)
         shared = shared_sha256(meta["shards"])
         if shared:
             raise ValueError(f"{path}: train and val have equal sha256 {shared[:9]}, expected different text")

@@ -229,5 +229,5 @@ class HuggingFace(checkpoint.Reader):
 
 def check_finite(folder, name, block):
     """Raise ValueError if a tensor of others holds nan or infinity."""
-    if not checkpoint.is_finite(block):
+    if not block.isfinite().all():
         raise ValueError(f"{folder}: {name} holds nan or infinite weights; download it again")

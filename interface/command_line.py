@@ -21,7 +21,7 @@ from typing import Literal
 import config
 from config import Config, Outcome, typed
 from interface import paths, words
-from interface.files import Range, check_schema, load_json
+from interface.files import check_schema, load_json
 from interface.presets import PRESETS
 from interface.terminal import complain, drop_what_fails, one_line, open_streams, printable
 
@@ -161,7 +161,7 @@ def read_run_config(path):
         cfg = Config(**{name: value for name, value in read_flags(path).items() if name not in left_out})
         config.check(cfg)
         saved = load_json(path)
-        check_schema(saved, {"vocab_size_used": Range(1, 2**24)}, "flags")
+        check_schema(saved, {"vocab_size_used": int}, "flags")
     except ValueError as e:
         raise ValueError(f"{path} is no run's ({e}); give train.py's --out") from None
     return cfg, saved["vocab_size_used"]

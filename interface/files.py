@@ -1,19 +1,10 @@
-"""Files that are whole, JSON that is checked, and OUT, the directory of a run, in which one run works.
-
-    write_whole     write a small file so that a reader finds all of it; new_part: a large one
-    load_json       what a file of JSON holds; check_schema: whether it is as it should be
-    Rows            appends rows to a .jsonl file; those that a full disk does not take wait in memory
-    sound_rows      the rows of such a file, without the lines that a kill damaged
-    lock, unlock    claim OUT for this process
-    set_aside       rename what is in the way; move_aside: OUT, by what the run in it was
-"""
+"""Files that are whole, JSON that is checked, and OUT, the directory of a run, in which one run works."""
 import contextlib
 import errno
 import fcntl
 import json
+import math
 import os
-import re
-import reprlib
 import secrets
 import shutil
 import socket
@@ -21,20 +12,18 @@ import sys
 import time
 import typing
 from pathlib import Path
-from typing import Literal, NamedTuple
 
 from interface.terminal import say, warn
 
-PART = re.compile(r"\..+\.[0-9a-f]{8}\.part")  # the names of new_part()
 LOCK_WAIT = 60.0  # seconds that --resume auto waits for a run that is just leaving
 NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
 
 
 # -----------------------------------------------------------------------------
-# Whole files
+# Files and folders
 
 def write_whole(path, content):
-    """Write a small file, str or bytes, under another name and rename it."""
+    """Write a small file, str or bytes, so that a reader finds all of it."""
     with new_part(path) as part:
         part.write_bytes(content.encode() if isinstance(content, str) else content)
         sync(part)
@@ -42,28 +31,19 @@ def write_whole(path, content):
 
 @contextlib.contextmanager
 def new_part(path):
-    """Yield the path of a new, empty file beside `path`, whose name it gets if the body succeeds.
-
-    A reader finds all of it, or the file as it was before.
-    """
+    """Yield the path of a new, empty file beside `path`, whose name it gets if the body succeeds."""
     part = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
     part.touch(exist_ok=False)
     try:
         yield part
         os.replace(part, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            part.unlink()
-        raise
+    finally:
+        part.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
 def whole_folder(out, only=""):
-    """Give the folder OUT.tmp to write into. At the end it, or the file `only` in it, is renamed to `out`.
-
-    After an error nothing stays. If the process is killed, OUT.tmp stays.
-    ValueError: OUT.tmp is there already.
-    """
+    """Give the new folder OUT.tmp to write into. At the end it, or the file `only` in it, becomes `out`."""
     out = out.resolve()
     folder = out.with_name(f"{out.name}.tmp")
     if folder.exists():
@@ -77,26 +57,6 @@ def whole_folder(out, only=""):
         os.rename(folder / only, out)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    sync(out.parent)
-
-
-def remove_folder(folder, names):
-    """Delete the files in a folder whose names match a pattern, and then the folder, if it is empty."""
-    with contextlib.suppress(FileNotFoundError):
-        for path in Path(folder).iterdir():
-            if path.is_file() and (names.fullmatch(path.name) or PART.fullmatch(path.name)):
-                path.unlink()
-        try:
-            os.rmdir(folder)
-        except OSError as e:
-            warn(f"{folder} stays: {e.strerror}")
-
-
-def remove_parts(folder):
-    """Remove the files that new_part() made and that a killed process left."""
-    for path in Path(folder).glob(".*.part"):
-        if PART.fullmatch(path.name) and path.is_file() and not path.is_symlink():
-            path.unlink()
 
 
 def sync(path):
@@ -106,6 +66,26 @@ def sync(path):
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def remove_folder(folder, names):
+    """Delete the files in a folder whose names match a pattern, and then the folder, if it is empty."""
+    for path in Path(folder).iterdir():
+        if names.fullmatch(path.name) or path.name.endswith(".part"):
+            path.unlink()
+    with contextlib.suppress(OSError):
+        os.rmdir(folder)
+
+
+def set_aside(path, name, how=os.rename):
+    """Rename a file or a folder to `name`, or that with a number if it is taken. Return the new path."""
+    new = path.with_name(name)
+    number = 0
+    while os.path.lexists(new):
+        number += 1
+        new = path.with_name(f"{name}.{number}")
+    how(path, new)
+    return new
 
 
 @contextlib.contextmanager
@@ -118,179 +98,89 @@ def best_effort(what, errors=OSError):
 
 
 @contextlib.contextmanager
-def must_write(path, flag="--out", reads=False):
-    """Let an OSError of the body say that the path cannot be written, and what to do.
-
-    reads: the body reads other files, too, so that only a full or read-only disk is meant.
-    """
+def must_write(path, flag="--out"):
+    """Let the OSError of a full or read-only disk say what to do."""
     try:
         yield
     except OSError as e:
-        is_ours = e.errno is None  # an error of ours says what to do
-        if is_ours or reads and e.errno not in NO_ROOM:
+        if e.errno not in NO_ROOM:
             raise
-        room = "free space there, or " if e.errno in NO_ROOM else ""
-        raise OSError(f"{path} cannot be written: {e}; {room}give another {flag}") from None
+        raise OSError(f"{path} cannot be written: {e}; free space there, or give another {flag}") from None
 
 
 # -----------------------------------------------------------------------------
-# JSON, read and checked: it may be cut, or of another program
-
-KINDS = {int: "a whole number", float: "a finite number", bool: "true or false", str: "text", list: "a list",
-         dict: "an object", type(None): "null"}
-
-
-class Range(NamedTuple):
-    """For check_schema: a number from low to high; a whole one where both are whole."""
-    low: float = 0
-    high: float = 2**63 - 1
-
+# JSON, which may be cut, or of another program
 
 def load_json(path):
     """Return what a UTF-8 JSON file holds. ValueError: it is no JSON; the line names it."""
-    data = Path(path).read_bytes()
     try:
-        return json.loads(data.decode())
-    except (ValueError, RecursionError) as e:
+        return json.loads(Path(path).read_bytes())
+    except ValueError as e:
         raise ValueError(f"{path} holds no sound JSON: {e}") from None
 
 
 def check_schema(value, schema, where, path=""):
     """Raise ValueError, one line that starts with `where`, unless a value from JSON is as the schema says.
 
-    A schema is
-        a type, or a tuple of types    a value of one of them; float takes an int, too
-        a Range                        a number
-        a Literal                      one of its values
-        {key: schema}                  an object: "key?" may be missing, "*" is every key, others are free
-        [schema]                       a list
-        a predicate                    what its docstring says
+    schema: a type, a tuple of types, a Literal, [schema] for each element, or {key: schema}, where "key?" may
+    be missing and "*" is every key; other keys are free.
     """
-    def refuse(text):
-        raise ValueError(f"{where}: {path.removeprefix('.') or 'the content'} {text}")
+    name = path.removeprefix(".") or "the content"
 
-    wanted = unlike(value, schema)
-    if wanted:
-        refuse(f"is {reprlib.repr(value)[:60]}, not {wanted}")
-    if isinstance(schema, list):
+    def refuse(wanted):
+        raise ValueError(f"{where}: {name} is {repr(value)[:60]}, not {wanted}")
+
+    if typing.get_origin(schema) is typing.Literal:
+        choices = typing.get_args(schema)
+        if value not in choices:
+            refuse(f"one of {', '.join(map(str, choices))}")
+    elif isinstance(schema, list):
+        check_schema(value, list, where, path)
         for i, element in enumerate(value):
             check_schema(element, schema[0], where, f"{path}[{i}]")
     elif isinstance(schema, dict):
+        check_schema(value, dict, where, path)
         for key, inner in schema.items():
-            name = key.removesuffix("?")
-            if name == key != "*" and name not in value:
-                refuse(f"lacks {name}")
-            for found in value if key == "*" else [name]:
-                if found in value:
-                    check_schema(value[found], inner, where, f"{path}.{found}")
-
-
-def unlike(value, schema):
-    """Return what a value should be, or "" if it is that, but for what is inside a list or an object."""
-    if isinstance(schema, (dict, list)):
-        schema = type(schema)
-    if isinstance(schema, type):
-        schema = (schema,)
-    if isinstance(schema, Range):
-        kind = type(schema.low) if type(schema.low) is type(schema.high) else float
-        is_right = is_a(value, kind) and schema.low <= value <= schema.high
-        wanted = f"{KINDS[kind]} from {schema.low} to {schema.high}"
-    elif isinstance(schema, tuple):
-        is_right = any(is_a(value, kind) for kind in schema)
-        wanted = " or ".join(KINDS[kind] for kind in schema)
-    elif typing.get_origin(schema) is Literal:
-        choices = typing.get_args(schema)
-        is_right = value in choices
-        wanted = f"one of {', '.join(map(str, choices))}"
+            required = key.removesuffix("?")
+            if required == key != "*" and key not in value:
+                raise ValueError(f"{where}: {name} lacks {key}")
+            for found in value if key == "*" else {required} & value.keys():
+                check_schema(value[found], inner, where, f"{path}.{found}")
     else:
-        is_right = schema(value)
-        wanted = schema.__doc__
-    return "" if is_right else wanted
+        kinds = schema if isinstance(schema, tuple) else (schema,)
+        if not any(is_a(value, kind) for kind in kinds):
+            refuse(" or ".join(kind.__name__ for kind in kinds))
 
 
 def is_a(value, kind):
-    """Whether a value is of a type of KINDS: true is no number, 1 is a finite number, 1e400 is none."""
+    """Whether a value is of a type: true is no number, 1 is a finite number."""
     if kind in (int, float):
-        return type(value) in (int, kind) and abs(value) <= sys.float_info.max
+        return type(value) in (int, kind) and -math.inf < value < math.inf
     return isinstance(value, kind)
-
-
-# -----------------------------------------------------------------------------
-# What is in the way is renamed
-
-def set_aside(path, name):
-    """Rename a file or a folder to `name`, or that with a number if it is taken. Return the new path."""
-    new = free_name(path.with_name(name))
-    os.rename(path, new)
-    return new
-
-
-def free_name(path):
-    """Return a path, with a number behind it if it is taken."""
-    new = path
-    number = 0
-    while os.path.lexists(new):
-        number += 1
-        new = path.with_name(f"{path.name}.{number}")
-    return new
-
-
-def move_aside(out):
-    """Rename the directory of a run, and return its new name, NAME.DATE_TIME_stepN. A lock stays on OUT.
-
-    It says when the run last wrote a row, and of which step. Where OUT is a symbolic link, the folder that it
-    leads to gets the new name, and the link stays: the next run goes to the same disk.
-    """
-    out = out.resolve()
-    metrics = out / "metrics.jsonl"
-    last_file = metrics if metrics.exists() else out
-    when = time.strftime("%Y-%m-%d_%H%M", time.localtime(last_file.stat().st_mtime))
-    step = max((row["step"] for row in sound_rows(metrics)[0]), default=0)
-    new = set_aside(out, f"{out.name}.{when}_step{step}")
-    if _held is not None:
-        lock(out)
-    return new
-
-
-def copy_rows(out):
-    """Copy the rows of a run as NAME.jsonl.aside: the next run removes some. Return the names."""
-    names = []
-    for name in ("metrics.jsonl", "experts.jsonl", "notes.jsonl"):
-        if (out / name).exists():
-            new = shutil.copy2(out / name, free_name(out / f"{name}.aside"))
-            names.append(new.name)
-    return names
 
 
 # -----------------------------------------------------------------------------
 # The lock: a flock on OUT/.lock. The kernel ends it with the process. Rank 0 takes it for all ranks.
 
 _held = None  # the open file that this process has locked
-_made = None  # the directory that lock() made, if it did
 
 
 def lock(out, wait=0.0):
     """Claim OUT, which is made if it is not there, for this process until unlock().
 
-    wait: seconds that another run has to leave.
-    ValueError: another run works in OUT. OSError: it cannot be written.
+    wait: seconds that another run has to leave. ValueError: another run works in OUT.
     """
-    global _held, _made
+    global _held
     folder = out.resolve()
-    if not folder.is_dir():
-        folder.mkdir(parents=True)
-        _made = folder
+    folder.mkdir(parents=True, exist_ok=True)
     file = open(folder / ".lock", "a+")
     until = time.monotonic() + wait
     if wait and in_use(out):
         say(f"{out} is in use by {in_use(out)}: waiting up to {wait:.0f} s for it to leave")
     while not is_taken(file, folder):
         if time.monotonic() >= until:
-            raise ValueError(f"{out} is in use by {in_use(out) or 'another run'}; wait for it, stop it, "
-                             "or give another --out")
+            raise ValueError(f"{out} is in use by {in_use(out)}; wait for it, stop it, or give another --out")
         time.sleep(0.1)
-    if _held is not None:  # of a directory that has another name now
-        _held.close()
     _held = file
     file.truncate(0)
     file.write(f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%F %T')}")
@@ -310,44 +200,42 @@ def is_taken(file, folder):
 
 def in_use(out):
     """Return in words who has locked OUT, or ""."""
-    with contextlib.suppress(OSError), open(Path(out) / ".lock", errors="replace") as file:
+    with contextlib.suppress(OSError), open(Path(out) / ".lock") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
-            return file.read(200) or "another run"
+            return file.read() or "another run"
     return ""
 
 
 def unlock():
-    """Give back what lock() took, if anything. A directory that it made goes too, if nothing else came."""
-    global _held, _made
-    if _held is not None:
-        if _made is not None and os.listdir(_made) == [".lock"]:
-            (_made / ".lock").unlink()
-            _made.rmdir()
-        with contextlib.suppress(OSError):  # a full disk
-            _held.close()
-    _held = _made = None
+    """Give back what lock() took, if anything. A directory that nothing came into goes, too."""
+    global _held
+    if _held is None:
+        return
+    folder = Path(_held.name).parent
+    if os.listdir(folder) == [".lock"]:
+        shutil.rmtree(folder, ignore_errors=True)
+    with contextlib.suppress(OSError):  # a full disk
+        _held.close()
+    _held = None
 
 
 # -----------------------------------------------------------------------------
 # Rows
 
 def sound_rows(path):
-    """Return (the rows of a .jsonl file, how many of its lines are none).
-
-    A row is an object with its step; a missing file has no rows.
-    """
+    """Return (the rows of a .jsonl file, how many of its lines are none). A missing file has no rows."""
     rows = []
     damaged = 0
-    text = Path(path).read_bytes() if Path(path).exists() else b""
-    for line in text.split(b"\n"):
+    text = Path(path).read_text(errors="replace") if Path(path).exists() else ""
+    for line in filter(None, text.split("\n")):
         row = None
-        with contextlib.suppress(ValueError, RecursionError):
-            row = json.loads(line.decode())
-        if isinstance(row, dict) and type(row.get("step")) is int:
+        with contextlib.suppress(ValueError):
+            row = json.loads(line)
+        if isinstance(row, dict) and "step" in row:
             rows.append(row)
-        elif line:
+        else:
             damaged += 1
     return rows, damaged
 
@@ -365,12 +253,10 @@ class Rows:
         self.waiting = b""  # rows that could not be written yet
         Rows.is_full = False
         rows, damaged = sound_rows(path)
-        rows = [row for row in rows if row["step"] <= until]
         if damaged and until >= 0:
-            last = f"the last sound row is that of step {rows[-1]['step']}" if rows else "no row is sound"
-            warn(f"{path}: {damaged} damaged line(s) removed; {last}")
+            warn(f"{path}: {damaged} damaged line(s) removed")
         if create or self.path.exists():
-            write_whole(self.path, "".join(json.dumps(row) + "\n" for row in rows))
+            write_whole(self.path, "".join(json.dumps(row) + "\n" for row in rows if row["step"] <= until))
 
     def add(self, row):
         """Append a row. If it cannot be written now, it waits in memory."""
@@ -385,13 +271,10 @@ class Rows:
     def _write(self):
         """Append the rows that wait, all of them or none. OSError: the disk is full."""
         with open(self.path, "ab", buffering=0) as file:
-            size = os.fstat(file.fileno()).st_size
-            try:
-                if file.write(self.waiting) < len(self.waiting):
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            except OSError:
+            size = file.tell()
+            if file.write(self.waiting) < len(self.waiting):
                 file.truncate(size)  # no part of a row stays
-                raise
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         self.waiting = b""
 
     def close(self):

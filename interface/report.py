@@ -1,11 +1,9 @@
 """report.html: what a run was and how it went, as one file that needs no network; also several runs together.
 
-    write_report    the page of one or several runs;  chart: one of its curves
-    command_of      the command line of a run;  sample_command: the one that uses its model
-
 train.py writes OUT/report.html when a run ends, and plot.py --html the page of several runs.
 """
 import html
+import math
 import shlex
 from pathlib import Path
 from typing import NamedTuple
@@ -22,7 +20,7 @@ CURVES = (("loss", "Loss, nats per token; dots: validation"), ("lr", "Learning r
           ("mem_gb", "Memory, GB"))
 LEFT, RIGHT, TOP, BOTTOM = 60, 468, 30, 204  # of the curves in a picture of 480 x 230
 MOST_POINTS = 1000  # of a curve
-MOST_SAMPLES, MOST_LETTERS = 12, 2000
+MOST_SAMPLES = 12
 COLOURS = "#3f8ae0", "#e0662a", "#2fa05a", "#a05ad8"  # of the runs, on white and on black
 STYLE = """
 :root{color-scheme:light dark}
@@ -54,9 +52,9 @@ class Run(NamedTuple):
 def read_run(path, ending=""):
     """Return the Run in a directory. Files that are not there count as empty."""
     path = Path(path)
+    config = load_json(path / "config.json") if (path / "config.json").exists() else {}
     rows, _ = sound_rows(path / "metrics.jsonl")
     notes, _ = sound_rows(path / "notes.jsonl")
-    config = load_json(path / "config.json") if (path / "config.json").exists() else {}
     return Run(str(path), rows, notes, config, ending)
 
 
@@ -64,15 +62,13 @@ def write_report(path, runs):
     """Write the page of Runs to a file: a text of HTML that is XML, too."""
     title = " and ".join(run.path for run in runs)
     legend = [f'<b style="color:{colour_of(i)}">&#9632;</b> {escape(run.path)}' for i, run in enumerate(runs)]
-    body = [f"<h1>{escape(title)}</h1><p>{' &#160; '.join(legend)}</p>", side_by_side(runs, summary)]
+    body = [f"<h1>{escape(title)}</h1><p>{' &#160; '.join(legend)}</p>", grid(map(summary, runs))]
     curves = []
     for key, heading in CURVES:
-        dots = [values_of(run.rows, "val_loss") for run in runs] if key == "loss" else []
-        curves.append(f"<div>{chart(heading, [values_of(run.rows, key) for run in runs], dots)}</div>")
-    body.append(f'<h2>Curves</h2><div class="grid">{"".join(curves)}</div>')
-    for heading, part in (("Samples", samples), ("How it was started, and how it goes on", commands)):
-        if any(part(run) for run in runs):
-            body.append(f"<h2>{heading}</h2>{side_by_side(runs, part)}")
+        dots = [values_of(run, "val_loss") for run in runs] if key == "loss" else []
+        curves.append(chart(heading, [values_of(run, key) for run in runs], dots))
+    body.append(f"<h2>Curves</h2>{grid(curves)}")
+    body.append(f"<h2>Samples</h2>{grid(map(samples, runs))}")
     body.append(f"<h2>Flags</h2>{flags(runs)}")
     write_whole(Path(path), FRAME.format(title=escape(title), generator=GENERATOR, style=STYLE,
                                          body="\n".join(body)))
@@ -80,30 +76,25 @@ def write_report(path, runs):
 
 def escape(text):
     """Return text for HTML and XML: markup is escaped, and so is what no page may hold."""
-    return "\n".join(html.escape(printable(line)) for line in str(text).split("\n"))
+    return html.escape(printable(str(text)))
 
 
 def colour_of(i):
     return COLOURS[i % len(COLOURS)]
 
 
-def side_by_side(runs, part):
-    """Return part(run) of each Run, side by side where there is room."""
-    return f'<div class="grid">{"".join(f"<div>{part(run)}</div>" for run in runs)}</div>'
+def grid(parts):
+    """Return parts of a page side by side where there is room."""
+    return f'<div class="grid">{"".join(f"<div>{part}</div>" for part in parts)}</div>'
 
 
 # -----------------------------------------------------------------------------
 # Curves
 
-def values_of(rows, key):
-    """Return [(step, value)] of the rows that have a finite value."""
-    found = [(row["step"], row.get(key)) for row in rows]
-    return [(step, value) for step, value in found
-            if type(value) in (int, float) and abs(value) < 1e290 and step < 10**15]
-
-
-def thinned(values):
-    return values[::1 + len(values) // MOST_POINTS]
+def values_of(run, key):
+    """Return [(step, value)] of the rows that have it, some of them where there are many."""
+    found = [(row["step"], row[key]) for row in run.rows if math.isfinite(row.get(key, math.nan))]
+    return found[::1 + len(found) // MOST_POINTS]
 
 
 def chart(title, lines, dots=()):
@@ -121,13 +112,12 @@ def chart(title, lines, dots=()):
 
     drawn = []
     for i, values in enumerate(lines):
-        text = " ".join("{:.1f},{:.1f}".format(*place(*point)) for point in thinned(values))
+        text = " ".join("{:.1f},{:.1f}".format(*place(*point)) for point in values)
         drawn.append(f'<polyline stroke="{colour_of(i)}" points="{text}"/>')
     for i, values in enumerate(dots):
-        for step, value in thinned(values):
-            x, y = place(step, value)
-            drawn.append(f'<circle fill="{colour_of(i)}" cx="{x:.1f}" cy="{y:.1f}" r="3.2">'
-                         f'<title>validation, step {step}: {value:.4f}</title></circle>')
+        for point in values:
+            x, y = place(*point)
+            drawn.append(f'<circle fill="{colour_of(i)}" cx="{x:.1f}" cy="{y:.1f}" r="3.2"/>')
     for x, y, word in ((LEFT - 5, TOP + 4, f"{high:.4g}"), (LEFT - 5, BOTTOM + 4, f"{low:.4g}"),
                        (LEFT + 40, BOTTOM + 20, f"step {first}"), (RIGHT, BOTTOM + 20, last)):
         drawn.append(f'<text x="{x}" y="{y}" text-anchor="end">{word}</text>')
@@ -139,10 +129,10 @@ def chart(title, lines, dots=()):
 # Words
 
 def summary(run):
-    """Return how far a run came, as a paragraph."""
+    """Return how far a run came, on what machine, and its command."""
     steps = max((row["step"] for row in run.rows), default=0)
     said = [run.ending or f"step {steps} of {run.config.get('steps', '?')}"]
-    loss, tokens, validation = (values_of(run.rows, key) for key in ("loss", "tokens", "val_loss"))
+    loss, tokens, validation = (values_of(run, key) for key in ("loss", "tokens", "val_loss"))
     if loss:
         said.append(f"loss {loss[-1][1]:.4f}")
     if tokens:
@@ -150,20 +140,16 @@ def summary(run):
     if validation:
         step, lowest = min(validation, key=lambda point: point[1])
         said.append(f"lowest validation loss {lowest:.4f} at step {step}")
-    for key, word in (("skipped", "skipped steps"), ("nan_steps", "steps that were not finite")):
-        if run.rows and run.rows[-1].get(key):
-            said.append(f"{run.rows[-1][key]} {word}")
-    return f"<p>{escape(' · '.join(said))}</p>"
+    said += [f"{name} {run.config.get(name)}" for name in ("world", "launcher", "machine", "torch", "git")]
+    line = command_of(run.config) if "argv" in run.config else ""
+    return f"<p>{escape(' · '.join(said))}</p><pre>{escape(line)}</pre>"
 
 
 def samples(run):
-    """Return the last texts that a run wrote while it trained, or "" if it wrote none."""
-    found = []
-    for row in run.notes[-MOST_SAMPLES:]:
-        if isinstance(row.get("sample"), str):
-            text = escape(row["sample"][:MOST_LETTERS].rstrip())
-            found.append(f'<p class="soft">step {row["step"]}</p><pre>{text}</pre>')
-    return "".join(found)
+    """Return the last texts that a run wrote while it trained."""
+    rows = [row for row in run.notes if "sample" in row]
+    return "".join(f'<p class="soft">step {row["step"]}</p><pre>{escape(row["sample"].rstrip())}</pre>'
+                   for row in rows[-MOST_SAMPLES:])
 
 
 def flags(runs):
@@ -179,21 +165,6 @@ def flags(runs):
 
 # -----------------------------------------------------------------------------
 # Commands
-
-def commands(run):
-    """Return the machine and what started, resumes and uses a run; "" without config.json."""
-    if not run.config.get("argv"):
-        return ""
-    changes = {"resume": "auto"}
-    if run.rows and run.rows[-1]["step"] == run.config.get("steps"):
-        changes["steps"] = 2 * run.config["steps"]
-    said = {"The command:": command_of(run.config), "To resume it:": command_of(run.config, changes)}
-    if any(Path(run.path).glob("step_*")):
-        said["To use it:"] = sample_command(run.path, run.config)
-    found = [f'<p class="soft">{name}</p><pre>{escape(text)}</pre>' for name, text in said.items() if text]
-    machine = [f"{name} {run.config.get(name)}" for name in ("world", "launcher", "machine", "torch", "git")]
-    return f"{''.join(found)}<p>{escape(', '.join(machine))}</p>"
-
 
 def command_of(config, changes=None):
     """Return the command line that a config.json tells, with {flag: value} in the place of its own values."""

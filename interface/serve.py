@@ -1,8 +1,8 @@
 """--serve: a page in the browser, by the standard library's HTTP server: sample.py's, plan.py's.
 
-A page asks by a POST of JSON that holds all that the answer depends on: the server keeps nothing. serve.html
-sends all that was said (ASKED). The answer is plain text, piece by piece, one answer at a time. Pages of
-others are refused, also those whose name was made to lead here (DNS rebinding).
+A page asks by a POST of JSON that holds all that the answer depends on: the server keeps nothing. The answer
+is plain text, piece by piece, one answer at a time. Pages of others are refused, also those whose name was
+made to lead here (DNS rebinding).
 """
 import contextlib
 import html
@@ -10,24 +10,22 @@ import http.server
 import json
 import re
 import secrets
-import socket
 import socketserver
 import threading
 from pathlib import Path
 from typing import Literal
 
-from interface.files import Range, check_schema
+from interface.files import check_schema
 from interface.terminal import one_line, say
 
 MOST_BYTES = 1 << 16  # of a message; http.server reads no more of a header, and 100 of them
-MOST_SECONDS = 10  # of a read or a write
-ASKED = {"mode": Literal["chat", "text"], "messages": [str], "system": str, "temperature": Range(0.0, 100.0)}
+ASKED = {"mode": Literal["chat", "text"], "messages": [str], "system": str, "temperature": float}
 OURS = r"(localhost|[\d.]+|\[[\da-f:.]+\]|{})(:\d+)?"  # an address is nobody else's name
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
     """One request of a client, in a thread of its own."""
-    timeout = MOST_SECONDS  # of each read and write
+    timeout = 10  # seconds of each read and write
 
     def handle(self):
         with contextlib.suppress(OSError):  # the client has left
@@ -38,13 +36,13 @@ class Handler(http.server.BaseHTTPRequestHandler):
             self.write(200, self.server.page.replace("NONCE", secrets.token_hex()), "text/html")
 
     def do_POST(self):
-        length = self.headers.get("Content-Length", "0")
+        length = int(self.headers.get("Content-Length", 0))
         if not self.is_ours():
             return
-        if not re.fullmatch("[0-9]{1,9}", length) or int(length) > MOST_BYTES:
+        if not 0 <= length <= MOST_BYTES:
             self.write(413, f"too large: a message has at most {MOST_BYTES:,} bytes; begin anew\n")
             return
-        message = self.rfile.read(int(length))
+        message = self.rfile.read(length)
         if not self.server.turn.acquire(blocking=False):
             self.write(503, "busy: another answer is being written; try again when it has ended\n")
             return
@@ -56,13 +54,12 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def is_ours(self):
         """Whether the page that asks is ours; somebody else's has another name or origin, and is refused."""
         host = self.headers.get("Host", "").lower()
-        if not re.fullmatch(OURS.format(re.escape(self.server.host)), host):
-            self.write(403, "refused: this name is not mine; use 127.0.0.1, localhost or that of --host\n")
-        elif self.headers.get("Origin") not in (None, f"http://{host}", f"https://{host}"):
-            self.write(403, "refused: a page from elsewhere asks\n")
-        else:
-            return True
-        return False
+        origin = self.headers.get("Origin")
+        is_ours = re.fullmatch(OURS.format(re.escape(self.server.host)), host)
+        if not is_ours or origin not in (None, f"http://{host}", f"https://{host}"):
+            self.write(403, "refused: a page from elsewhere asks, or by a name that is not mine (--host)\n")
+            return False
+        return True
 
     def answer(self, message):
         """Write what the model answers, piece by piece."""
@@ -70,8 +67,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
             asked = json.loads(message)
             check_schema(asked, self.server.asks, "the message")
             pieces = self.server.talk(asked)
-        except (ValueError, RecursionError) as e:
-            self.write(400, one_line(e).removeprefix("the message: ") + "\n")
+        except ValueError as e:
+            self.write(400, one_line(e) + "\n")
             return
         self.write(200, "")
         for piece in pieces:
@@ -95,7 +92,6 @@ class Server(http.server.ThreadingHTTPServer):
 
     def __init__(self, host, port):
         self.host = host.lower()
-        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self.turn = threading.Lock()
         try:
             super().__init__((host, port), Handler)
@@ -104,18 +100,16 @@ class Server(http.server.ThreadingHTTPServer):
                              "(0 finds a free one), or a --host of this machine") from None
 
     def run(self, talk, settings, page="serve.html", asks=ASKED):
-        """Answer until Ctrl-C.
+        """Answer until Ctrl-C. settings: what the page shows.
 
         talk: a function of what the page asks, as asks says, that returns the pieces of an answer.
-        settings: what the page shows.
         """
         text = Path(__file__).with_name(page).read_text()
         self.asks = asks
         self.page = text.replace("SETTINGS", html.escape(json.dumps(settings)))
         self.talk = talk
-        name = f"[{self.host}]" if ":" in self.host else self.host
-        say(f"open http://{name}:{self.server_address[1]}/ in a browser; Ctrl-C ends")
+        say(f"open http://{self.host}:{self.server_address[1]}/ in a browser; Ctrl-C ends")
         with contextlib.suppress(KeyboardInterrupt):
             self.serve_forever()
-        self.turn.acquire(timeout=MOST_SECONDS)  # the answer that is being written ends first
+        self.turn.acquire(timeout=10)  # the answer that is being written ends first
         self.server_close()

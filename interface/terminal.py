@@ -1,18 +1,12 @@
-"""What people read: lines that appear at once, numbers and times in few characters, streams that may fail.
-
-    say, complain   print a line on stdout, on stderr; warn: a message, after nanoshard:
-    one_line        a message, which may quote a file, as one line that a terminal only prints
-    show            print a piece of a text of others
-    short           1,234,567 as 1.2M;  clock: seconds as 1:23
-"""
+"""What people read: lines that appear at once, numbers and times in few characters, streams that may fail."""
 import contextlib
 import os
 import re
 import shutil
 import sys
 
-# What a terminal obeys, and what turns the direction of a line; not tabs and the ends of lines
-OBEYED = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+# What a terminal obeys, what turns the direction of a line, and halves of characters, which no file takes
+OBEYED = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def columns():
@@ -34,34 +28,24 @@ def warn(text):
 
 
 def one_line(text):
-    """Return a message, a text or an error, as one line that is printable."""
+    """Return a message, a text or an error, as one line that a terminal only prints."""
     return printable(" ".join(str(text).split()))
 
 
 def printable(text):
     """Return text, which may come from a file, with what a terminal would obey escaped."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-
-
-def visible(text):
-    """Return text of several lines with what a terminal would obey escaped."""
     return OBEYED.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 def show(text):
     """Print a piece of a text of others, for example a model's. A file or a pipe gets it as it is."""
-    if sys.stdout.isatty():
-        text = visible(text)
-    print(text, end="", flush=True)
+    print(printable(text) if sys.stdout.isatty() else text, end="", flush=True)
 
 
 def open_streams():
-    """Let stdout and stderr take characters that their encoding lacks, and lead nowhere if closed."""
-    for name in ("stdout", "stderr"):
-        stream = getattr(sys, name)
-        if stream is None:  # >&-
-            setattr(sys, name, open(os.devnull, "w"))
-        elif hasattr(stream, "reconfigure"):  # a notebook's has not
+    """Let stdout and stderr take characters that their encoding lacks."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):  # a notebook's has not
             stream.reconfigure(errors="replace")
 
 
@@ -86,10 +70,8 @@ class Stream:
         return getattr(self.stream, attribute)
 
     def write(self, text):
-        try:
+        with contextlib.suppress(OSError):
             self.stream.write(text)
-        except OSError:
-            drop_what_fails(self.stream)
 
     def flush(self):
         drop_what_fails(self.stream)

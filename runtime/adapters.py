@@ -1,10 +1,5 @@
-"""Checkpoints of --lora: they hold the adapters alone, and name the checkpoint whose weights are frozen.
-
-    reference     which checkpoint the base is: its path, and a hash of its content; base_path: where it is
-    open_merged   such a checkpoint, read as if it held a whole model
-"""
+"""Checkpoints of --lora: they hold the adapters alone, and name the checkpoint whose weights are frozen."""
 import dataclasses
-import glob
 import hashlib
 import json
 from pathlib import Path
@@ -13,15 +8,10 @@ import checkpoint
 from config import Config
 
 
-def content_hash(index):
-    """Return a hash of what a checkpoint holds: of its tensors' places and its files' checksums."""
-    content = json.dumps([index["tensors"], index["files"]], sort_keys=True)
-    return hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
-
-
 def reference(path, index):
-    """Return what a checkpoint of adapters says of its base, the checkpoint at path."""
-    return {"path": str(Path(path).resolve()), "hash": content_hash(index)}
+    """Return what a checkpoint of adapters says of its base: its path, and a hash of what it holds."""
+    content = json.dumps([index["tensors"], index["files"]], sort_keys=True).encode()
+    return {"path": str(Path(path).resolve()), "hash": hashlib.blake2b(content, digest_size=16).hexdigest()}
 
 
 def base_path(base, moved_to=""):
@@ -30,16 +20,13 @@ def base_path(base, moved_to=""):
     base: its reference(). It may be in a run that train.py has renamed, RUN.DATE_stepN, because another one
     began; or it is moved_to, or a checkpoint of the run moved_to.
     """
-    if not base:
-        raise ValueError("these adapters do not say on which weights they were trained; start anew with "
-                         "--resume none")
     path = Path(base["path"])
     run = path.parent
-    places = [path, *(renamed / path.name for renamed in run.parent.glob(f"{glob.escape(run.name)}.*"))]
+    places = [path, *run.parent.glob(f"{run.name}.*/{path.name}")]
     if moved_to:
         places += [*checkpoint.steps(moved_to), Path(moved_to)]
-    for place in places:
-        if (place / "index.json").is_file() and content_hash(checkpoint.read_index(place)) == base["hash"]:
+    for place in [place for place in places if (place / "index.json").exists()]:
+        if reference(place, checkpoint.read_index(place))["hash"] == base["hash"]:
             return place
     raise FileNotFoundError(f"the base of these adapters, {path}, is not there, or has other weights; put it "
                             "back, or a link to where it is, or tell train.py that with --init-from")
@@ -56,13 +43,9 @@ def check_import(given, step):
                          f"the newest; say to which of them the adapters belong, such as --base {newest}")
     index = checkpoint.check(step)
     if index["meta"]["shape"].get("lora"):
-        raise ValueError(f"--base {step} holds adapters itself, on top of {index['meta']['base']['path']}; "
-                         "give that, or another whole model")
+        raise ValueError(f"--base {step} holds adapters itself; give {index['meta']['base']['path']}")
     return index
 
-
-# -----------------------------------------------------------------------------
-# Adapters and their base, read as one model
 
 def adapter_names(name):
     """Return the names of A and B of a matrix, such as blocks.0.attn.wq.weight."""
@@ -105,6 +88,6 @@ class Merged(checkpoint.Reader):
 
 def open_merged(cfg, own):
     """Return (Config, Reader) of the whole model whose adapters `own`, a Reader, holds. cfg: of the run."""
-    path = base_path(own.index["meta"].get("base"))
+    path = base_path(own.index["meta"]["base"])
     merged = Merged(own, checkpoint.Reader(path, checkpoint.check(path)), cfg)
     return dataclasses.replace(cfg, lora=0, lora_alpha=Config.lora_alpha), merged

@@ -1,27 +1,13 @@
 """What a run takes from another one: its weights (--init-from), and which of its flags may differ.
 
-    init_from      start from another run's weights; experts from a dense run; adapters on top of a base
-    changed_flags  the flags that differ from a checkpoint's; those that change the training are refused,
-                   unless --resume-changed names them. config.flag() says what each difference means
-    load_base      the weights that --lora leaves as they are
+config.flag() says what each difference means.
 """
 import dataclasses
 import json
 from pathlib import Path
 
 import checkpoint
-from config import (
-    FLAGS,
-    MEANING,
-    SHAPE,
-    SILENT,
-    Config,
-    flags_of_kind,
-    has_effect,
-    pad_vocab,
-    typed,
-    unknown_flags,
-)
+from config import FLAGS, MEANING, SHAPE, Config, flags_of_kind, has_effect, pad_vocab, typed, unknown_flags
 from corpus.samples import first_folder, settled_doc_mask
 from corpus.tokenizer import refuse_other_tokens
 from ddp import frozen_parameters
@@ -44,11 +30,8 @@ def differences(cfg, names, before, now=None):
     """
     now = now or json.loads(json.dumps(dataclasses.asdict(cfg)))
     before = {**DEFAULTS, **before}
-    changed = {}
-    for name in names:
-        if before[name] != now[name] and (name not in FLAGS or has_effect(name, cfg)):
-            changed[name] = [before[name], now[name]]
-    return changed
+    return {name: [before[name], now[name]] for name in names
+            if before[name] != now[name] and (name not in FLAGS or has_effect(name, cfg))}
 
 
 def refuse(path, changed, allow=""):
@@ -74,7 +57,7 @@ def changed_flags(cfg, path, meta, n_ranks, data_id, vocab_size):
     meta: from the checkpoint. ValueError: --resume-changed has to allow it, or nothing can.
     """
     # The default of --doc-mask is not what older checkpoints had.
-    before = {"doc_mask": "off", **meta["shape"], **meta.get("flags", {})}
+    before = {**DEFAULTS, "doc_mask": "off", **meta["shape"], **meta.get("flags", {})}
     # The moments of one optimizer are not those of the other.
     refuse_other_model(cfg, path, before, ["norm"], (*SHAPE, "optimizer"))
     now = json.loads(json.dumps(dataclasses.asdict(cfg)))
@@ -82,27 +65,23 @@ def changed_flags(cfg, path, meta, n_ranks, data_id, vocab_size):
         for flags in (before, now):
             if flags["doc_mask"] == "auto":
                 flags["doc_mask"] = settled_doc_mask(cfg.data, "auto")
-    folder = before.get("data")
-    before.update(seed=meta["seed"], ranks=meta["world"], data=meta["data"])
-    before["vocab_size"] = meta.get("vocab_size") or vocab_size
-    now.update(ranks=n_ranks, data=data_id, vocab_size=vocab_size or before["vocab_size"])
-    counted = [name for name in (*FLAGS, "ranks") if name not in SILENT]
+    before.update(seed=meta["seed"], ranks=meta["world"], vocab_size=meta.get("vocab_size") or vocab_size)
+    now.update(ranks=n_ranks, vocab_size=vocab_size or before["vocab_size"])
+    if meta["data"] == data_id:
+        before["data"] = now["data"]
+    else:  # the same folder may hold other data now
+        before["data"] += f" ({meta['data']})"
+        now["data"] += f" ({data_id})"
+    counted = [name for name in (*FLAGS, "ranks") if name not in flags_of_kind("silent")]
     changed = differences(cfg, counted, before, now)
-
-    allowed = [name.strip().lstrip("-").replace("-", "_") for name in cfg.resume_changed.split(",")]
-    allowed = list(filter(None, allowed))
-    unknown = unknown_flags(before, now)
-    for name in allowed:
-        if name not in (*MEANING, *unknown):
-            raise ValueError(f"--resume-changed {name.replace('_', '-')}: give flags among "
-                             f"{', '.join(MEANING).replace('_', '-')}; no other one needs it or could change")
-    asked = {name: [value, UNKNOWN] for name, value in unknown.items() if name not in allowed}
-    asked.update({name: changed[name] for name in MEANING if name in changed and name not in allowed})
-    names = ",".join([*allowed, *asked]).replace("_", "-")
     if "data" in changed and cfg.data != "synthetic":
         refuse_other_tokens(Path(path), first_folder(cfg.data), more=False)
-    if "data" in asked:
-        asked["data"] = [f"{folder} ({meta['data']})", f"{cfg.data} ({data_id})"]
+
+    allowed = [name.strip().lstrip("-").replace("-", "_") for name in cfg.resume_changed.split(",")]
+    asked = {name: [value, UNKNOWN] for name, value in unknown_flags(before, now).items()}
+    asked.update({name: changed[name] for name in MEANING if name in changed})
+    names = ",".join(asked).replace("_", "-")
+    asked = {name: values for name, values in asked.items() if name not in allowed}
     refuse(path, asked, f", or --resume-changed {names}, which goes on with this run's")
     return changed
 
@@ -154,9 +133,7 @@ def init_from(model, opt, path):
 
 def read(world, path):
     """Return path, or the newest checkpoint under it, and its index. Collective; ValueError: damaged."""
-    found = None
-    if world.rank == 0:
-        found = str(checkpoint.latest(path))
+    found = str(checkpoint.latest(path)) if world.rank == 0 else None
     found = world.everyone.broadcast(found)  # a path: that run may go on, so rank 0 chooses
     wrong = damage(world.everyone, found)
     if wrong is not None:
@@ -167,8 +144,7 @@ def read(world, path):
 def check_source(cfg, path, shape, upcycles):
     """Raise ValueError unless a model of this shape can be the start of cfg's."""
     if upcycles and shape["bias"]:
-        raise ValueError(f"--init-from {path} is a dense model with biases, and experts have none to take "
-                         "them; give a model without bias, or train without --n-experts")
+        raise ValueError(f"--init-from {path} is a dense model with biases, and experts have none")
     refuse(path, {name: [value, UNKNOWN] for name, value in unknown_flags(shape).items()})
     may_differ = ["n_experts", "n_shared_experts"] if upcycles else []
     if cfg.lora and not shape.get("lora"):

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 from config import Outcome, ceil_div
 from interface.command_line import wrong_input
-from interface.terminal import complain, one_line, say, visible
+from interface.terminal import complain, one_line, printable, say
 from runtime.everyone import Everyone
 
 # Read when torch is imported: waiting threads sleep, and leave the core to others.
@@ -256,7 +256,7 @@ def end_all_on_exception(rank, comm):
     """
     def hook(kind, value, trace):
         is_lost = any(words in str(value) for words in PEER_LOST)
-        text = visible("".join(traceback.format_exception(kind, value, trace)))
+        text = printable("".join(traceback.format_exception(kind, value, trace)))
         if is_lost:
             time.sleep(3)  # another rank has failed: its launcher ends this one before it prints, too
             text = f"nanoshard: rank {rank} lost a peer ({one_line(value)[:160]}): see its error\n"

@@ -1,10 +1,5 @@
 """What a run prints and leaves: metrics.jsonl, config.json, report.html. plot.py draws its plots.
 
-    Metrics        every rank: what a run measures from one row of metrics.jsonl to the next
-    Log            rank 0: the row and a printed line per logged step
-    Tracker        rank 0: --wandb
-    begin, end     what rank 0 does besides at both ends of a run
-
 metrics.jsonl is the record from which a resumed run goes on. Everything else may fail without ending the run.
 """
 import contextlib
@@ -77,14 +72,12 @@ class Metrics:
             row["loss_scale"] = run.opt.loss_scale.item()
         if self.layer_norms is not None:
             row.update(self.layer_norms.report())
-        if stats is None:
-            return row
-        if cfg.n_experts:
+        if stats is not None and cfg.n_experts:
             experts = expert_stats(run.model, batch // cfg.micro_batch)  # of every layer, on every rank
             row.update(expert_metrics(experts))
             if run.log_file is not None:
                 run.log_file.experts(run.state.step, experts)
-        if run.state.step == run.first_step and run.log_file is not None:
+        if stats is not None and run.state.step == run.first_step and run.log_file is not None:
             predicted = traffic(Rank(cfg, run.mesh, run.state.vocab_size, run.choice), batch)
             counted = report_traffic(predicted, sent, run.mesh, run.world.nodes)
             if counted:
@@ -151,18 +144,15 @@ def rates(cfg, world, batch, ms, vocab_size):
 
 
 def phase_times(timers, steps, mesh):
-    """Return {t_PHASE: ms per step of the slowest rank}, for --timers.
+    """Return {t_PHASE: ms per step of the slowest rank}, for --timers. Collective over the world.
 
     With several stages, the result also has the bubble: the fraction by which all micro-batches take longer
     than the forward and backward of the slowest stage. It is the bubble of cost/step_time.py, plus messages.
-    Collective over the world.
     """
     own = timers.per_step(steps)
     busy = own["forward"] + own["backward"]
-    own_ms = [*own.values(), busy, busy + own["pipeline"]]
     # A number per phase and two more go from each rank to all, over the world.
-    *phases, busy, everything = mesh.world.everyone.maximum(own_ms)
-
+    *phases, busy, everything = mesh.world.everyone.maximum([*own.values(), busy, busy + own["pipeline"]])
     row = {f"t_{phase}": t for phase, t in zip(own, phases, strict=True)}
     if mesh.pp.size > 1 and steps:
         row["bubble"] = everything / busy - 1
@@ -174,12 +164,10 @@ def expert_metrics(layers):
 
     The numbers are means over the layers, and the load of the busiest expert of any layer (1.0 is balanced).
     """
-    def mean(key):
-        return statistics.fmean(layer[key] for layer in layers.values())
-
+    names = {"aux_loss": "aux", "z_loss": "z", "dropped": "dropped"}
+    means = {key: statistics.fmean(layer[name] for layer in layers.values()) for key, name in names.items()}
     busiest = max(max(layer["load"]) * len(layer["load"]) for layer in layers.values())
-    return {"aux_loss": mean("aux"), "z_loss": mean("z"), "dropped": mean("dropped"),
-            "expert_load_max": busiest}
+    return {**means, "expert_load_max": busiest}
 
 
 def report_traffic(predicted, sent, mesh=None, nodes=()):
@@ -222,8 +210,6 @@ def end(run):
     profiles.end_profile(run.log_file.profiler, run.out)
     run.log_file.close()
     plot.at_end(run.out, run.log_file.last_experts, run.cfg.plot and ending.is_finished(run))
-    if run.log_file.speeds:
-        say(run.log_file.speed())
     ending.report_ending(run)
 
 
@@ -231,29 +217,19 @@ def make_log(run):
     """Return the Log of rank 0."""
     cfg = run.cfg
     world = run.world
-    config = {**dataclasses.asdict(cfg), "vocab_size_used": run.state.vocab_size}
+    device = f"CPU, {os.cpu_count()} cores" if world.device.type == "cpu" else device_name(world.device)
+    config = {**dataclasses.asdict(cfg), "vocab_size_used": run.state.vocab_size, "git": git_revision(),
+              "argv": sys.argv, "world": world.size, "nodes": world.n_nodes, "launcher": world.launcher,
+              "dp": run.mesh.dp.size, "torch": torch.__version__, "attention": run.choice.attention_by(),
+              "machine": {"host": platform.node(), "device": device, "python": platform.python_version()}}
     if cfg.objective == "mlm":
         config["mask_token"] = run.train_data.mask_token
-    config.update(git=git_revision(), argv=sys.argv, world=world.size, nodes=world.n_nodes,
-                  launcher=world.launcher, dp=run.mesh.dp.size, torch=torch.__version__,
-                  machine=machine(world), attention=run.choice.attention_by())
     with must_write(run.out):
         tokenizer = {}
         if cfg.data != "synthetic":
-            folder = Path(first_folder(cfg.data))
-            tokenizer = {name: (folder / name).read_bytes() for name in ("meta.json", "tokenizer.json")
-                         if (folder / name).exists()}
-        return Log(run.out, config, run.state.step, cfg.wandb, run.state.changed, tokenizer,
-                   on_gpus=world.device.type != "cpu")
-
-
-def machine(world):
-    """Return what computes, in words: {"host", "device", "system", "python"}."""
-    device = device_name(world.device)
-    if world.device.type == "cpu":
-        device = f"CPU, {os.cpu_count()} cores"
-    return {"host": platform.node(), "device": device, "system": f"{platform.system()} {platform.machine()}",
-            "python": platform.python_version()}
+            paths = [Path(first_folder(cfg.data), name) for name in ("meta.json", "tokenizer.json")]
+            tokenizer = {path.name: path.read_bytes() for path in paths if path.exists()}
+        return Log(run.out, config, run.state.step, cfg.wandb, run.state.changed, tokenizer)
 
 
 def git_revision():
@@ -276,19 +252,13 @@ def started(cfg, model, resumed, batch, source, skip):
         here += f", of which {sum(p.numel() for p in model.parameters() if p.requires_grad):,} train"
     say(f"{how}: {n_parameters:,} parameters{here}, dp {model.mesh.dp.size} "
         f"tp {cfg.tp}{cp} pp {cfg.pp} ep {cfg.ep} zero {cfg.zero}")
+    samples = "synthetic data without end"
+    if cfg.data != "synthetic":
+        samples = f"{source.n_samples:,} training samples"
     skipping = f", skipping steps {skip}" if skip.pairs else ""
-    samples = f"{source.n_samples:,} training samples"
-    if cfg.data == "synthetic":
-        samples = "synthetic data without end"
     say(f"  {batch} x {cfg.seq_len} tokens per step, {samples}{skipping}")
-    if cfg.compile:
-        say("  --compile: the first step compiles the blocks, which can take a minute and more")
-    has_kernel = any(getattr(module, "flex", None) is not None for module in model.modules())
-    how = "in a flash kernel, compiled in the first step" if has_kernel else "through a mask, which is slower"
     if source.has_documents:
-        say(f"  each document attends to itself alone (--doc-mask), {how}")
-    if 0 < cfg.window < cfg.seq_len:
-        say(f"  --window {cfg.window}: its layers attend {how}")
+        say("  each document attends to itself alone (--doc-mask)")
 
 
 def say_what_has_no_effect(cfg):
@@ -323,9 +293,8 @@ class Log:
     changed: {flag: [before, now]} since that checkpoint. others: {name: bytes} of the tokenizer's files.
     """
 
-    def __init__(self, out, config, resumed=0, wandb="off", changed=None, others=None, *, on_gpus=False):
+    def __init__(self, out, config, resumed=0, wandb="off", changed=None, others=None):
         self.out = Path(out)
-        self.on_gpus = on_gpus
         self.begun = {"step": resumed, "time": time.time(), "changed": changed or {}, "config": config}
         self.out.mkdir(parents=True, exist_ok=True)
         for name, content in {"config.json": json.dumps(config, indent=1), **(others or {})}.items():
@@ -339,7 +308,6 @@ class Log:
         self.last_experts = None
         self.last_row = {}
         self.first_done = None  # (when, which) the first step of this start was done
-        self.speeds = []  # (ms, tok_s) of the rows behind it
         self.profiler = None  # of --profile
         self.tracker = None if wandb == "off" else Tracker(wandb, self.out, config)
 
@@ -349,10 +317,7 @@ class Log:
         self.metrics.add(values)
         self.last_row = values
         steps = self.begun["config"].get("steps")
-        left = None if steps is None else self.seconds_left(values["step"], steps)
-        if left is not None and "ms" in values:
-            self.speeds.append((values["ms"], values["tok_s"]))
-        say(format_row(values, steps, left, self.on_gpus))
+        say(format_row(values, steps, self.seconds_left(values["step"], steps)))
         if self.tracker is not None:
             self.tracker.add(values)
 
@@ -364,16 +329,10 @@ class Log:
         now = time.monotonic()
         if self.first_done is None:
             self.first_done = now, step
-            return None
         when, first = self.first_done
+        if steps is None or step == first:
+            return None
         return (now - when) / (step - first) * (steps - step)
-
-    def speed(self):
-        """Return how fast this start was: 400 steps in 1:52, median 240 ms, 17,000 tok/s."""
-        ms, tok_s = map(statistics.median, zip(*self.speeds, strict=True))
-        steps = self.last_row["step"] - self.begun["step"]
-        took = clock(time.time() - self.begun["time"])
-        return f"{steps} steps in {took}, median {ms:.0f} ms, {tok_s:,.0f} tok/s"
 
     def experts(self, step, layers):
         """Write experts.jsonl: per layer the load of each expert, dropped, aux, z and router entropy."""
@@ -392,12 +351,26 @@ class Log:
             self.tracker.close()
 
 
-def format_row(row, steps=None, left=None, on_gpus=False):
+# What the line of a step says of its row, if the row has it: {key: how it is printed}
+WORDS = {"loss": "loss={:.4f}", "val_loss": "val_loss={:.4f}", "lr": "lr={:.2e}", "grad_norm": "gnorm={:.3f}",
+         "ms": "dt={:.1f}ms", "tok_s": "tok/s={:.0f}", "mfu": "mfu={:.1%}"}
+
+
+def format_row(row, steps=None, left=None):
     """Return the printed lines of a row: the step, and below it experts and --timers.
 
     steps: the last step. left: the seconds until then, or None.
     """
-    lines = [" ".join(_words_of_step(row, steps, left, on_gpus))]
+    words = [f"step={row['step']}/{steps}" if steps else f"step={row['step']}"]
+    words += [form.format(row[key]) for key, form in WORDS.items() if key in row]
+    if "tokens" in row:
+        words.append(f"tokens={short(row['tokens'])}")
+    if left:
+        words.append(f"left={clock(left)}")
+    if row.get("skip_reason"):
+        words.append(f"({row['skip_reason']})")
+    words += [f"{key}={row[key]}" for key in ("skipped", "nan_steps") if row.get(key)]
+    lines = [" ".join(words)]
     if "aux_loss" in row:
         lines.append(f"  aux={row['aux_loss']:.3f} load_max={row['expert_load_max']:.2f} "
                      f"dropped={row['dropped']:.1%}")
@@ -409,38 +382,15 @@ def format_row(row, steps=None, left=None, on_gpus=False):
     return "\n".join(lines)
 
 
-# What the line of a step says of its row, if the row has it: {key: how it is printed}
-WORDS = {"loss": "loss={:.4f}", "val_loss": "val_loss={:.4f}", "lr": "lr={:.2e}", "grad_norm": "gnorm={:.3f}",
-         "ms": "dt={:.1f}ms", "tok_s": "tok/s={:.0f}", "tok_s_gpu": "tok/s/gpu={:.0f}", "mfu": "mfu={:.1%}"}
-
-
-def _words_of_step(row, steps, left, on_gpus):
-    words = [f"step={row['step']}/{steps}" if steps else f"step={row['step']}"]
-    for key, form in WORDS.items():
-        is_of_gpus = key == "tok_s_gpu" and not (on_gpus and row.get("tok_s") != row.get("tok_s_gpu"))
-        if key in row and not is_of_gpus:
-            words.append(form.format(row[key]))
-    if "tokens" in row:
-        words.append(f"tokens={short(row['tokens'])}")
-    if left:
-        words.append(f"left={clock(left)}")
-    if row.get("skip_reason"):
-        words.append(f"({row['skip_reason']})")
-    for key in ("skipped", "nan_steps"):
-        if row.get(key):
-            words.append(f"{key}={row[key]}")
-    return words
-
-
 # -----------------------------------------------------------------------------
 # Weights & Biases
 
 class Tracker:
     """A run of wandb, whose own process sends the rows: add() waits for no network.
 
-    OUT/wandb_id keeps its id, so that all starts of a run are one curve. The variables WANDB_PROJECT,
-    WANDB_NAME, WANDB_DIR and WANDB_MODE count. If the server is not reached, the run is recorded in
-    OUT/wandb/, and close() prints the command that sends it later. Whatever fails costs one line.
+    OUT/wandb_id keeps its id, so that all starts of a run are one curve. The variables WANDB_PROJECT and
+    WANDB_NAME count. If the server is not reached, the run is recorded in OUT/wandb/, and close() prints the
+    command that sends it later. Whatever fails costs one line.
     """
 
     def __init__(self, mode, out, config):
@@ -448,16 +398,12 @@ class Tracker:
         kept = out / "wandb_id"
         with self.one_line():
             import wandb
-            wandb.setup(wandb.Settings(silent=True))  # else init() asks a terminal for a missing key
-            told = wandb.setup().settings
+            told = wandb.setup(wandb.Settings(silent=True)).settings  # else a terminal is asked for a key
             if not kept.exists():
                 write_whole(kept, secrets.token_hex(4))
             how = dict(project=told.project or "nanoshard", name=told.run_name or out.resolve().name, dir=out,
                        id=kept.read_text(), resume="allow", config=config,
                        settings=wandb.Settings(init_timeout=10))
-            if Path(told.root_dir) != Path.cwd():
-                how["dir"] = told.root_dir
-            mode = told.mode if told.mode in ("offline", "disabled") else mode
             try:
                 self.run = wandb.init(mode=mode, **how)
             except wandb.errors.CommError as e:
@@ -472,10 +418,8 @@ class Tracker:
         """Run the body. If it fails, one line says why, and the run goes on without wandb."""
         try:
             yield
-        except ImportError:
-            warn("wandb is not installed: pip install wandb, or give --wandb off; going on without it")
         except Exception as e:  # an outage of wandb must not stop a run
-            warn(f"wandb: {str(e).rstrip('.')}; going on without it")
+            warn(f"wandb (pip install wandb): {e}; going on without it")
             self.run = None
 
     def add(self, row):

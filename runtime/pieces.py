@@ -1,8 +1,6 @@
 """Where the elements of a rank's slices are in the full tensors: what it saves, and what it reads."""
 import math
-import time
 import zlib
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -96,17 +94,9 @@ def chosen_rank(name, axis):
 # -----------------------------------------------------------------------------
 # All ranks read a checkpoint
 
-PATIENCE = 30.0  # seconds until a node sees what another one has just committed (NFS)
-
-
 def damage(everyone, path):
     """Return what is wrong with a checkpoint, or None. Each file is verified by one rank. Collective."""
-    is_there = everyone.any(everyone.rank == 0 and Path(path).exists())
-    until = time.monotonic() + PATIENCE
-    while is_there and not Path(path).exists() and time.monotonic() < until:
-        time.sleep(0.1)
-    own = checkpoint.damage(path, everyone.rank, everyone.size)
-    return everyone.first(own)  # a short text, over the world
+    return everyone.first(checkpoint.damage(path, everyone.rank, everyone.size))  # a short text
 
 
 def load_pieces(world, path, index, requested, unused=()):

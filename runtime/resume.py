@@ -1,10 +1,5 @@
 """What a run needs to go on after it was stopped: its state, and each rank's parts of the weights.
 
-    State, save, load, dump_grads     where the run is; checkpoint.py knows only tensors and their names
-    prepare_out_dir, find_checkpoint  the directory of the run, and which checkpoint in it is used
-    start_from                        resume, or start with equal replicas
-    settle                            after all checks: rename what an earlier run left there
-
 runtime/init_from.py starts from another run's weights, runtime/saver.py writes in the background. The ranks
 fail together: the caller stands in everyone.input().
 """
@@ -13,6 +8,7 @@ import math
 import os
 import secrets
 import shutil
+import time
 from pathlib import Path
 
 import torch
@@ -29,8 +25,7 @@ from runtime.pieces import damage, load_pieces, own_pieces
 from runtime.saver import Saver
 from skip import Ranges
 
-# What --out must not hold besides a run: prepared data, other runs, models of other programs (config.json and
-# tokenizer.json would be replaced), sources
+# What --out must not hold besides a run: prepared data, other runs, models of other programs, sources
 FOREIGN = "*_[0-9]*.bin", "*/metrics.jsonl", "*.safetensors", "*.md", "*.py", ".git"
 
 
@@ -69,19 +64,13 @@ class State:
 
 def save(cfg, mesh, data_parallel, opt, saver, state):
     """Start to write step_N/; every rank writes its part. saver.wait() says whether it was committed."""
-    is_written = saver.wait()
-    if not is_written and saver.failed == state.best.get("step"):
-        state.best = {}  # lost: the next evaluation is the lowest
-    meta = dataclasses.asdict(state)
+    flags = dataclasses.asdict(cfg)
+    meta = {**dataclasses.asdict(state), "seed": cfg.seed, "adam_t": int(opt.adam.step_count),
+            "scaler": opt.scaler(), "world": mesh.world.size,
+            "shape": {name: flags[name] for name in SHAPE}, "flags": flags}
     del meta["changed"]
     if not cfg.keep_best:
         meta["best"] = {}
-    meta["seed"] = cfg.seed
-    meta["adam_t"] = int(opt.adam.step_count)
-    meta["scaler"] = opt.scaler()
-    meta["world"] = mesh.world.size
-    meta["shape"] = {name: getattr(cfg, name) for name in SHAPE}
-    meta["flags"] = dataclasses.asdict(cfg)
     opt.snapshot_done = saver.start(state.step, own_pieces(data_parallel, opt), meta)
 
 
@@ -129,12 +118,10 @@ def dump_grads(path, world, data_parallel, opt, vocab_size):
                 checkpoint.commit(tmp, 1, {}, world.size, timeout=60)
                 full = checkpoint.full_tensors(folder / "step_000001")
                 for name, tensor in full.items():
-                    is_padded = name.split("/")[-1] in VOCABULARY
-                    if is_padded and tensor.size(0) == pad_vocab(vocab_size):
+                    if name.split("/")[-1] in VOCABULARY and tensor.size(0) == pad_vocab(vocab_size):
                         full[name] = tensor[:vocab_size]
                 checkpoint.write_safetensors(folder / "full", full)
-                Path(path).touch(exist_ok=False)  # a file that came meanwhile is not replaced
-                os.replace(folder / "full", path)
+                os.rename(folder / "full", path)
     finally:
         if world.rank == 0:
             shutil.rmtree(folder, ignore_errors=True)
@@ -156,23 +143,20 @@ def prepare_out_dir(cfg, world, out):
     """
     if world.rank == 0:
         with files.must_write(out):
-            if not out.resolve().name:
-                raise ValueError(f"--out {out} is no folder for a run; give one, such as --out out/mine")
             # A requeued job may start before the last processes of the stopped one have ended.
             wait = min(files.LOCK_WAIT, cfg.timeout / 2) if cfg.resume == "auto" else 0
             files.lock(out, wait)
             checkpoint.recover(out)
-            for pattern in () if is_run(out) else FOREIGN:
-                for path in out.glob(pattern):
-                    raise ValueError(f"--out {out} is no run, and holds {path.relative_to(out)}, which no "
-                                     f"run may damage; give a new folder, such as --out {out / 'run'}")
+            foreign = [path.name for pattern in FOREIGN for path in out.glob(pattern)]
+            if foreign and not is_run(out):
+                raise ValueError(f"--out {out} is no run, and holds {foreign[0]}, which no run may damage; "
+                                 f"give a new folder, such as --out {out / 'run'}")
     found = find_checkpoint(cfg, world, out)
     if world.rank == 0 and cfg.dump_grads and found is None:  # a resumed run does not write it again
-        with files.must_write(cfg.dump_grads, "--dump-grads"):
-            path = Path(cfg.dump_grads)
-            if os.path.lexists(path):
-                raise ValueError(f"--dump-grads {path} is there already and stays; give a new file")
-            path.parent.mkdir(parents=True, exist_ok=True)
+        path = Path(cfg.dump_grads)
+        if os.path.lexists(path):
+            raise ValueError(f"--dump-grads {path} is there already and stays; give a new file")
+        path.parent.mkdir(parents=True, exist_ok=True)
     world.everyone.barrier()
     return found
 
@@ -182,25 +166,21 @@ def find_checkpoint(cfg, world, out):
 
     A damaged checkpoint is named, and with --resume auto the one before it is tried.
     """
-    paths = []
-    if world.rank == 0 and cfg.resume == "auto":
-        paths = checkpoint.steps(out)
-    elif world.rank == 0 and cfg.resume != "none":
-        paths = [cfg.resume]
-    paths = world.everyone.broadcast([str(path) for path in paths])  # a few paths, over the world
-    if cfg.resume == "auto" and not paths and world.rank == 0:
-        say(f"--resume auto: {out} has no checkpoint, so the run starts at step 1")
-    wrong = None
+    if cfg.resume == "none":
+        return None
+    paths = [cfg.resume]
+    if cfg.resume == "auto":
+        paths = world.everyone.broadcast([str(path) for path in checkpoint.steps(out)])  # of rank 0's node
     for path in paths:
         wrong = damage(world.everyone, path)
         if wrong is None:
             return Path(path)
-        if world.rank == 0 and path != paths[-1]:
+        if path == paths[-1]:
+            raise ValueError(f"{wrong}; --resume none starts a new run")
+        if world.rank == 0:
             warn(f"{wrong}; trying the one before it")
-    if wrong is not None:
-        if cfg.resume == "auto":
-            wrong += f"; no other in {out} is sound, --resume none starts a new run"
-        raise ValueError(wrong)
+    if world.rank == 0:
+        say(f"--resume auto: {out} has no checkpoint, so the run starts at step 1")
     return None
 
 
@@ -225,24 +205,23 @@ def settle(cfg, world, out, state, found):
 def set_aside(cfg, out, state, found):
     """Rename the run in --out if this one does not continue it, or else its checkpoints of later steps."""
     if found is not None and found.resolve().is_relative_to(out.resolve()):
-        copies = []
-        if any(checkpoint.step_of(path) > state.step for path in checkpoint.steps(out)):
-            copies = files.copy_rows(out)  # first: a kill between the two loses none
-        moved = checkpoint.archive_later(out, state.step)
-        if moved:
-            say(f"going on from {found}: later checkpoints are now {', '.join(moved)}; all rows until now "
-                f"are also in {', '.join(copies)}")
+        later = [path for path in checkpoint.steps(out) if checkpoint.step_of(path) > state.step]
+        if later and (out / "metrics.jsonl").exists():
+            # first: a kill between the two loses no row
+            copy = files.set_aside(out / "metrics.jsonl", "metrics.jsonl.aside", shutil.copy2)
+            say(f"going on from {found}: all rows until now are also in {copy}")
+        for path in later:
+            say(f"{path} is now {files.set_aside(path, f'{path.name}.aside')}")
     elif is_run(out):
-        if not out.is_absolute() and Path.cwd().is_relative_to(out.resolve()):
-            raise ValueError(f"--out {out} holds another run and is the working directory, which cannot be "
-                             "renamed; give another --out, or --resume auto to go on")
-        if cfg.init_from and Path(cfg.init_from).resolve().is_relative_to(out.resolve()):
-            raise ValueError(f"--init-from {cfg.init_from} is in --out {out}, which this run would rename; "
-                             f"give another --out, such as --out {out}-tuned")
-        could_go_on = cfg.resume == "none" and checkpoint.steps(out)
-        say(f"{out} held another run: it is now {files.move_aside(out)}")
-        if could_go_on:
-            say("(--resume auto would have gone on with it)")
+        for name, path in (("the working directory", ""), ("--init-from", cfg.init_from)):
+            if Path(path).resolve().is_relative_to(out.resolve()):
+                raise ValueError(f"--out {out} holds another run, which would be renamed, and {name} is in "
+                                 f"it; give another --out, such as --out {out}-tuned")
+        folder = out.resolve()  # where OUT is a symbolic link, it stays
+        step = max((row["step"] for row in files.sound_rows(out / "metrics.jsonl")[0]), default=0)
+        new = files.set_aside(folder, f"{folder.name}.{time.strftime('%Y-%m-%d_%H%M')}_step{step}")
+        files.lock(out)
+        say(f"{out} held another run: it is now {new} (--resume auto goes on from checkpoints)")
 
 
 # -----------------------------------------------------------------------------
@@ -257,26 +236,25 @@ def start_from(found, skip, model, opt, data_id):
     Collective; ValueError: the checkpoint does not fit.
     """
     cfg = model.cfg
-    said = []
     if found is None:
         if cfg.lora and not cfg.init_from:
             raise ValueError(f"--lora {cfg.lora} fine-tunes a model that is there: give --init-from RUN, a "
                              "run or what convert.py import wrote")
         broadcast_and_verify(model)
         opt.masters_from_model()
+        said = []
         if cfg.init_from:
-            said.append(init_from(model, opt, cfg.init_from))
+            said = [init_from(model, opt, cfg.init_from)]
         state = State(data=data_id, vocab_size=model.vocab_size, base=model.base)
     else:
         state = load(cfg, opt.data_parallel, opt, found, data_id, model.vocab_size)
         if cfg.lora:
             load_base(model, state.base, cfg.init_from)
             state.base = model.base
-        for flag, value in (("--init-from", cfg.init_from), ("--dump-grads", cfg.dump_grads)):
-            if value and not (cfg.lora and flag == "--init-from"):
-                said.append(f"goes on from {found}: {flag} {value} is for a start, and not used")
-        for name, (before, now) in state.changed.items():
-            said.append(f"resume: {name.replace('_', '-')} {before} -> {now}")
+        said = [f"resume: {name.replace('_', '-')} {before} -> {now}"
+                for name, (before, now) in state.changed.items()]
+        if cfg.dump_grads or cfg.init_from and not cfg.lora:
+            said.append(f"goes on from {found}: --init-from and --dump-grads are for a start, and not used")
         skip = Ranges([*skip.ends(), *state.skip])  # a resume inside a range goes on skipping it
     if model.mesh.world.rank == 0:
         for line in said:

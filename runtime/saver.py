@@ -4,11 +4,10 @@
     thread    writes rank_R.safetensors; rank 0's waits for all ranks' lists, then renames the directory
     wait()    main thread: join, and learn whether all ranks succeeded; called before each save and at the end
 
-The checkpoint holds the values at start(): on a GPU the copy runs on its own stream during the next forward
-and backward, and the optimizer waits for it before its update. The thread calls no collective, because the
-collectives of two threads would get mixed up. A save that fails leaves older checkpoints as they are, and
-training goes on.
+On a GPU the copy runs on its own stream during the next forward and backward, and the optimizer waits for it
+before its update. The thread calls no collective, because those of two threads would get mixed up.
 """
+import contextlib
 import threading
 import time
 from pathlib import Path
@@ -42,7 +41,6 @@ class Saver:
         self.host = HostBuffers()
         self.thread = None
         self.failures = 0    # saves in a row that failed
-        self.failed = None   # step of the last failed save
         self.saved = 0       # step of the last save that was committed
         self.seconds = 0.0   # the longest save so far
 
@@ -51,6 +49,7 @@ class Saver:
         self.wait()
         copies, copied = self.host.copy(pieces)
         self.step = step
+        self.tmp = self.root / f"step_{step:06d}.{self.run_id}.tmp"
         self.part_done = threading.Event()
         self.error = None
         self.gives_up = False  # a part of another rank will never come
@@ -61,25 +60,22 @@ class Saver:
     def write(self, copies, copied, meta):
         """Write this rank's part; on rank 0, commit and remove what --keep does not keep. In the thread."""
         started = time.monotonic()
-        tmp = self.root / f"step_{self.step:06d}.{self.run_id}.tmp"
-        rank, size = self.everyone.rank, self.everyone.size
+        rank = self.everyone.rank
         try:
             if copied is not None:
                 copied.synchronize()
             pieces = [(name, whole(piece), *place) for name, piece, *place in copies]
             refuse_not_finite(pieces)
-            checkpoint.write_part(tmp, rank, pieces)
+            checkpoint.write_part(self.tmp, rank, pieces)
             self.part_done.set()
             if rank == 0:
-                checkpoint.commit(tmp, self.step, meta, size, self.timeout, lambda: self.gives_up)
+                checkpoint.commit(self.tmp, self.step, meta, self.everyone.size, self.timeout,
+                                  lambda: self.gives_up)
+                if self.keep:
+                    checkpoint.prune(self.root, self.keep, meta.get("best", {}).get("step"))
         except Exception as e:  # any exception: wait() must learn of it
             self.error = f"{one_line(e)} (rank {rank})"
         self.part_done.set()
-        if rank == 0 and self.keep and self.error is None:
-            try:
-                checkpoint.prune(self.root, self.keep, meta.get("best", {}).get("step"))
-            except OSError as e:  # one checkpoint too many is left; the save itself is good
-                warn(f"an old checkpoint could not be removed: {e}")
         self.seconds = max(self.seconds, time.monotonic() - started)
 
     def wait(self):
@@ -100,26 +96,17 @@ class Saver:
             self.saved = self.step
             return True
         self.failures += 1
-        self.failed = self.step
-        ends = self.failures == MAX_FAILURES
         if self.everyone.rank == 0:
-            checkpoint.discard(self.root / f"step_{self.step:06d}.{self.run_id}.tmp")
-            found = next(iter(checkpoint.steps(self.root)), "none")
-            then = "training goes on"
-            if ends:
-                then = (f"{MAX_FAILURES} saves in a row failed, and the run ends; free space, repair the "
-                        "directory or the flags, then --resume auto")
-            warn(f"step {self.step} was not saved: {error}; the newest checkpoint is {found}; {then}")
-        if ends:
+            checkpoint.discard(self.tmp)
+            warn(f"step {self.step} was not saved: {error}; training goes on, and ends after {MAX_FAILURES} "
+                 "failures in a row")
+        if self.failures == MAX_FAILURES:
             raise SystemExit(Outcome.FAILED)
         return False
 
 
 class HostBuffers:
-    """Host memory for the pieces of one rank, allocated once and used by every save.
-
-    Where a stream copies, the memory is pinned; then torch rounds each piece up to a power of two.
-    """
+    """Host memory for the pieces of one rank, allocated once, used by every save; pinned for a stream."""
 
     def __init__(self):
         self.buffers = {}  # number of a piece, or of a part of it: its host tensor
@@ -130,16 +117,14 @@ class HostBuffers:
         tensors may change; None: now.
         """
         module = stream_module(pieces[0][1].device) if pieces else None
-        if module is None:
-            return self.copies(pieces), None
-
-        self.stream = self.stream or module.Stream()
-        self.stream.wait_stream(module.current_stream())  # the step's update comes first
-        with module.stream(self.stream):
-            return self.copies(pieces), self.stream.record_event()
-
-    def copies(self, pieces):
-        return [(name, self.host_copy(i, tensor), *place) for i, (name, tensor, *place) in enumerate(pieces)]
+        streams = contextlib.nullcontext()
+        if module is not None:
+            self.stream = self.stream or module.Stream()
+            self.stream.wait_stream(module.current_stream())  # the step's update comes first
+            streams = module.stream(self.stream)
+        with streams:
+            copies = [(name, self.host_copy(i, t), *place) for i, (name, t, *place) in enumerate(pieces)]
+            return copies, self.stream.record_event() if self.stream else None
 
     def host_copy(self, key, tensor):
         """Return a copy of a tensor in the memory of this key. A SplitMaster stays one."""
@@ -147,8 +132,7 @@ class HostBuffers:
             own = self.host_copy((key, "own"), tensor.own)
             return SplitMaster(own, self.host_copy((key, "low"), tensor.low))
         buffer = self.buffers.get(key)
-        if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
-            pinned = self.stream is not None
-            buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
+        if buffer is None or buffer.shape != tensor.shape:
+            buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self.stream is not None)
             self.buffers[key] = buffer
         return buffer.copy_(tensor, non_blocking=self.stream is not None)

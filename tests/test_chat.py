@@ -179,7 +179,7 @@ def test_fill_windows_opens_no_more_than_it_must():
     ('{"messages": [{"role": "bot", "content": "x"}]}', "'bot', not one of system, user, assistant"),
     ('{"messages": [{"role": "user", "content": "x"}]}', "no assistant speaks"), ("[]", "no JSON object"),
     ('{"text": "x"}', "lacks messages; write {"),
-    ('{"messages": [{"role": "assistant", "content": NaN}]}', "content is nan, not text"),
+    ('{"messages": [{"role": "assistant", "content": NaN}]}', "content is nan, not str"),
     ('{"messages": [{"role": "assistant", "content": "x", "weight": 0.5}]}', "weight is 0.5, not one of 0"),
     ('{"messages": [{"role": "assistant", "content": "x", "tool_calls": []}]}', "has 'tool_calls', which")])
 def test_a_line_that_is_no_conversation_is_named(line, words, data):
@@ -227,7 +227,7 @@ def test_a_resumed_fine_tuning_is_the_run_that_was_not_stopped(data, pretrained,
     flags = [f"--init-from={pretrained}", "--save-every=2", "--eval-every=2", "--eval-iters=2"]
     said = tune(2, tmp_path / "whole", data, *flags, "--steps=4")["out"]
     assert f"starts from the weights of {pretrained}/step_000002" in said and "4 symbols are new" in said
-    goes_on = f"goes on from {tmp_path}/cut/step_000002: --init-from {pretrained} is for a start"
+    goes_on = f"goes on from {tmp_path}/cut/step_000002: --init-from and --dump-grads are for a start"
     for steps, words in (2, f"starts from the weights of {pretrained}/step_000002"), (4, goes_on):
         said = tune(2, tmp_path / "cut", data, "--resume=auto", *flags, f"--steps={steps}", "--decay-steps=4")
         assert words in said["out"]

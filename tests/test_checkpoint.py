@@ -5,8 +5,6 @@ import math
 import os
 import resource
 import shutil
-import threading
-import time
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +21,6 @@ from corpus.samples import Synthetic
 from interface.layout import check_layout
 from parallel import make_mesh
 from runtime import resume
-from runtime.pieces import damage
 from runtime.saver import Saver
 
 # -----------------------------------------------------------------------------
@@ -161,10 +158,9 @@ DAMAGE = {  # name: (what is done to step 2's directory, a part of the message)
     "longer": (lambda d: os.truncate(d / RANK_0, 4096), "differs from its crc32"),
     "missing": (lambda d: (d / RANK_1).unlink(), "No such file"),
     "of another step": (lambda d: shutil.copy(d.parent / "step_000001" / RANK_0, d), "differs from its"),
-    "index cut": (lambda d: os.truncate(d / "index.json", 200), "no readable index.json"),
-    "index gone": (lambda d: (d / "index.json").unlink(), "no readable index.json"),
-    "index empty": (lambda d: (d / "index.json").write_text(""), "no readable index.json"),
-    "index, one digit": (lambda d: change_an_offset(d / "index.json"), "it differs from its crc32"),
+    "index cut": (lambda d: os.truncate(d / "index.json", 200), "index.json holds no sound JSON"),
+    "index gone": (lambda d: (d / "index.json").unlink(), "is no checkpoint"),
+    "index, one digit": (lambda d: change_an_offset(d / "index.json"), "index.json differs from its crc32"),
 }
 
 
@@ -238,17 +234,13 @@ def test_checkpoints_are_ordered_by_their_numbers(tmp_path):
     assert numbers == [1000000, 999999, 30, 5] and checkpoint.newest(tmp_path).name == "step_1000000"
     checkpoint.prune(tmp_path, 2)
     assert [int(p.name[5:]) for p in checkpoint.steps(tmp_path)] == [1000000, 999999]
-    for again in ("", ".1"):  # a second resume from the same step keeps both
-        assert checkpoint.archive_later(tmp_path, 999999) == [f"step_1000000.aside{again}"]
-        checkpoint.save(tmp_path, 1000000, [whole("w", torch.ones(1))], {})
-    assert len(list(tmp_path.glob("*.aside*"))) == 2 and checkpoint.archive_later(tmp_path, 1000000) == []
 
 
 def test_resume_auto_with_only_damaged_checkpoints_is_refused(tmp_path):
     two_writers(tmp_path, 1)
     flip(tmp_path / "step_000001/rank_00001.safetensors", -1)
     for code, _, line in run_ranks(2, find, tmp_path):
-        assert code == 2 and (line == "" or "no other" in line and "--resume none" in line)
+        assert code == 2 and (line == "" or "--resume none" in line)
     assert checkpoint.steps(tmp_path)
 
 
@@ -279,21 +271,19 @@ def test_a_step_that_is_there_stays(tmp_path):
 
 
 def test_only_what_a_save_wrote_is_deleted(tmp_path):
-    """Of leftovers of a kill and of pruned checkpoints. Files, links and folders of others stay."""
+    """Of leftovers of a kill and of pruned checkpoints. Files of others stay."""
     ours = ("index.json", "rank_00000.json", "rank_00000.safetensors", ".index.json.0123abcd.part")
     steps = [f"step_00000{i}" for i in (1, 2, 3)]
-    foreign = ["step_\u00b2", "step_notes.tmp", "step_2.a b.tmp", "step_000006.aside"]
-    for name in (*steps, *foreign, "step_000009.0a.tmp", "step_000008.del"):
+    for name in (*steps, "step_000006.aside", "step_000009.0a.tmp", "step_000008.del"):
         (tmp_path / name).mkdir()
         for file in ours:
             (tmp_path / name / file).write_text(name)
     (tmp_path / "step_000008.del/notes.txt").touch()
     (tmp_path / "step_000001/notes.txt").touch()
-    (tmp_path / "step_000007.tmp").symlink_to(tmp_path / "step_000003")
     checkpoint.recover(tmp_path)
     checkpoint.prune(tmp_path, keep=1)
     left = {p.name: sorted(os.listdir(p)) for p in tmp_path.iterdir()}
-    kept = dict.fromkeys(["step_000003", "step_000007.tmp", *foreign], sorted(ours))
+    kept = dict.fromkeys(["step_000003", "step_000006.aside"], sorted(ours))
     assert left == {**kept, **dict.fromkeys(["step_000008.del", "step_000001.del"], ["notes.txt"])}
 
 
@@ -370,9 +360,8 @@ def test_a_full_disk_costs_a_save_and_three_the_run(failing, times, tmp_path):
     assert [saved for saved, _ in results] == [[True, False, False, True if times == 2 else 1]] * 2
     lines = results[0][1].splitlines()
     assert len(lines) == times and results[1][1] == "", results
-    for word in ("step 2 was not saved", "File too large", f"(rank {failing})", "step_000001; training"):
+    for word in ("step 2 was not saved", "File too large", f"(rank {failing})", "training goes on"):
         assert word in lines[0], lines
-    assert ("3 saves in a row failed" in lines[-1]) == (times == 3)
     left = ["step_000001", "step_000004"] if times == 2 else ["step_000001"]
     assert sorted(os.listdir(tmp_path)) == left
 
@@ -398,7 +387,7 @@ def test_a_value_that_is_not_finite_costs_a_save_and_prunes_nothing(value, tmp_p
     results = run_ranks(2, diverging, tmp_path, value)
     assert [saved for saved, _ in results] == [[True, False, True]] * 2
     (line,) = "".join(err for _, err in results).splitlines()
-    assert "step 2 was not saved: exp_avg/w1 holds" in line and "(rank 1)" in line and "step_000001" in line
+    assert "step 2 was not saved: exp_avg/w1 holds" in line and "(rank 1)" in line
     assert os.listdir(tmp_path) == ["step_000003"]
 
 
@@ -406,7 +395,8 @@ def test_show_and_diff(tmp_path, capsys):
     a, b, c = tmp_path / "a", tmp_path / "b", tmp_path / "c"
     want = two_writers(a, 3)
     pieces = [whole(name, t) for name, t in want.items()]
-    checkpoint.save(b, 3, pieces, {"step": 3})  # the same tensors from another layout
+    layout = {"world": 1, "flags": {"tp": 2}}  # the same tensors from another layout
+    checkpoint.save(b, 3, pieces, {"step": 3, **layout})
     assert checkpoint.main(["diff", str(a / "step_000003"), str(b)]) == 0
     assert "equal: all 2 tensors" in capsys.readouterr().out
     changed = want["w"].clone()
@@ -428,44 +418,3 @@ def test_show_and_diff(tmp_path, capsys):
     out = " ".join(capsys.readouterr().out.split())
     assert "1 of 24 elements" in out and f"max abs {2 * abs(want['w'][0, 2].item()):.3g}" in out
     assert out.endswith(" 1 differences")
-
-
-def test_counters_of_the_layout_are_no_difference(tmp_path, capsys):
-    meta = {"step": 3, "samples": 5, "world": 1, "flags": {"tp": 2, "lr": 1}}
-    for name, change in (("a", {}), ("b", {"world": 2, "flags": {"lr": 1}}), ("c", {"samples": 6})):
-        checkpoint.save(tmp_path / name, 3, [whole("w", torch.ones(2))], {**meta, **change})
-    assert checkpoint.main(["diff", f"{tmp_path}/a", f"{tmp_path}/b"]) == 0
-    assert checkpoint.main(["diff", f"{tmp_path}/a", f"{tmp_path}/c"]) == 1
-    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  ")]
-    assert said == ["  meta flags: {'tp': 2} -> {}", "  meta world: 1 -> 2", "  meta samples: 5 -> 6"]
-
-
-def wait_for_what_comes_late(world, root):
-    """Rank 0 sees a checkpoint at once, the other rank's node a second later (NFS)."""
-    path = root / "step_000001"
-    if world.rank:
-        threading.Timer(1.0, lambda: two_writers(root, 1)).start()
-    else:
-        while not path.exists():
-            time.sleep(0.05)
-    return damage(world.everyone, path)
-
-
-def test_a_rank_waits_for_a_checkpoint_that_its_node_sees_late(tmp_path):
-    assert run_ranks(2, wait_for_what_comes_late, tmp_path) == [None, None]
-
-
-def test_weights_that_are_not_finite_are_refused_and_moments_are_not(tmp_path):
-    sound, nan = torch.ones(2), torch.tensor([1.0, math.nan])
-    for step, weight, moment in ((1, sound, nan), (2, nan, sound)):
-        pieces = [("w", weight, (2,), (0,)), ("w/m", moment, (2,), (0,)), ("e", sound[:0], (0,), (0,))]
-        path = checkpoint.save(tmp_path, step, pieces, {})
-        requested = [(name, torch.zeros(full), full, at) for name, _, full, at in pieces]
-        if step == 2:
-            with pytest.raises(ValueError, match="w holds nan or infinite weights"):
-                checkpoint.load(path, requested)
-        else:
-            checkpoint.load(path, requested)
-            assert requested[0][1].tolist() == [1, 1] and requested[1][1].isnan().tolist() == [False, True]
-    for values, finite in (([], True), ([1.0, -2.0], True), ([math.inf], False), ([0.0, -math.inf], False)):
-        assert checkpoint.is_finite(torch.tensor(values)) == finite

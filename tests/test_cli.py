@@ -39,7 +39,7 @@ from cost.plan_flags import PlanFlags
 from fast.choose import choose
 from interface import words
 from interface.command_line import change_words, command_line, parse, wrong_input
-from interface.files import Range, check_schema, load_json
+from interface.files import check_schema, load_json
 from interface.layout import check_alone, check_flags
 from interface.presets import PRESETS
 from parallel import make_mesh
@@ -494,11 +494,11 @@ def test_a_step_that_exceeds_the_nodes_memory_is_refused(tmp_path, monkeypatch):
 
 
 SCHEMAS = [  # value, schema, and how the message goes on; "" if the value is right
-    (5, int, ""), (True, int, "the content is True, not a whole number"), (5, float, ""),
-    (math.inf, float, "inf, not a finite number"), (None, (str, type(None)), ""),
+    (5, int, ""), (True, int, "the content is True, not int"), (5, float, ""),
+    (math.inf, float, "inf, not float"), (None, (str, type(None)), ""),
     ({}, {"a": int}, "the content lacks a"), ({}, {"a?": int}, ""), ({"a": None}, {"a?": int}, "a is None"),
-    ({"x": {"n": -1}}, {"*": {"n": Range(0, 9)}}, "x.n is -1, not a whole number from 0 to 9"),
-    ([1, "a"], [int], "[1] is 'a'"), (3, {}, "3, not an object"),
+    ({"x": {"n": "1"}}, {"*": {"n": int}}, "x.n is '1', not int"),
+    ([1, "a"], [int], "[1] is 'a'"), (3, {}, "3, not dict"),
     (["rms"], typing.Literal["rms", "layer"], "not one of rms, layer")]
 
 
@@ -509,7 +509,7 @@ def test_a_schema_names_the_first_wrong_value(value, schema, say):
     assert not say or say in str(e.value)
 
 
-@pytest.mark.parametrize("raw", [b"[" * 200_000, b"\xff", b"{", b""])
+@pytest.mark.parametrize("raw", [b"\xff", b"{", b""])
 def test_what_is_no_json_is_one_line(raw, tmp_path):
     (tmp_path / "x.json").write_bytes(raw)
     with pytest.raises(ValueError, match="x.json holds no sound JSON: "):
@@ -553,7 +553,7 @@ def test_a_config_json_is_read_whole_or_refused_by_name(tmp_path):
               "machine": {}, "vocab_size_used": 65, "mask_token": 3, "launcher": "srun", "dp": 2,
               "torch": "z", "kernels": "plain", "split_masters": True}  # the last two are of earlier versions
     assert written(**{**dataclasses.asdict(cfg), "lr": 1.0, **beside}) == cfg
-    for flags, said in (({"n_layers": 3}, "has --n-layers 3, which"), ({"n_layer": "3"}, "'3', not a"),
+    for flags, said in (({"n_layers": 3}, "has --n-layers 3, which"), ({"n_layer": "3"}, "'3', not int"),
                         ({"bias": 1}, "bias is 1"), ({"n_layer": 0}, "at least 1"),
                         ({"preset": "x"}, "no preset"), ({"rampup_batch_size": 3}, "rampup_batch_size")):
         with pytest.raises(ValueError, match=said):

@@ -1,6 +1,7 @@
-"""The directory of a run, and whose files are in it: one run at a time, and nothing foreign is lost.
+"""The directory of a run, and whose files are in it: one run at a time, nothing foreign is lost, full disks.
 
-test_resume.py has what a run does with its own files.
+test_resume.py has what a run does with its own files; test_borders.py fills disks by a limit on the size of
+files, for machines where nothing can be mounted.
 """
 import errno
 import os
@@ -59,17 +60,11 @@ def test_a_second_run_in_the_same_directory_is_refused(tmp_path):
         first, second = run_ranks(2, session_in_use, [*TINY, f"--out={name}", "--steps=4"])
         assert_refused(first, "is in use by process ", f" on {socket.gethostname()} since", "another --out")
         assert second["code"] == 2 and second["err"] == ""
-    (waited,) = run_ranks(1, session_in_use, [*TINY, f"--out={out}", "--steps=4", "--resume=auto"], 0.3)
+    argv = [*TINY, f"--out={out}", "--steps=4", "--resume=auto"]
+    (waited,) = run_ranks(1, session_in_use, argv, 0.3)
     assert_refused(waited, "is in use by")
-    assert waited["out"].count("waiting up to 0 s") == 1
     assert sorted(p.name for p in out.iterdir()) == before and not list(tmp_path.glob("run.*"))
-    assert not list(tmp_path.glob(".*.lock"))
-
-
-def test_resume_auto_waits_for_a_run_that_is_leaving(tmp_path):
-    go(1, tmp_path / "run", "--steps=2")
-    argv = [*TINY, f"--out={tmp_path / 'run'}", "--steps=3", "--resume=auto"]
-    (got,) = run_ranks(1, session_in_use, argv, 60.0, True)
+    (got,) = run_ranks(1, session_in_use, argv, 60.0, True)  # that run is just leaving
     assert got["code"] == 0 and got["out"].count("waiting up to 60 s") == 1 and "resumed" in got["out"]
 
 
@@ -78,40 +73,29 @@ def test_a_file_system_without_locks_is_said(tmp_path, monkeypatch, capsys):
         raise OSError(errno.ENOLCK, "No locks available")
     monkeypatch.setattr(files.fcntl, "flock", no_locks)
     files.lock(tmp_path / "run")
-    assert capsys.readouterr().err == (f"nanoshard: {tmp_path}/run has no file locks (No locks available): "
-                                       "start no second run in it\n")
-    assert (tmp_path / "run/.lock").read_text().startswith(f"process {os.getpid()} on ")
+    assert "has no file locks (No locks available)" in capsys.readouterr().err
     files.unlock()
     assert list(tmp_path.iterdir()) == []
 
 
 def test_the_lock_ends_with_the_run_and_leaves_no_empty_folder(tmp_path):
     go(1, tmp_path / "run", "--steps=1", "--resume=nowhere", code=2)
-    files.lock(tmp_path / "run")  # would raise
+    for name in ("run", "new/run"):  # would raise
+        files.lock(tmp_path / name)
+        files.unlock()
+        assert not (tmp_path / name).exists()
+    files.lock(tmp_path / "run")
+    (tmp_path / "run/kept").touch()
     files.unlock()
-    files.lock(tmp_path / "new/run")
-    files.unlock()
-    assert not (tmp_path / "new/run").exists()
-    files.lock(tmp_path / "new/run")
-    (tmp_path / "new/run/kept").touch()
-    files.unlock()
-    assert (tmp_path / "new/run/kept").exists()
+    assert (tmp_path / "run/kept").exists() and not files.in_use(tmp_path / "run")
 
 
 def test_a_mounted_directory_is_locked_under_all_its_names(tmp_path):
-    """Two containers mount one volume as --out: each has a parent directory and a .NAME.lock of its own."""
+    """Two containers mount one volume as --out, each below a parent directory of its own."""
     a, b = tmp_path / "a/run", tmp_path / "b/run"
     a.mkdir(parents=True)
     b.mkdir(parents=True)
-    code = """if 1:
-        import sys
-        from pathlib import Path
-        from interface import files
-        try:
-            files.lock(Path(sys.argv[1]))
-        except ValueError as e:
-            print(e)
-    """
+    code = "import pathlib, sys; from interface import files; files.lock(pathlib.Path(sys.argv[1]))"
     script = 'mount --bind "$1" "$2" || exit 99; exec "$3" -c "$4" "$2"'
     command = ["unshare", "--mount", "sh", "-c", script, "sh", a, b, sys.executable, code]
     files.lock(a)
@@ -123,19 +107,7 @@ def test_a_mounted_directory_is_locked_under_all_its_names(tmp_path):
         files.unlock()
     if got.returncode == 99 or "unshare" in got.stderr:
         pytest.skip(f"no right to mount: {got.stderr.strip()}")
-    assert f"{b} is in use by process {os.getpid()} on " in got.stdout, got.stderr
-
-
-def test_a_directory_that_was_renamed_is_locked_under_its_name_again(tmp_path):
-    out = tmp_path / "run"
-    files.lock(out)
-    (out / "metrics.jsonl").write_text("")
-    moved = files.move_aside(out)
-    assert {path.name for path in moved.iterdir()} == {"metrics.jsonl", ".lock"}
-    assert files.in_use(out) and not files.in_use(moved)
-    assert [path.name for path in out.iterdir()] == [".lock"]
-    files.unlock()
-    assert list(tmp_path.iterdir()) == [moved]
+    assert f"{b} is in use by process {os.getpid()} on " in got.stderr
 
 
 def test_out_may_be_a_link_to_another_disk(tmp_path):
@@ -146,26 +118,23 @@ def test_out_may_be_a_link_to_another_disk(tmp_path):
     go(1, out, "--steps=2")
     said = go(1, out, "--steps=1")["out"]
     [old] = [path for path in real.parent.glob("me.*") if path.is_dir()]
-    assert f"{out} held another run: it is now {old}\n" in said
+    assert f"{out} held another run: it is now {old} " in said
     assert out.is_symlink() and out.resolve() == real and [path.name for path in tmp_path.glob("out.*")] == []
     assert [len(rows(folder)) for folder in (old, out)] == [2, 1]
 
 
-def test_a_working_directory_with_a_run_is_not_renamed(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "metrics.jsonl").touch()
-    assert_refused(session(World(), [*TINY, "--out=.", "--steps=1"]), "working directory", "--resume auto")
-
-
-def test_a_run_that_another_starts_from_is_not_renamed(tmp_path):
+def test_what_cannot_be_renamed_is_refused(tmp_path, monkeypatch):
+    """The working directory, and a run that this one starts from."""
     out = tmp_path / "run"
     go(1, out, "--steps=1", "--save-every=1")
     for source in (out, out / "step_000001"):
         refused = session(World(), [*TINY, f"--out={out}", f"--init-from={source}", "--steps=1"])
-        assert_refused(refused, f"--init-from {source} is in --out {out}", f"--out {out}-tuned")
+        assert_refused(refused, "--init-from is in it", f"--out {out}-tuned")
     assert (out / "step_000001").is_dir() and len(list(tmp_path.iterdir())) == 1
     done = session(World(), [*TINY, f"--out={out}-tuned", f"--init-from={out}", "--steps=1"])
     assert done["code"] == 0, done["err"]
+    monkeypatch.chdir(out)
+    assert_refused(session(World(), [*TINY, "--out=.", "--steps=1"]), "the working directory is in it")
 
 
 def test_a_fine_tuned_run_goes_on_from_its_config(tmp_path):
@@ -194,7 +163,7 @@ def test_dump_grads_replaces_and_removes_nothing(tmp_path):
     before = path.read_bytes()
     link = tmp_path / "link.st"
     link.symlink_to(tmp_path / "nowhere")
-    for there in (path, link, mine):
+    for there in (path, link):
         refused = run_ranks(2, session, [*TINY, f"--out={tmp_path / 'new'}", f"--dump-grads={there}"])
         assert_refused(refused[0], f"--dump-grads {there} is there already and stays; give a new file")
         assert refused[1]["code"] == 2 and refused[1]["err"] == "" and refused[0]["steps"] == []
@@ -210,7 +179,7 @@ def test_a_run_that_goes_on_writes_no_gradients_and_says_so(tmp_path):
     (tmp_path / "g.st").unlink()
     again = session(World(), [*flags, "--steps=2", "--resume=auto"])
     assert again["code"] == 0 and not (tmp_path / "g.st").exists(), again["err"]
-    assert f"--dump-grads {tmp_path / 'g.st'} is for a start, and not used" in again["out"]
+    assert "are for a start, and not used" in again["out"]
 
     two = "--nnodes 2 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint HOST:29500"
     for nodes, words in ((1, "--nproc-per-node 4"), (2, two)):
@@ -225,13 +194,10 @@ def test_a_run_without_checkpoints_is_renamed(tmp_path):
     go(1, out, "--steps=2", "--save-every=0")
     before = (out / "metrics.jsonl").read_bytes()
     said = go(1, out, "--steps=1", "--save-every=0", "--resume=auto")["out"]
-    assert f"{out} held another run: it is now" in said and "--resume auto would" not in said
+    assert f"{out} held another run: it is now" in said
     [moved] = [p for p in tmp_path.glob("run.*") if p.is_dir()]
     assert (moved / "metrics.jsonl").read_bytes() == before and len(rows(out)) == 1
 
-
-# -----------------------------------------------------------------------------
-# Other files
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 def test_a_checkpoint_of_any_dtype_is_refused_with_nan(dtype):
@@ -242,13 +208,49 @@ def test_a_checkpoint_of_any_dtype_is_refused_with_nan(dtype):
         checksum.refuse_not_finite([good, ("bad", bad, (2,), (0,))])
 
 
-def test_only_files_that_we_began_are_removed(tmp_path):
-    ours = tmp_path / ".metrics.jsonl.0123abcd.part"
-    others = [tmp_path / name for name in (".notes.part", ".a.0123abcg.part", ".link.0123abcd.part")]
-    ours.touch()
-    for path in others[:2]:
-        path.touch()
-    others[2].symlink_to(others[0])
-    (tmp_path / ".folder.0123abcd.part").mkdir()
-    files.remove_parts(tmp_path)
-    assert sorted(tmp_path.iterdir()) == sorted([*others, tmp_path / ".folder.0123abcd.part"])
+# -----------------------------------------------------------------------------
+# A disk of one megabyte
+
+@pytest.fixture
+def disk(tmp_path):
+    """Return the folder of a file system of one megabyte."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=1m", "none", folder]
+    try:
+        subprocess.run(command, check=True, capture_output=True, text=True)
+    except (OSError, subprocess.CalledProcessError) as e:
+        pytest.skip(f"no file system can be mounted here: {getattr(e, 'stderr', '') or e}")
+    yield folder
+    subprocess.run(["umount", folder], check=True)
+
+
+def fill(disk, room):
+    """Fill the disk, all but `room` bytes."""
+    (disk / "filler").unlink(missing_ok=True)
+    status = os.statvfs(disk)
+    (disk / "filler").write_bytes(bytes(status.f_bavail * status.f_frsize - room))
+
+
+def left(disk):
+    """Return the names of all files and folders on the disk, the filler aside."""
+    return {path.relative_to(disk).as_posix() for path in disk.rglob("*")} - {"filler"}
+
+
+def test_a_full_disk_under_a_run(disk):
+    """test_borders.py has those of the other programs."""
+    argv = ["--steps=2", "--save-every=1"]
+    fill(disk, 0)
+    result = go(1, disk / "run", *argv, code=2)
+    assert_refused(result, f"{disk}/run cannot be written: ", "; free space there, or give another --out")
+    fill(disk, 24576)
+    result = go(1, disk / "run", *argv, code=1)
+    lines = [line for line in result["err"].splitlines() if "was not saved" in line]
+    assert len(lines) == 2 and all("No space left on device" in line for line in lines), result["err"]
+    assert not [name for name in left(disk) if "step_" in name], left(disk)
+
+    grads = f"--dump-grads={disk}/grads"
+    result = go(1, disk.parent / "run", *argv, grads, code=2)
+    words = f"{disk}/grads cannot be written: ", "; free space there, or give another --dump-grads"
+    assert_refused(result, *words)
+    assert not [name for name in left(disk) if "grads" in name]

@@ -317,7 +317,7 @@ def test_a_resumed_run_has_the_bits_of_one_without_a_stop(tmp_path):
 
 
 def test_a_model_is_sampled_without_it():
-    reader = SimpleNamespace(fill=lambda *_: None, check_finite=lambda *_: None)
+    reader = SimpleNamespace(fill=lambda *_: None)
     cfg = Config(**LLAMA)
     made = sample.load_model(cfg, 100, reader)
     assert cfg.fp8 and not made.cfg.fp8 and made.blocks["0"].mlp.w2.linear is layers.linear

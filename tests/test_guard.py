@@ -1,7 +1,6 @@
 """Refused steps: the detector, what a refused step changes, agreement of the ranks, resume, giving up.
-Then: a full disk, an outage of wandb and a clock that jumps; a run in a notebook, and what it says of traces.
+Then: a full disk, an outage of wandb; a run in a notebook.
 """
-import errno
 import io
 import json
 import math
@@ -9,7 +8,6 @@ import random
 import resource
 import signal
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -135,14 +133,11 @@ def test_a_refused_spike_equals_a_skipped_range(tmp_path, n, layout):
     assert a == b and "loss" not in a[11] and a[-1]["skipped"] == 1 and len(got["steps"]) == 16
 
 
-def test_a_spike_on_one_rank_is_refused_on_all(tmp_path):
-    go_small(2, tmp_path, "--steps=14", "--skip-spikes=20", at=12, last_rank_only=True)
+def test_a_spike_on_one_rank_is_refused_on_all_and_logged_regardless_of_log_every(tmp_path):
+    flags = "--steps=14", "--log-every=10", "--skip-spikes=20"
+    go_small(2, tmp_path, *flags, at=12, last_rank_only=True)
+    assert [r["step"] for r in rows(tmp_path)] == [1, 10, 12, 14]
     assert [r["step"] for r in rows(tmp_path) if "skip_reason" in r] == [12]
-
-
-def test_a_spike_is_logged_regardless_of_log_every(tmp_path):
-    go_small(1, tmp_path, "--steps=20", "--log-every=10", "--skip-spikes=20", at=12)
-    assert [r["step"] for r in rows(tmp_path)] == [1, 10, 12, 20]
 
 
 def test_a_resumed_run_restores_the_detectors_window(tmp_path):
@@ -215,7 +210,7 @@ def test_an_injected_spike_changes_one_steps_targets(tmp_path):
 
 
 # -----------------------------------------------------------------------------
-# A full disk, --wandb without a network, a clock that jumps
+# A full disk, --wandb without a network
 
 @pytest.mark.parametrize("frees", [True, False])
 def test_a_full_disk_loses_no_row_and_is_one_line(frees, tmp_path, capsys, monkeypatch):
@@ -242,36 +237,17 @@ def test_a_full_disk_loses_no_row_and_is_one_line(frees, tmp_path, capsys, monke
     assert damaged == 0 and len(printed) == (0 if frees else 3)
 
 
-def test_a_plot_that_cannot_be_written_is_one_line(tmp_path, capfd):
-    run_log = log.Log(tmp_path, {})
-    run_log.row(step=1, loss=1.0, lr=0.1)
-    run_log.close()
-    (tmp_path / "loss.txt").mkdir()
-    plot.at_end(tmp_path, None, False)
-    assert "going on without it" in capfd.readouterr().err
-
-
-def test_rows_go_on_in_a_new_file_if_theirs_was_removed(tmp_path):
-    run_log = log.Log(tmp_path, {})
-    run_log.row(step=1, lr=0.1)
-    (tmp_path / "metrics.jsonl").unlink()
-    run_log.row(step=2, lr=0.1)
-    run_log.close()
-    assert [row["step"] for row in sound_rows(tmp_path / "metrics.jsonl")[0]] == [2]
-
-
 class StandIn:
     """The part of wandb that Tracker calls. on_init and on_log: what goes wrong there."""
 
     class CommError(Exception):
         pass
 
-    def __init__(self, on_init=None, on_log=None, **told):
+    def __init__(self, on_init=None, on_log=None):
         self.on_init, self.on_log = on_init, on_log
         self.errors = SimpleNamespace(CommError=StandIn.CommError)
         self.calls, self.steps = [], []
-        self.settings = SimpleNamespace(**{"project": None, "run_name": None, "root_dir": str(Path.cwd()),
-                                           "mode": "online", **told})
+        self.settings = SimpleNamespace(project=None, run_name=None)
 
     def Settings(self, **settings):
         return settings
@@ -318,14 +294,9 @@ def test_wandb_gets_each_row_and_all_starts_of_a_run_are_one(tmp_path, monkeypat
     assert (first["project"], first["name"], first["mode"]) == ("nanoshard", tmp_path.name, "online")
     said = capfd.readouterr()
     assert said.out.startswith("wandb: https://w/1\n") and said.err == ""
-
-
-def test_the_variables_of_wandb_count(tmp_path, monkeypatch):
-    wandb = StandIn(project="mine", run_name="hello", root_dir="/elsewhere", mode="disabled")
+    wandb.settings = SimpleNamespace(project="mine", run_name="hello")  # of the variables of wandb
     tracked(tmp_path, wandb, "online", monkeypatch)
-    [call] = wandb.calls
-    found = {key: call[key] for key in ("project", "name", "dir", "mode")}
-    assert found == {"project": "mine", "name": "hello", "dir": "/elsewhere", "mode": "disabled"}
+    assert (wandb.calls[-1]["project"], wandb.calls[-1]["name"]) == ("mine", "hello")
 
 
 def test_wandb_without_a_network_records_and_says_how_to_send(tmp_path, monkeypatch, capfd):
@@ -338,33 +309,23 @@ def test_wandb_without_a_network_records_and_says_how_to_send(tmp_path, monkeypa
 
 
 def test_a_missing_or_broken_wandb_is_one_line(tmp_path, monkeypatch, capfd):
-    for name, wandb, words in (("a", None, "pip install wandb, or give --wandb off"),
-                               ("b", StandIn(on_log=lambda: 1 / 0), "wandb: division by zero; going on"),
-                               ("c", StandIn(on_init=lambda: 1 / 0), "wandb: division by zero; going on")):
+    for name, wandb, words in (("a", None, "pip install wandb"),
+                               ("b", StandIn(on_log=lambda: 1 / 0), "division by zero")):
         assert tracked(tmp_path / name, wandb, "online", monkeypatch) == [1, 2, 3, 4]
         err = capfd.readouterr().err
         assert err.count("\n") == 1 and words in err and "going on without it" in err, err
 
 
-def test_a_cut_last_row_loses_no_other_row(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n{"st')
-    run_log = log.Log(tmp_path, {}, resumed=2)
-    run_log.row(step=3, lr=0.1)
-    run_log.row(step=4, lr=0.1)
-    assert [r["step"] for r in sound_rows(tmp_path / "metrics.jsonl")[0]] == [1, 2, 3, 4]
-
-
 def test_damaged_lines_are_removed_and_said_once(tmp_path, capfd):
     """NUL bytes, no utf-8, rows that are none, a cut row: in each file that a run appends to."""
-    damage = b'\0\0\0\n5\n[]\n{}\n{"step": "1"}\n\xff\xfe\n{"step": 9' + b"[" * 10**5 + b'\n{"step": 2'
+    damage = b'\0\0\0\n5\n[]\n{}\n\xff\xfe\n{"step": 2'
     names = ("metrics.jsonl", "experts.jsonl", "history.jsonl")
     for name in names:
-        (tmp_path / name).write_bytes(b'{"step": 0}\n{"step": 1, "loss": "x", "lr": [1]}\n' + damage)
-    (tmp_path / "config.json").write_text("{}")
+        (tmp_path / name).write_bytes(b'{"step": 0}\n{"step": 1, "loss": 1.0}\n' + damage)
     run_log = log.Log(tmp_path, {}, resumed=2)
     lines = capfd.readouterr().err.splitlines()
     assert sorted(Path(line.split(":")[1].strip()).name for line in lines) == sorted(names), lines
-    assert all("8 damaged" in line and "of step 1" in line for line in lines)
+    assert all("6 damaged" in line for line in lines)
     layers = {0: {"load": [0.5, 0.5], "dropped": 0.0}}
     run_log.row(step=3, loss=1.0, lr=0.1)
     run_log.experts(3, layers)
@@ -374,34 +335,6 @@ def test_damaged_lines_are_removed_and_said_once(tmp_path, capfd):
     steps = {name: [json.loads(line)["step"] for line in (tmp_path / name).read_text().splitlines()]
              for name in names}
     assert steps == {"metrics.jsonl": [0, 1, 3], "experts.jsonl": [0, 1, 3], "history.jsonl": [0, 1, 2]}
-    log.Log(tmp_path, {}, resumed=3).close()
-    assert capfd.readouterr().err == ""  # nothing is damaged any more
-
-
-def test_a_disk_that_is_full_at_the_start_is_one_line(tmp_path):
-    def full(path, text):
-        raise OSError(errno.ENOSPC, "No space left on device")
-    for place in ("runtime.log.write_whole", "interface.files.write_whole"):
-        with mock.patch(place, full):
-            got = runs.session(World(), [*TINY, f"--out={tmp_path / 'run'}", "--steps=1"])
-        runs.assert_refused(got, str(tmp_path / "run"), "No space left", "free space", "--out")
-    assert not list(tmp_path.glob(".*"))
-
-
-def session_with_jumping_clock(world, argv):
-    """runs.session; each call of time.time() jumps by 10**6 seconds, forward and back in turn."""
-    real, ticks = time.time, iter(range(10**6))
-    time.time = lambda: real() + (-1) ** next(ticks) * 1e6
-    try:
-        return runs.session(world, argv)
-    finally:
-        time.time = real
-
-
-def test_a_jumping_clock_does_no_harm(tmp_path):
-    flags = [f"--out={tmp_path}", "--steps=4", "--max-minutes=5", "--save-every=2"]
-    (got,) = run_ranks(1, session_with_jumping_clock, [*TINY, *flags])
-    assert got["code"] == 0 and all(0 < r["ms"] < 60000 for r in rows(tmp_path, ()))
 
 
 def test_a_guard_that_refuses_no_step_changes_no_bit(tmp_path):

@@ -18,7 +18,6 @@ from runs import TINY, chars, final, go, rows, session
 from safetensors.torch import load_file
 from shared import one_process_model
 
-import checkpoint
 import plot
 import train
 from config import Config
@@ -29,7 +28,7 @@ from parallel import make_mesh
 from runtime import agree, log, resume, timing
 from runtime.everyone import Everyone
 from runtime.launch import World
-from runtime.layer_norms import LayerNorms, dtype_of_norms
+from runtime.layer_norms import LayerNorms
 from runtime.saver import Saver
 from skip import Guard
 
@@ -361,8 +360,7 @@ def test_the_first_the_last_and_each_evaluation_is_logged(tmp_path):
     assert [r["step"] for r in rows(tmp_path / "plain")] == [1, 4, 6]
 
 
-@pytest.mark.parametrize("layout,batch", [([], 6), (["--tp=2"], 2), (["--pp=2"], 2), (["--zero=1"], 6)],
-                         ids=str)
+@pytest.mark.parametrize("layout,batch", [([], 6), (["--tp=2"], 2)], ids=str)
 def test_the_default_batch_is_a_micro_batch_per_replica(layout, batch, tmp_path):
     base, n = [f for f in TINY if "global-batch" not in f], 3 if batch == 6 else 2
     got = go(n, tmp_path, *layout, "--steps=2", base=base)
@@ -374,11 +372,11 @@ def test_the_default_batch_is_a_micro_batch_per_replica(layout, batch, tmp_path)
     assert (saved["world"], saved["dp"], saved["vocab_size_used"]) == (n, batch // 2, 100)
 
 
-@pytest.mark.parametrize("n,layout", [(2, ["--tp=2"]), (2, []), (2, ["--pp=2"]),
-                                      (2, [*EXPERTS, "--capacity-factor=1", "--ep=2"])], ids=str)
-def test_the_printed_traffic_is_as_predicted(n, layout, tmp_path):
+@pytest.mark.parametrize("layout", [["--tp=2"], [], ["--pp=2"],
+                                    [*EXPERTS, "--capacity-factor=1", "--ep=2"]], ids=str)
+def test_the_printed_traffic_is_as_predicted(layout, tmp_path):
     """Of the first step alone: what was sent before it, and later, is not in it."""
-    got = go(n, tmp_path, *layout, "--steps=3")
+    got = go(2, tmp_path, *layout, "--steps=3")
     (table,) = re.findall(r"^comm per step.*measured:\n((?:  .*\n)+)", got["out"], re.M)
     pairs = [line.split()[1::2] for line in table.splitlines()]
     assert pairs and all(a == b and float(a) > 0 for a, b in pairs), (
@@ -400,8 +398,6 @@ def test_the_printed_line():
     assert log.format_row(row) == (
         "step=12 loss=2.3457 val_loss=2.5000 lr=1.50e-03 gnorm=0.988 dt=12.3ms tok/s=4000 mfu=43.2%\n"
         "  aux=1.032 load_max=1.76 dropped=1.2%")
-    gpus = log.format_row({**row, "step": 10**6, "ms": 12345.6}, on_gpus=True)
-    assert "tok/s=4000 tok/s/gpu=2000" in " ".join(gpus.split())
     assert log.format_row(dict(step=3, lr=0.0, skipped=2, nan_steps=0, skip_reason="range", t_data=1.25)) == \
         "step=3 lr=0.00e+00 (range) skipped=2\n  ms: data=1.2"
     phases = log.format_row(dict(step=3, lr=0.0, **{f"t_{p}": 1234.5 for p in timing.Timers.PHASES}))
@@ -415,16 +411,6 @@ def test_the_printed_line():
 
 # -----------------------------------------------------------------------------
 # The state that a checkpoint holds
-
-
-def test_state_counts_from_zero_and_a_checkpoint_holds_all_of_it(tmp_path):
-    """So that no field can be lost in a resume."""
-    assert dataclasses.astuple(resume.State()) == (0, 0, 0, 0, "", [], [], 0, 0, {}, {}, {})
-    go(1, tmp_path, "--steps=3", "--save-every=3", "--train-range-to-skip", 2, 2)
-    meta = checkpoint.check(tmp_path / "step_000003")["meta"]
-    want = dict(step=3, samples=12, skipped=1, nan_steps=0, data="synthetic-100", skip=[2, 2], window=[],
-                streak=0, vocab_size=100, seed=1337, adam_t=2, scaler=None, world=1)
-    assert {k: meta[k] for k in want} == want
 
 
 def counts_after_a_resume(world, folder):
@@ -449,14 +435,6 @@ def test_every_counter_survives_a_resume(tmp_path):
     for state, loaded, t, after in run_ranks(1, counts_after_a_resume, tmp_path):
         assert t == 5 and after == (3, 3)
         assert dataclasses.replace(loaded, streak=2, nan_steps=2) == state
-
-
-@pytest.mark.parametrize("device, dtype, want", [
-    ("meta", torch.bfloat16, torch.float32), ("meta", torch.float64, torch.float64),
-    ("cpu", torch.bfloat16, torch.float64)])
-def test_norms_of_layers_have_at_least_the_bits_of_fp32(device, dtype, want):
-    """A meta tensor stands for one of a GPU, whose gradients are in bf16 with one micro-batch a step."""
-    assert dtype_of_norms(torch.zeros(1, device=device, dtype=dtype)) is want
 
 
 def test_the_rates_of_a_gpu(monkeypatch):

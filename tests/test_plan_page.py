@@ -61,7 +61,7 @@ def test_wrong_flags_are_the_line_of_the_terminal(words, server, capsys):
 @pytest.mark.parametrize("asked, said", [
     ({"words": ["--help"]}, "for the terminal"), ({"words": ["--search"]}, "for the terminal"),
     ({"words": ["tiny", "--scaling", "1,2"]}, "for the terminal"), ({"words": "tiny"}, "words is"),
-    ([], "an object")])
+    ([], "not dict")])
 def test_what_only_a_terminal_can_show_is_refused(asked, said, server):
     status, text = ask(server, asked)
     assert status == 400 and said in text and text.count("\n") == 1

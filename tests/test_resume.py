@@ -5,7 +5,6 @@ Also --train-range-to-skip, and one test that kills a rank under a real mpiexec.
 import contextlib
 import io
 import json
-import math
 import os
 import shutil
 import signal
@@ -22,9 +21,8 @@ from runs import TINY, assert_refused, chars, final, go, rows, same, session
 
 import checkpoint
 import prepare
-from config import Config
 from interface import files
-from runtime import agree, resume
+from runtime import agree
 from runtime.agree import Stop
 from runtime.launch import World
 
@@ -74,25 +72,20 @@ def test_resumed_equals_uninterrupted(n, zero, model, toy, tmp_path):
     same(whole, half, 6)
 
 
-def test_resume_removes_the_rows_of_later_steps(tmp_path):
-    go(1, tmp_path, "--steps=6", "--save-every=2")
-    go(1, tmp_path, "--steps=5", "--decay-steps=6", "--save-every=5", "--log-every=5",
-       f"--resume={tmp_path}/step_000002")
-    assert [r["step"] for r in rows(tmp_path)] == [1, 2, 3, 5]  # the first step of a session is logged
-
-
-def test_the_rows_of_checkpoints_that_are_moved_aside_stay_beside_them(tmp_path):
-    """With other flags they would never be written again."""
+def test_a_resume_of_an_earlier_step_moves_what_is_later_aside(tmp_path):
+    """Its rows are copied: with other flags they would never be written again."""
     go(1, tmp_path, "--steps=4", "--save-every=2")
     losses = []
     for lr, copy in (("0.5", "metrics.jsonl.aside"), ("0.1", "metrics.jsonl.aside.1")):
         losses.append([row["loss"] for row in rows(tmp_path)])
         said = go(1, tmp_path, "--steps=4", "--save-every=2", f"--resume={tmp_path}/step_000002",
                   f"--lr={lr}")["out"]
-        assert f"all rows until now are also in {copy}" in said
+        assert f"all rows until now are also in {tmp_path / copy}" in said
         copied, damaged = files.sound_rows(tmp_path / copy)
         assert [row["loss"] for row in copied] == losses[-1] and not damaged
+        assert [row["step"] for row in rows(tmp_path)] == [1, 2, 3, 4]
     assert losses[0][:2] == losses[1][:2] and losses[0][3] != losses[1][3]
+    assert len(list(tmp_path.glob("step_000004.aside*"))) == 2
 
 
 def test_going_on_from_another_folder_keeps_the_run_that_is_in_out(tmp_path):
@@ -102,7 +95,7 @@ def test_going_on_from_another_folder_keeps_the_run_that_is_in_out(tmp_path):
     flags = "--steps=3", "--decay-steps=2", "--save-every=0", "--keep=1", f"--resume={tmp_path}/a/step_000002"
     out = go(1, tmp_path / "b", *flags)["out"]
     (old,) = tmp_path.glob("b.*")
-    assert f"{tmp_path}/b held another run: it is now {old}\n" in out
+    assert f"{tmp_path}/b held another run: it is now {old} " in out
     assert [r["step"] for r in rows(old)] == [1, 2, 3, 4]
     assert {path.name for path in old.glob("step_*")} == {"step_000002", "step_000004"}
     assert [r["step"] for r in rows(tmp_path / "b")] == [3]
@@ -111,23 +104,18 @@ def test_going_on_from_another_folder_keeps_the_run_that_is_in_out(tmp_path):
 def test_a_new_run_renames_the_directory_of_an_older_one(tmp_path):
     out = tmp_path / "run"
     go(1, out, "--steps=2")
-    os.utime(out / "metrics.jsonl", (0, time.mktime((2026, 11, 22, 1, 30, 0, 0, 0, -1))))
-    second, old = go(1, out, "--steps=1"), tmp_path / "run.2026-11-22_0130_step2"
-    assert [r["step"] for r in rows(out)] == [1] and [r["step"] for r in rows(old)] == [1, 2]
-    assert f"{out} held another run: it is now {old}\n" in second["out"]
-    assert "--resume auto would have gone on" in second["out"]
-    for _ in range(2):  # A run without a checkpoint could not have gone on.
-        again = go(1, tmp_path / "unsaved", "--steps=1", "--save-every=0")
-    assert "held another run" in again["out"] and "would have gone on" not in again["out"]
-    for name in (old.name + ".1", old.name + ".2"):  # two runs of the same minute
-        shutil.copytree(old, out, dirs_exist_ok=True)
-        assert files.move_aside(out) == tmp_path / name and not out.exists()
+    for _ in range(2):  # two runs of the same minute, perhaps
+        second = go(1, out, "--steps=1")
+        assert [r["step"] for r in rows(out)] == [1]
+        assert f"{out} held another run: it is now {out}.2" in second["out"]
+    old = [folder for folder in tmp_path.glob("run.*") if folder.is_dir()]
+    assert sorted(len(rows(folder)) for folder in old) == [1, 2]
 
 
 @pytest.mark.parametrize("flags,word", [
     (["--init-from={0}/step_000007", "--n-experts=2"], "no checkpoint"),
     (["--init-from={0}/run/step_000002", "--n-experts=2", "--n-embd=32"], "n-embd 16"),
-    (["--dump-grads=/proc/none/g.safetensors"], "give another --dump-grads"),
+    (["--dump-grads=/proc/none/g.safetensors"], "/proc/none"),
     (["--resume={0}/run/step_000001", "--seed=5"], "--seed"),  # would rename step_000002
     (["--resume={0}/run/step_000007"], "no checkpoint"),
     (["--train-range-to-skip", "3", "2"], "low to high")])
@@ -143,12 +131,6 @@ def test_a_refused_command_moves_nothing(flags, word, tmp_path):
     assert_refused(refused, word)
     after = everything()
     assert after.keys() == before.keys() and all(after[p][1] == before[p][1] for p in before)
-
-
-def test_resume_auto_without_a_checkpoint_starts_at_step_1(tmp_path):
-    go(2, tmp_path / "a", "--steps=3", "--resume=auto")
-    go(2, tmp_path / "b", "--steps=3")
-    same(tmp_path / "a", tmp_path / "b", 3)
 
 
 def test_resume_of_a_finished_run_changes_nothing(tmp_path):
@@ -254,37 +236,27 @@ def test_the_file_stop_is_looked_at_once_per_second_and_removed_at_the_start(mon
     assert stop.poll(World(), now[0]) == "the file stop" and other.poll(World(), now[0]) is None
 
 
-@pytest.mark.parametrize("why", ["SIGTERM", "--max-minutes"])
-def test_a_run_stopped_in_its_last_step_is_done(why, tmp_path):
+def test_a_run_stopped_in_its_last_step_is_done(tmp_path):
     """No step is left, so the job must not be requeued: exit code 0, the final checkpoint."""
-    flags, plan = ["--steps=3", "--save-every=2"], {3: signal.SIGTERM.value}
-    if why == "--max-minutes":
-        flags, plan = ["--steps=1", "--save-every=2", "--max-minutes=1e-6"], None
-    got, last = go(2, tmp_path, *flags, plan=plan), 3 if plan else 1
-    assert f"done after step {last}" in got["out"] and "stopped by" not in got["out"]
-    assert checkpoint.steps(tmp_path)[0].name == f"step_{last:06d}"
+    got = go(2, tmp_path, "--steps=3", "--save-every=2", plan={3: signal.SIGTERM.value})
+    assert "done after step 3" in got["out"] and "stopped by" not in got["out"]
+    assert checkpoint.steps(tmp_path)[0].name == "step_000003"
 
 
 def test_a_damaged_newest_checkpoint_is_named_and_the_previous_one_used(tmp_path):
-    go(1, tmp_path / "whole", "--steps=6", "--save-every=2")
-    for kind in ("byte", "short", "gone", "index"):
-        out = tmp_path / kind
-        shutil.copytree(tmp_path / "whole", out)
-        file = out / "step_000006" / ("index.json" if kind == "index" else "rank_00000.safetensors")
-        raw = bytearray(file.read_bytes())
-        if kind == "byte":
-            raw[len(raw) // 2] ^= 1
-        file.write_bytes(raw[:-1] if kind in ("short", "index") else raw)
-        if kind == "gone":
-            file.unlink()
-        got = go(1, out, "--steps=6", "--resume=auto")
-        assert f"{out}/step_000006" in got["err"] and file.name in got["err"], kind
-        assert f"resumed {out}/step_000004" in got["out"]
-        same(tmp_path / "whole", out, 6)
+    """test_checkpoint.py has every kind of damage."""
+    whole, out = tmp_path / "whole", tmp_path / "run"
+    go(1, whole, "--steps=6", "--save-every=2")
+    shutil.copytree(whole, out)
+    file = out / "step_000006/rank_00000.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    got = go(1, out, "--steps=6", "--resume=auto")
+    assert f"{out}/step_000006" in got["err"] and file.name in got["err"]
+    assert f"resumed {out}/step_000004" in got["out"]
+    same(whole, out, 6)
     # A damaged checkpoint that --resume names is an error: no other one replaces it
-    (tmp_path / "gone" / "step_000006" / "rank_00000.safetensors").write_bytes(b"")
-    err = go(1, tmp_path / "gone", "--resume", tmp_path / "gone" / "step_000006", code=2)["err"]
-    assert err.startswith("nanoshard: ") and err.count("\n") == 1 and "rank_00000.safetensors" in err
+    file.write_bytes(b"")
+    assert_refused(session(World(), [*TINY, f"--out={out}", f"--resume={file.parent}"]), file.name)
 
 
 def test_any_layout_loads_any_other(tmp_path):
@@ -314,23 +286,16 @@ OTHER_SHAPES = [  # (name, value in the checkpoint, another one)
 
 def test_a_checkpoint_of_another_shape_is_refused(tmp_path):
     """Each flag by its name with both values, also where the tensors would fit (--n-head, --norm rms)."""
-    shape = {name: there for name, there, _ in OTHER_SHAPES}
-
     def flags(**changed):
+        shape = {name: there for name, there, _ in OTHER_SHAPES}
         return [f"--{k.replace('_', '-')}={v}" for k, v in (shape | changed).items()]
-    base = [*TINY, "--steps=1"]
-    go(1, tmp_path / "run", *flags(), base=base)
-    before = {p: p.stat().st_mtime_ns for p in (tmp_path / "run").rglob("step_*/*")}
+    go(1, tmp_path / "run", *flags(), "--steps=1")
+    argv = [*TINY, "--steps=1", f"--out={tmp_path / 'new'}", f"--resume={tmp_path}/run/step_000001"]
     for name, there, here in OTHER_SHAPES:
-        argv = [*base, *flags(**{name: here}), f"--out={tmp_path / 'new'}"]
-        got = session(World(), [*argv, f"--resume={tmp_path}/run/step_000001"])
-        words = f"--{name.replace('_', '-')} {there} (this run: {here})"
-        assert_refused(got, words, "step_000001")
-        assert got["steps"] == []
-    argv = [*base, *flags(n_layer=3, ffn_hidden=64), f"--out={tmp_path / 'new'}"]  # all are named at once
-    got = session(World(), [*argv, f"--resume={tmp_path}/run/step_000001"])
+        got = session(World(), [*argv, *flags(**{name: here})])
+        assert_refused(got, f"--{name.replace('_', '-')} {there} (this run: {here})", "step_000001")
+    got = session(World(), [*argv, *flags(n_layer=3, ffn_hidden=64)])  # all are named at once
     assert_refused(got, "--n-layer 2 (this run: 3), --ffn-hidden 32 (this run: 64); give the same")
-    assert before and before == {p: p.stat().st_mtime_ns for p in (tmp_path / "run").rglob("step_*/*")}
 
 
 def test_nan_steps_change_nothing_and_are_counted(tmp_path):
@@ -365,6 +330,7 @@ def skips(request, tmp_path_factory):
 
 
 def test_skipped_steps_drop_their_data_and_nothing_else(skips):
+    """Weights and moments stay; evaluation and saving take place also within a range."""
     n, flags, folder, plain, skipped = skips
     assert len(plain["steps"]) == 12
     want = [(s["first"], s["data"]) for s in plain["steps"] if s["first"] // 4 + 1 not in SKIPPED]
@@ -380,18 +346,9 @@ def test_skipped_steps_drop_their_data_and_nothing_else(skips):
     assert [r.get("loss") for r in a[:2]] == [r.get("loss") for r in b[:2]] and a[5]["loss"] != b[5]["loss"]
     assert final(folder / "skipped", 12)[1]["adam_t"] == 12 - 5  # five updates fewer
     assert "skipping steps 3-5, 8-9" in skipped["out"]
-
-
-def test_skipped_steps_leave_weights_and_moments_unchanged(skips):
-    """Evaluation and saving take place also within a range."""
-    n, flags, folder, plain, skipped = skips
     for out in (folder / "plain", folder / "skipped"):
         assert [r["step"] for r in rows(out) if "val_loss" in r] == [4, 8, 12]
         assert {p.name for p in checkpoint.steps(out)} == {"step_000004", "step_000008", "step_000012"}
-    by_step = {s["first"] // 4 + 1: s for s in skipped["steps"]}
-    if SKIPPED & by_step.keys():
-        assert by_step[3]["state"] == by_step[4]["state"] == by_step[5]["state"]
-    assert by_step[6]["adam_t"] == 2 and by_step[10]["adam_t"] == 4  # updates of steps 1, 2; of 1, 2, 6, 7
     plain_step_4, _ = final(folder / "plain", 4)
     inside, meta = final(folder / "skipped", 4)
     moment = "exp_avg/blocks.0.attn.wq.weight"
@@ -455,8 +412,6 @@ def test_a_resume_with_another_meaning_is_refused(tmp_path):
     assert "--data synthetic (synthetic-100) (this run" in refusal(*other, "vocab-size")
     assert "--vocab-size 100" in refusal(*other, "data")
     assert "--mlp swiglu" in refusal("--mlp=gelu", "--resume-changed=seed")
-    for name in ("sed", "n-layer", "lr"):
-        assert f"--resume-changed {name}" in refusal(f"--resume-changed={name}")
     assert go(2, tmp_path, *moe, "--seed=7", code=2)["err"] == refusal("--seed=7")
     got = go(2, tmp_path, *moe, "--seed=7", "--top-k=1", "--resume-changed=seed,top_k", "--seq-len=16")
     assert "resume: seed 1337 -> 7\n" in got["out"] and "resume: top-k 2 -> 1\n" in got["out"]
@@ -484,7 +439,6 @@ def test_data_that_were_prepared_again(tmp_path, monkeypatch):
     prepared(text[:9000])
     flags = ["--steps=2", "--resume=auto", "--seed=7"]
     assert_refused(run(*flags), "--data data/mine (", ", or --resume-changed data,seed, which goes on")
-    assert_refused(run(*flags, "--resume-changed=seed"), "--resume-changed seed,data, which")
     assert run(*flags, "--resume-changed=data,seed")["code"] == 0
     prepared(text.replace("t", "!"))  # as many symbols, but others
     refused = run(*flags, "--steps=3", "--resume-changed=data")
@@ -492,25 +446,18 @@ def test_data_that_were_prepared_again(tmp_path, monkeypatch):
                    "with --tokenizer out")
 
 
-def test_a_rope_base_without_rope_is_no_change(tmp_path):
-    flags = ["--pos=learned", "--save-every=1"]
-    go(1, tmp_path, *flags, "--steps=1")
-    go(1, tmp_path, *flags, "--steps=2", "--rope-base=500", "--resume=auto")
-
-
-def test_what_a_resume_may_change_is_printed_and_kept(tmp_path, capsys):
-    go(1, tmp_path, "--steps=2")
-    got = go(2, tmp_path, "--steps=3", "--lr=0.02", "--zero=1", "--resume=auto", "--log-every=2", "--plot")
+def test_what_a_resume_may_change_is_printed_and_kept(tmp_path):
+    """--rope-base is no change without RoPE."""
+    go(1, tmp_path, "--pos=learned", "--steps=2")
+    got = go(2, tmp_path, "--pos=learned", "--rope-base=500", "--steps=3", "--lr=0.02", "--zero=1",
+             "--resume=auto", "--log-every=2", "--plot")
     lines = [line for line in got["out"].splitlines() if line.startswith("resume: ")]
     assert sorted(lines) == ["resume: lr 0.01 -> 0.02", "resume: ranks 1 -> 2", "resume: steps 2 -> 3",
                              "resume: zero 0 -> 1"]
     first, second = history(tmp_path)
     assert (first["step"], second["step"], first["changed"]) == (0, 2, {})
-    assert second["changed"]["lr"] == [0.01, 0.02]
-    assert (first["config"]["lr"], second["config"]["lr"]) == (0.01, 0.02) and second["time"] > first["time"]
-    a, b = tmp_path / "step_000002", tmp_path / "step_000003"
-    checkpoint.diff(a, b)
-    assert capsys.readouterr().out.count("'lr': 0.01") == 1
+    assert second["changed"]["lr"] == [0.01, 0.02] and second["time"] > first["time"]
+    assert (first["config"]["lr"], second["config"]["lr"]) == (0.01, 0.02)
 
 
 # -----------------------------------------------------------------------------
@@ -529,15 +476,15 @@ def ranks_of(out):
     return found
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="finds the ranks through /proc")
 def test_kill_9_of_one_rank_ends_all_and_the_run_can_be_resumed(tmp_path):
+    """tests/drills has more of them."""
     out = tmp_path / "killed"
     flags = ["--dropout=0.1", "--decay-steps=20", "--save-every=10", "--keep=0"]
-    argv = [*TINY, *flags, f"--out={out}", "--steps=1000000"]
     mpiexec = Path(sys.executable).with_name("mpiexec")
+    argv = [mpiexec, "-n", "2", sys.executable, ROOT / "train.py", *TINY, *flags, f"--out={out}",
+            "--steps=1000000"]
     with open(tmp_path / "log", "wb") as log:
-        job = subprocess.Popen([mpiexec, "-n", "2", sys.executable, str(ROOT / "train.py"), *argv],
-                               stdout=log, stderr=log)
+        job = subprocess.Popen(argv, stdout=log, stderr=log)
     try:
         limit = time.monotonic() + 240
         while len(checkpoint.steps(out)) < 2:
@@ -546,16 +493,12 @@ def test_kill_9_of_one_rank_ends_all_and_the_run_can_be_resumed(tmp_path):
         ranks = ranks_of(out)
         assert ranks.keys() == {0, 1}
         os.kill(ranks[1], signal.SIGKILL)
-        killed = time.monotonic()
-        rc = job.wait(timeout=240)
-        while ranks_of(out) and time.monotonic() < killed + 240:
+        assert job.wait(timeout=240) != 0
+        while ranks_of(out) and time.monotonic() < limit:
             time.sleep(0.02)
-        seconds = time.monotonic() - killed
-        print(f"kill -9 of rank 1: all ranks gone after {seconds:.2f} s, mpiexec's exit code {rc}")
-        assert rc != 0 and not ranks_of(out)
+        assert not ranks_of(out)
     finally:
-        if job.poll() is None:
-            job.kill()
+        job.kill()
         for pid in ranks_of(out).values():
             os.kill(pid, signal.SIGKILL)
     at = int(checkpoint.newest(out).name[5:])
@@ -565,10 +508,6 @@ def test_kill_9_of_one_rank_ends_all_and_the_run_can_be_resumed(tmp_path):
     assert rows(tmp_path / "never") == rows(out)
 
 
-def best_losses(out):
-    return {r["step"]: r["val_loss"] for r in rows(out) if "val_loss" in r}
-
-
 def test_the_checkpoint_with_the_lowest_validation_loss_is_kept(toy, tmp_path):
     """It is saved where no save is due and never pruned, --resume auto takes the newest, and a resume knows
     the lowest loss so far."""
@@ -576,7 +515,7 @@ def test_the_checkpoint_with_the_lowest_validation_loss_is_kept(toy, tmp_path):
              "--save-every=9", "--keep=1", "--decay-steps=99", "--clip=0", "--inject-spike=10", "--steps"]
     whole, half = tmp_path / "whole", tmp_path / "half"
     got = go(2, whole, *flags, 11)
-    losses = best_losses(whole)
+    losses = {r["step"]: r["val_loss"] for r in rows(whole) if "val_loss" in r}
     best = min(losses, key=losses.get)
     assert 2 <= best < 9, losses  # the spike has done harm
     assert [p.name for p in checkpoint.steps(whole)] == ["step_000011", f"step_{best:06d}"]
@@ -589,22 +528,6 @@ def test_the_checkpoint_with_the_lowest_validation_loss_is_kept(toy, tmp_path):
     assert final(half, 11)[1]["best"] == final(whole, 11)[1]["best"] == {"step": best, "val_loss": min(
         losses.values())}
     assert [p.name for p in checkpoint.steps(half)] == ["step_000011", f"step_{best:06d}"]
-    # In another directory the lowest loss starts afresh. Without --keep-best only the newest are left.
-    go(2, tmp_path / "other", *flags, 13, f"--resume={whole}/step_000011")
-    assert final(tmp_path / "other", 13)[1]["best"]["step"] in (12, 13)
+    # Without --keep-best only the newest are left.
     last = go(2, half, *flags, 13, "--resume=auto", "--no-keep-best")
     assert [p.name for p in checkpoint.steps(half)] == ["step_000013"] and "lowest" not in last["out"]
-
-
-def test_a_lowest_validation_loss_whose_save_failed_is_forgotten(tmp_path, monkeypatch):
-    saver, cfg = mock.Mock(failed=4, **{"wait.return_value": False}), Config()
-    state, saved = resume.State(step=6, best={"step": 4, "val_loss": 1.0}), []
-    monkeypatch.setattr(resume, "own_pieces", lambda *_: [])
-    opt = mock.Mock(**{"adam.step_count": 6, "scaler.return_value": None})
-    for _ in range(2):
-        resume.save(cfg, mock.Mock(), None, opt, saver, state)
-        saved.append(saver.start.call_args[0][2]["best"])
-        state.best, saver.failed = {"step": 2, "val_loss": 1.0}, 4  # another save than that of step 2 failed
-    assert saved == [{}, {"step": 2, "val_loss": 1.0}]
-    for loss in (math.nan, math.inf):
-        assert resume.State(step=2).evaluated(loss) is loss and not resume.State(step=2).best

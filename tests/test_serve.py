@@ -51,14 +51,6 @@ def ask(server, content=None, method="POST", **headers):
         return response.status, response.read().decode()
 
 
-def send(server, data):
-    """Send bytes as they are, and return what comes back."""
-    with socket.create_connection(server.server_address[:2], timeout=30) as connection:
-        with contextlib.suppress(OSError):  # it may have been refused before all is sent
-            connection.sendall(data)
-        return b"".join(iter(lambda: connection.recv(1 << 16), b"")).decode()
-
-
 class Slow:
     """An answer that waits after its first piece until it is told to go on."""
 
@@ -106,11 +98,9 @@ def test_an_answer_is_plain_text(echo):
 
 @pytest.mark.parametrize("host,origin,status", [
     ("evil.example", None, 403), ("evil.example", "http://evil.example", 403),  # DNS rebinding
-    ("127.0.0.1.evil.example", None, 403), ("127.0.0.1:80@evil", None, 403), ("", None, 403),
-    ("localhost", "http://evil.example", 403), ("localhost", "null", 403),
-    ("localhost:1", "http://localhost:2", 403),
+    ("127.0.0.1.evil.example", None, 403), ("localhost", "http://evil.example", 403),
     ("localhost:9000", "http://localhost:9000", 200),  # ssh -L 9000:127.0.0.1:8000
-    ("LOCALHOST", "http://localhost", 200), ("127.0.0.1", None, 200), ("[::1]:8", "http://[::1]:8", 200)])
+    ("LOCALHOST", "http://localhost", 200), ("127.0.0.1", None, 200)])
 def test_pages_of_others_are_refused(host, origin, status, echo):
     headers = {"Host": host, "Origin": origin} if origin else {"Host": host}
     for method, content in (("POST", ASKS), ("GET", None)):
@@ -119,37 +109,29 @@ def test_pages_of_others_are_refused(host, origin, status, echo):
 
 
 def test_a_name_that_is_given_by_host_is_ours():
-    with serving(iter, host="localhost") as server:
-        assert ask(server, method="GET", Host="localhost:1")[0] == 200
+    with serving(iter) as server:
         server.host = "node7.example"
         assert ask(server, method="GET", Host="Node7.Example:8000")[0] == 200
         assert ask(server, method="GET", Host="node7-example:8000")[0] == 403
 
 
 @pytest.mark.parametrize("content,words", [
-    ({**ASKS, "temperature": 101}, "temperature is 101, not a finite number from 0.0 to 100.0"),
-    ({**ASKS, "mode": "x"}, "chat, text"),
-    ({**ASKS, "messages": "x"}, "not a list"), ([], "an object"),
+    ({**ASKS, "temperature": "x"}, "temperature is 'x', not float"), ({**ASKS, "mode": "x"}, "chat, text"),
+    ({**ASKS, "messages": "x"}, "not list"), ([], "not dict"),
     ({**ASKS, "messages": ["no"]}, "I cannot say this"), ({}, "lacks mode")])
 def test_a_wrong_message_is_told_in_one_line(content, words, echo):
     status, text = ask(echo, content)
-    assert status == 400 and words in text and text.count("\n") == 1 and "the message: t" not in text
+    assert status == 400 and words in text and text.count("\n") == 1
 
 
 HEAD = b"POST / HTTP/1.1\r\nHost: localhost\r\n"
 
 
-@pytest.mark.parametrize("length", [
-    b"99999999999999999999", b"65537", b"-1"])
-def test_a_message_that_is_too_large_is_refused_before_it_is_read(length, echo):
-    head, text = send(echo, HEAD + b"Content-Length: " + length + b"\r\n\r\n").split("\r\n\r\n")
-    assert " 413 " in head.splitlines()[0] and "too large" in text
-
-
 @pytest.mark.parametrize("data,words", [
-    (b"\x16\x03\x01\x02\r\n\r\n", "Bad"), (b"", "^$"), (HEAD + b"\r\n", "400.*Expecting value"),
-    (HEAD + b"Content-Length: 60000\r\n\r\n" + b"[" * 60000, "400")])
-def test_what_is_no_request_ends_nothing(data, words, echo, capsys):
+    (HEAD + b"Content-Length: 99999999999999999999\r\n\r\n", "413.*too large"), (b"", "^$"),
+    (HEAD + b"Content-Length: 65537\r\n\r\n", "413.*too large"), (b"\x16\x03\x01\x02\r\n\r\n", "Bad"),
+    (HEAD + b"Content-Length: -1\r\n\r\n", "413.*too large"), (HEAD + b"\r\n", "400.*Expecting value")])
+def test_what_is_no_question_ends_nothing(data, words, echo, capsys):
     with socket.create_connection(echo.server_address[:2], timeout=30) as connection:
         connection.sendall(data)
         connection.shutdown(socket.SHUT_WR)
@@ -179,10 +161,10 @@ def test_the_next_client_gets_its_turn_when_one_leaves_in_the_middle(capsys):
 
     def talk(asked):
         try:
-            yield "a" if begun.is_set() else "b"
             begun.set()
-            for _ in range(10**4 if asked["system"] else 1):
+            while asked["system"]:
                 yield "more " * 1000
+            yield "end"
         finally:
             ended.set()
     with serving(talk) as server:
@@ -193,7 +175,7 @@ def test_the_next_client_gets_its_turn_when_one_leaves_in_the_middle(capsys):
         assert ended.wait(30)
         while (found := ask(server, ASKS))[0] == 503:
             time.sleep(0.01)
-        assert found == (200, "a" + "more " * 1000)
+        assert found == (200, "end")
     assert capsys.readouterr().err == ""
 
 
@@ -310,20 +292,8 @@ def test_the_page_in_a_browser():
         view.click("#stop")
         slow.may_end.set()
         view.wait_for_selector("#send:enabled")
-        view.select_option("#mode", "text")
-        view.fill("#text", "Once")
-        view.click("#send")
-        wait(view, "document.getElementById('text').value.endsWith(' ok')")
-        assert view.input_value("#text") == "Once" + HOSTILE + " ok"
         assert view.evaluate("document.documentElement.scrollWidth <= innerWidth")
         first = "a <b>question</b>"
         assert [(found["mode"], found["messages"], found["temperature"]) for found in asked] == [
-            ("chat", [first], 0.8), ("chat", [first, HOSTILE + " ok", "wait"], 0.2), ("text", ["Once"], 0.2)]
+            ("chat", [first], 0.8), ("chat", [first, HOSTILE + " ok", "wait"], 0.2)]
         assert {found["system"] for found in asked} == {"Be 'brief'."} and not wrong
-        elsewhere = chromium.new_page()
-        elsewhere.route("**/*", lambda route: route.fulfill(body="<p>", content_type="text/html"))
-        elsewhere.goto("http://evil.example/")
-        elsewhere.unroute("**/*")
-        post = json.dumps({"method": "POST", "mode": "no-cors", "body": json.dumps(ASKS)})
-        assert elsewhere.evaluate(f"fetch('{address}', {post}).then(() => 1, () => 1)") == 1
-        assert len(asked) == 3
