@@ -117,15 +117,13 @@ def device(world):
     try:
         a = torch.randn(256, 256, device=world.device, dtype=torch.bfloat16, requires_grad=True)
         (a @ a).sum().backward()
-        fine = a.grad.isfinite().all().item()
+        a.grad.sum().item()  # waits for the device
     except RuntimeError as e:
         return "FAIL", f"{name}: {str(e).splitlines()[0]}", "install a torch built for this GPU and driver"
     free, total = free_memory(world.device)
     text = f"{count} x {name}"
     if total:
         text += f", {free / 2**30:.0f} of {total / 2**30:.0f} GiB free"
-    if not fine:
-        return "FAIL", f"{text}: a matrix product is not finite", "use another node; report it to the site"
     if free < 0.8 * total:
         return "WARN", f"{text}: another process uses it", \
             f"{SHOWS[world.device.type]} shows which; ask for whole nodes"
@@ -144,11 +142,6 @@ def free_memory(device):
 
 def backend(world):
     """Is the sum of the rank numbers over all ranks right? A single process makes a group of its own."""
-    try:
-        socket.getaddrinfo(socket.gethostname(), None)
-    except OSError:
-        return "FAIL", f"the host name {socket.gethostname()} has no address: gloo cannot start", \
-            "add it to /etc/hosts, or set GLOO_SOCKET_IFNAME=lo (one node)"
     name = dist.get_default_backend_for_device(world.device)
     alone = world.size == 1
     if alone:
@@ -308,7 +301,7 @@ def attempt(check):
 
 
 def as_json(world, nodes, failed):
-    """Return one JSON object as text. nodes: [{"host", "checks"}], one per rank."""
+    """nodes: [{"host", "checks"}], one per rank."""
     rows = [{"host": node["host"], **dict(zip(("name", "status", "text", "fix"), check, strict=True))}
             for node in nodes for check in node["checks"]]
     return json.dumps({"ok": not failed, "launcher": world.launcher, "ranks": world.size, "checks": rows})

@@ -1,7 +1,4 @@
-"""Which of the fast ways a run takes. Each has a plain twin that gives the same numbers.
-
-train.py asks before it builds the model, plan.py before anything runs.
-"""
+"""Which of the fast ways a run takes. Each has a plain twin that gives the same numbers."""
 import socket
 from typing import NamedTuple
 

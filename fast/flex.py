@@ -14,8 +14,7 @@ starts at token 6 (o: seen). The kernel skips block 0 from query 8 on, and asks 
            8           |    o o|o
            9           |    o o|o o
 
-The lists are tensors of a fixed shape, and the host never reads them. So a captured CUDA graph makes the
-lists of each step's documents anew.
+The host never reads the lists, so a captured CUDA graph makes those of each step's documents anew.
 """
 import torch
 

@@ -162,8 +162,7 @@ class GraphedStep:
         self.n_trained = n_trained.clone() if torch.is_tensor(n_trained) else n_trained
         self.graph = torch.cuda.CUDAGraph()
 
-        # torch.manual_seed cannot be captured. Each micro-batch draws from a generator of its own instead,
-        # which fill_inputs() seeds before a replay.
+        # torch.manual_seed cannot be captured: each micro-batch has a generator, which fill_inputs() seeds.
         device = batches[0][0].device
         self.generators = [torch.Generator(device) for _ in range(n_seeds)]
         for generator in self.generators:

@@ -1,8 +1,7 @@
 """The experts' matrix products: each row times the matrix of its own expert.
 
 Rows stand by expert, x (R, I), and ends (e,) says where each expert's rows end. Rows after the last expert's
-are undefined in a result. With a capacity every expert has the same number of rows: then x is (e, rows, I),
-ends is None, and bmm multiplies.
+are undefined in a result. With a capacity x is (e, rows, I), ends is None, and bmm multiplies.
 
 Three ways give the same product: torch's grouped_mm in bf16 on Hopper and Blackwell, ops/product_kernels.py
 on other GPUs and dtypes, and a loop over the experts, which asks the host how many rows each expert has.

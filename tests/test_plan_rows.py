@@ -125,7 +125,7 @@ WORKLOADS = {"W1": "dense-210m", "W2b": "moe-4b --ep 2",
 
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_what_the_compiler_brings_is_counted(name):
-    """The step without --compile, less the step with it: bench/ladder.py measured both."""
+    """The step without --compile, less the step with it: as measured."""
     ms = {row["off"]: row["ms"] for row in lines_of("ladder-2-gpus-h200.jsonl") if row["workload"] == name}
     with_it, without = (estimate(f"{WORKLOADS[name]} --zero 1{flags}", 2, "h200")["ms"]
                         for flags in ("", " --no-compile"))
