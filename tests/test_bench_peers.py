@@ -163,7 +163,7 @@ def test_the_8b_model_is_llamas_and_fits_one_gpu_by_prediction():
         needed[recompute] = found["memory"]
         assert found["fits"] == (recompute != "none")
     assert needed["full"] == pytest.approx(110.0, abs=1)
-    assert needed["selective"] == pytest.approx(119.0, abs=1)
+    assert needed["selective"] == pytest.approx(119.0, rel=0.02)
     two = parse(f"{flags_of('ours', 2)} --recompute selective".split(), data="synthetic", global_batch=2)
     assert plan.estimate(two, 2, "h200", cfg.vocab_size)["fits"]
 
