@@ -90,12 +90,6 @@ MEASURED = (  # a layout with copies between GPUs, products with GELU, and exper
 COMPILED = (False, True)
 MEAN = 100  # tokens of a document
 
-# Of tests/test_shard.py, one of each kind: ranks, sequences per step, layout
-SHARDED = (
-    ("llama", 4, 16, dict(zero=1, shard=2)), ("llama", 4, 16, dict(zero=2, shard=2)),
-    ("gpt2", 4, 16, dict(zero=3, shard=2)), ("gpt2", 4, 8, dict(pp=2, zero=1, shard=1)),
-    ("dropless", 4, 16, dict(ep=4, zero=2, shard=2)), ("llama", 2, 8, dict(zero=3, shard=1)))
-
 
 @dataclass(frozen=True)
 class Flags:
@@ -114,13 +108,8 @@ def say_begun(world, what):
 
 def layouts_of(size):
     """Return [(family, sequences per step, layout)]: tests/test_layouts.py's layouts for `size` ranks."""
-    layouts = []
-    for family, flags in FAMILIES.items():
-        table = matrix.MOE_LAYOUTS if "n_experts" in flags else matrix.LAYOUTS
-        layouts += [(family, batch, layout) for n, batch, layout in table if n == size]
-    layouts += [(family, batch, layout) for family, n, batch, layout in matrix.CP_LAYOUTS if n == size]
-    layouts += [(family, batch, layout) for family, n, batch, layout in SHARDED if n == size]
-    return layouts
+    return [(family, batch, layout) for family, n, batch, layout, _ in matrix.cases()
+            if n == size and family in FAMILIES and "n_layer" not in layout]
 
 
 def check_layouts(world, dtype):

@@ -25,11 +25,10 @@ from operator import attrgetter
 from unittest import mock
 
 import pytest
-import test_layouts
 import torch
 from pool import run_ranks
 from shared import one_process_model
-from test_layouts import compare, run
+from test_layouts import STEPS, capacity_ranks, check, flags_of, reference, run, sequences, source_of
 
 from config import Config
 from corpus.samples import Synthetic
@@ -148,22 +147,6 @@ def group(of, instead):
     return "parallel.reduction_axis", functools.partial(other_group, of=of, instead=instead)
 
 
-def not_over(original, axis, x, *op, name):
-    """Do what Axis.all_reduce does, except over the axis `name`: there, return x unchanged."""
-    return x if axis.name == name else original(axis, x, *op)
-
-
-def router_loss_times(original, model, *args, factor, **kwargs):
-    """Multiply the router loss of GPT.forward by `factor`."""
-    out, router_loss = original(model, *args, **kwargs)
-    return out, router_loss * factor
-
-
-def router_loss_weight(factor):
-    """Return the fault that multiplies the router loss by `factor`."""
-    return "model.GPT.forward", functools.partial(router_loss_times, factor=factor)
-
-
 def balance_loss_of_this_rank(original, layer, probabilities, tokens, rows, real):
     """MoE.balance_loss of this tp rank's tokens alone."""
     rows //= layer.mesh.tp.size
@@ -177,41 +160,14 @@ def local_norm(optimizer):
     return (torch.stack(squares) * optimizer.count_factors).sum().sqrt()
 
 
-def other_coordinates(original, cfg, mesh, *args, **ranks):
-    """Call a function of (cfg, mesh, ...) as if this rank had other coordinates, such as dp=0."""
-    axes = {name: dataclasses.replace(getattr(mesh, name), rank=rank) for name, rank in ranks.items()}
-    return original(cfg, dataclasses.replace(mesh, **axes), *args)
-
-
-def first_share(original, p, *args, **kwargs):
-    """Do what initial_weights does on the first rank, whichever share of the tensor this rank has."""
-    with mock.patch.object(p, "offset", (0,) * p.ndim):
-        return original(p, *args, **kwargs)
-
-
 # -----------------------------------------------------------------------------
-# Models and layouts to train with faults
-
-LLAMA, GPT2, MOE, BERT = (
-    dict(base, micro_batch=2, n_layer=2)
-    for base in (test_layouts.LLAMA, test_layouts.GPT2, test_layouts.MOE, test_layouts.BERT))
+# Training with faults
 
 # (ranks, layout)
 ONE, DP, TP, PP = (1, dict()), (2, dict()), (2, dict(tp=2)), (2, dict(pp=2))
 CP, EP = (2, dict(cp=2)), (2, dict(ep=2))
 ZERO, ZERO2, ZERO3 = (2, dict(zero=1)), (2, dict(zero=2)), (2, dict(zero=3))
 
-
-def sequences(n, layout):
-    """Return the number of sequences in a step.
-
-    The micro-batches hold 2 sequences. Every dp rank has two micro-batches, or four with two pipeline stages.
-    """
-    return 4 * (n // layout.get("tp", 1) // layout.get("cp", 1))
-
-
-# -----------------------------------------------------------------------------
-# Training with faults
 
 def plain_pytorch(flags, batch):
     """Train as run() does on one rank, in a loop that shares only model and learning rate with train.py.
@@ -227,7 +183,7 @@ def plain_pytorch(flags, batch):
                               dict(params=[p for n, p in named.items() if n in vectors], weight_decay=0.0)],
                              betas=(cfg.beta1, cfg.beta2), weight_decay=cfg.weight_decay)
     stats, want = [], {}
-    for step in range(1, test_layouts.STEPS + 1):
+    for step in range(1, STEPS + 1):
         x, y = source.batch((step - 1) * batch, batch)
         adam.zero_grad()
         loss = model(x, y)[0] / y.numel()
@@ -246,35 +202,24 @@ def plain_pytorch(flags, batch):
     return stats, want, None
 
 
-def run_with_faults(base, place, faults=(), batch=None, kind=Synthetic):
-    """Train with the faults. Return check(), which asserts that the results equal those of one rank.
+def run_with_faults(family, place, *faults):
+    """Train a family of test_layouts.py with the faults. Return check(): it asserts that the results equal
+    those of one rank, or on one rank those of plain PyTorch.
 
     The run is over before check() is called, so a run that crashes does not count as a detected fault.
     """
     n, layout = place
-    batch = batch or sequences(n, layout)
-    chunks = test_layouts.equality.capacity_ranks(base, layout)
+    base, batch, kind = flags_of(family, layout), sequences(n, layout), source_of(family)
     if n == 1:
         want = plain_pytorch(base, batch)
     else:
-        want = test_layouts.reference(dict(base), batch, *chunks, kind=kind)
+        want = reference(base, batch, *capacity_ranks(base, layout), kind)
     results = run_ranks(n, with_faults, faults, run, dict(base, **layout), batch, 1, 1, kind)
-
-    def check():
-        with mock.patch.object(test_layouts, "run_ranks", lambda *job: results), \
-                mock.patch.object(test_layouts, "reference", lambda *job: want):
-            compare(base, n, batch, kind, **layout)
-    return check
+    return functools.partial(check, base, results, want)
 
 
-def assert_caught(base, place, *faults, **options):
-    """Assert that the results of a run with these faults differ from those of one rank. options: as above."""
-    check = run_with_faults(base, place, faults, **options)
+def assert_caught(family, place, *faults):
+    """Assert that the results of a run with these faults differ from those of one rank."""
+    compare_results = run_with_faults(family, place, *faults)
     with pytest.raises(AssertionError):
-        check()
-
-
-def controls(table):
-    """Return pytest's parameters (base, place): each model and layout of a table of faults, once."""
-    places = {str(row[:2]): row[:2] for row in table.values()}
-    return [pytest.param(*place, id=str(number)) for number, place in enumerate(places.values())]
+        compare_results()

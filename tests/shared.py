@@ -1,5 +1,5 @@
-"""fast.symm_mem.SymmetricBuffer between processes on a CPU, shared memory in the place of NVLink; and samples
-of which some targets take no part; a model in one process.
+"""Samples with targets that take no part, documents or padding; a model in one process;
+fast.symm_mem.SymmetricBuffer between processes on a CPU, shared memory in the place of NVLink.
 """
 import contextlib
 import os
@@ -13,12 +13,14 @@ import torch
 import torch.distributed as dist
 from pool import COLLECTIVE
 
-from corpus.samples import Synthetic
+from corpus.samples import Synthetic, document_places
 from fast import symm_mem
 from model import GPT
 from ops.cross_entropy import IGNORE
 from parallel import make_mesh
 from runtime.launch import World
+
+EOD = 0  # the symbol that begins a document of Documents
 
 
 def one_process_model(cfg):
@@ -48,6 +50,39 @@ class Masked(Synthetic):
 
     def n_targets(self, first, n):
         return sum(self.seq_len - self.n_masked(i) for i in range(first, first + n))
+
+
+class Documents(Synthetic):
+    """Synthetic samples in documents of 1 to 5 tokens, whose first tokens are EOD. Not all begin with one."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.has_documents = True
+
+    def batch(self, first, n):
+        tokens, last = super().batch(first, n)
+        tokens = torch.cat([tokens, last[:, -1:]], dim=1).clamp(min=1)  # (n, T+1)
+        for number, row in enumerate(tokens, first):
+            draw = torch.Generator().manual_seed(number)
+            row[torch.rand(len(row), generator=draw) < 0.35] = EOD
+        return tokens[:, :-1], tokens[:, 1:]
+
+    def places(self, first, x):
+        return document_places(x, EOD)
+
+
+class Padded(Synthetic):
+    """Synthetic samples of one document each; sample i ends with 1 + i % 3 tokens of padding."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.has_documents = True
+
+    def places(self, first, x):
+        places = document_places(x, -1)  # no token has this id
+        for number, row in enumerate(places, first):
+            row[-1 - number % 3:] = 0
+        return places
 
 
 def shared_folder(axis):

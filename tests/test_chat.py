@@ -16,10 +16,9 @@ import numpy as np
 import pytest
 import test_layouts
 import torch
-from faults import LLAMA, TP, assert_caught, planted
+from faults import TP, assert_caught, planted
 from pool import context, run_ranks
 from runs import TINY, assert_refused, final, go, rows, same, session
-from shared import Masked
 
 import checkpoint
 import pipeline
@@ -368,7 +367,7 @@ def masked_as_word(original, ctx, logits, target, axis):
 
 
 def test_a_masked_target_that_counts_over_tp_is_caught():
-    assert_caught(LLAMA, TP, ("layers._VocabCrossEntropy.forward", masked_as_word), kind=Masked)
+    assert_caught("gpt2-masked", TP, ("layers._VocabCrossEntropy.forward", masked_as_word))
 
 
 def but_the_system(original, message):

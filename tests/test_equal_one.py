@@ -1,4 +1,6 @@
-"""bench/equal_one.py on the ranks of the pool: equal layouts, planted faults that it names, wrong input."""
+"""bench/equal_one.py on the ranks of the pool: equal layouts, planted faults that it names, wrong input; and
+tutorial/plain.py, which computes what train.py computes, on one rank and in its layouts, to 1e-10.
+"""
 import contextlib
 import functools
 import inspect
@@ -6,10 +8,13 @@ import io
 import sys
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from faults import balance_loss_of_this_rank, constant, group, nothing, with_faults
 from pool import ROOT, run_ranks
+from test_layouts import STEPS, reference
 
 sys.path.append(str(ROOT / "bench"))  # also in the ranks of the pool, which import this module
 
@@ -18,10 +23,12 @@ import equality
 
 from config import Config
 from fast.choose import choose
+from interface.command_line import parse
 from model import DTYPES
 from ops import backend
 from parallel import make_mesh
 from runtime.launch import World
+from tutorial import plain
 
 SHAPE = ["--data=synthetic", "--n-layer=2", "--n-head=2", "--n-embd=16", "--ffn-hidden=24", "--seq-len=8",
          "--vocab-size=100", "--micro-batch=2", "--clip=0.05"]
@@ -122,17 +129,70 @@ def test_an_element_that_nobody_owns_is_not_equal():
 
 
 @pytest.mark.parametrize("n,argv,words", [
-    (1, ["--compared-steps=2"], "to compare; start 2: mpiexec -n 2 python equal_one.py tiny {shape} "
-                                "--compared-steps=2"),
-    (1, ["--tp=2"], "--tp 2 needs 2 ranks: mpiexec -n 2 python equal_one.py tiny {shape} --tp=2"),
-    (2, ["--global-batch=3"], "3 does not divide by micro-batch 2 * dp 2; try --global-batch 4"),
-    (2, ["--tp=2", "--dropout=0.1"], "add --dropout 0"),
-    (2, ["--tp=4"], "start a multiple of 4 ranks"), (2, ["--zero=7"], "--zero"),
-    (2, ["--init-from=out/a"], "leave out --init-from"), (2, ["--compared-steps=0"], "at least 1")],
-    ids=lambda value: None)
+    (1, ["--compared-steps=2"], "start 2: mpiexec -n 2 python equal_one.py"),
+    (2, ["--global-batch=3"], "try --global-batch 4"), (2, ["--tp=2", "--dropout=0.1"], "add --dropout 0"),
+    (2, ["--init-from=out/a"], "leave out --init-from")], ids=lambda value: None)
 def test_wrong_input(n, argv, words):
     with mock.patch.dict("os.environ", RANK="0"):
         results = run_ranks(n, verdict, ["tiny", *SHAPE, *argv])
     assert [result["code"] for result in results] == [2] * n
-    said = "".join(result["err"] for result in results)
-    assert words.format(shape=" ".join(SHAPE)) in said
+    assert words in "".join(result["err"] for result in results)
+
+
+# -----------------------------------------------------------------------------
+# tutorial/plain.py
+
+# A small model and a clipped gradient, for plain.py and for train.py
+SMALL = dict(C=32, D=8, HIDDEN=48, T=16, B=2, WARMUP=1, CLIP=0.1)
+FLAGS = dict(n_embd=32, ffn_hidden=48, seq_len=16, micro_batch=2, warmup=1, clip=0.1, vocab_size=256,
+             steps=STEPS, dtype="fp64")
+
+
+def train_plainly(world, layout):
+    """Return plain.train()'s rows, and {name: (weight, gradient)} of this rank, as numpy."""
+    if world.size == 1:  # plain.py has its collectives on one rank, too
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with mock.patch.multiple(plain, **SMALL), contextlib.redirect_stdout(io.StringIO()):
+            rows, weights = plain.train(**layout, steps=STEPS)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    return rows, {name: (p.detach().numpy(), p.grad.numpy()) for name, p in weights.items()}
+
+
+def share(whole, shape, rank):
+    """Return the part of this shape that a rank has. Ranks side by side hold the parts in order."""
+    for dim, size in enumerate(shape):
+        parts = whole.shape[dim] // size
+        if parts > 1:
+            return np.split(whole, parts, dim)[rank % parts]
+    return whole
+
+
+@pytest.mark.parametrize("n,layout", [
+    (1, dict()), (4, dict(tp=2, pp=2)), (1, dict(experts=8)), (4, dict(ep=2, pp=2, experts=8)),
+    *(pytest.param(4, layout, marks=pytest.mark.long) for layout in (
+        dict(tp=2), dict(pp=2), dict(ep=4, experts=8), dict(ep=2, experts=8)))], ids=str)
+def test_plain_equals_train(n, layout):
+    stats, want, _ = reference(dict(FLAGS, n_experts=layout.get("experts", 0)), 8, 1)
+    names = set()
+    for rank, (rows, weights) in enumerate(run_ranks(n, train_plainly, layout)):
+        np.testing.assert_allclose(rows, np.array(stats)[:, :2], rtol=1e-10)  # loss, gradient norm
+        for name, found in weights.items():
+            for key, got in zip((f"end {name}", f"step {STEPS} grad {name}"), found, strict=True):
+                expected = share(want[key], got.shape, rank)
+                error = np.abs(got - expected).max() / np.abs(want[key]).max()
+                assert error <= 1e-10, f"rank {rank}, {key}: {error}"
+        names |= weights.keys()
+    gradients = f"step {STEPS} grad "
+    assert names == {key.removeprefix(gradients) for key in want if key.startswith(gradients)}
+    assert stats[0][1] > 2 * SMALL["CLIP"], "clipping must be active"
+
+
+def test_the_model_and_its_training_are_those_of_tiny():
+    cfg = parse(["tiny", "--data=synthetic"])
+    of_flags = dict(L="n_layer", H="n_head", G="n_kv_head", C="n_embd", HIDDEN="ffn_hidden", K="top_k",
+                    T="seq_len", AUX="aux_coef", LR="lr", WEIGHT_DECAY="weight_decay", CLIP="clip",
+                    BETA1="beta1", BETA2="beta2", SEED="seed")
+    for name, flag in of_flags.items():
+        assert getattr(plain, name) == getattr(cfg, flag), name

@@ -4,7 +4,6 @@ Here torch computes flex_attention without a compiler. It then asks the rule for
 lists of blocks. So the rule is compared through outputs and gradients, and the lists with the mask itself.
 The oracle is the mask of attention.py.
 """
-import dataclasses
 import warnings
 from unittest import mock
 
@@ -13,8 +12,10 @@ import torch
 import torch.nn.functional as F
 from faults import planted, run_with_faults
 from runs import TINY, rows, session
-from test_doc_mask import FORMS, Documents, check_against_documents_alone
+from shared import Documents
 from test_graph import graphed_session
+from test_layouts import flags_of
+from test_masks import check_against_documents_alone
 from test_model import MESH, random_model
 
 import attention
@@ -193,9 +194,9 @@ def gradients(model, x, places):
     return torch.autograd.grad(loss, list(model.parameters()))
 
 
-def check_model(form):
+def check_model(family, **flags):
     """Compare a model's gradients with the mask's, for changing documents, and its evaluation."""
-    cfg = dataclasses.replace(Config(**FORMS[form]), seq_len=24)
+    cfg = Config(**dict(flags_of(family), seq_len=24, **flags))
     plain = random_model(cfg)
     model = GPT(cfg, MESH, cfg.vocab_size).double()
     flex = cpu_flex()
@@ -212,9 +213,10 @@ def check_model(form):
             torch.testing.assert_close(model(x, x, documents)[0], plain(x, x, documents)[0])
 
 
-@pytest.mark.parametrize("form", ["windows", "full", pytest.param("experts", marks=pytest.mark.long)])
-def test_a_model_has_the_gradients_of_the_mask(form):
-    check_model(form)
+@pytest.mark.parametrize("family,flags", [
+    ("windows", {}), ("llama", dict(recompute="full")), pytest.param("dropless", {}, marks=pytest.mark.long)])
+def test_a_model_has_the_gradients_of_the_mask(family, flags):
+    check_model(family, **flags)
 
 
 def test_the_lists_follow_the_documents():
@@ -244,13 +246,13 @@ def test_all_layers_share_the_lists():
 
 
 def test_documents_alone_through_the_kernel():
-    """The oracle of test_doc_mask.py: each document alone through the model."""
+    """The oracle of test_masks.py: each document alone through the model."""
     def with_flex(original, layer, *args):
         original(layer, *args)
         layer.flex = cpu_flex()
 
     with planted("attention.Attention.__init__", with_flex):
-        check_against_documents_alone("windows")
+        check_against_documents_alone("windows-documents")
 
 
 LAYOUTS = [((2, dict(cp=2)), []), ((4, dict(tp=2, cp=2, recompute="full")), [pytest.mark.long]),
@@ -260,7 +262,7 @@ LAYOUTS = [((2, dict(cp=2)), []), ((4, dict(tp=2, cp=2, recompute="full")), [pyt
 @pytest.mark.parametrize("place", [
     pytest.param(place, marks=marks, id=str(place)) for place, marks in LAYOUTS])
 def test_a_layout_equals_the_mask_on_one_rank(place):
-    run_with_faults(FORMS["windows"], place, CHOSEN, kind=Documents)()
+    run_with_faults("windows-documents", place, *CHOSEN)()
 
 
 # -----------------------------------------------------------------------------

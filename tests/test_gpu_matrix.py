@@ -19,10 +19,10 @@ import gpu_matrix
 def small(steps=2):
     """Fewer layers, layouts and steps, so that each part takes a second."""
     tables = mock.patch.multiple(
-        gpu_matrix.matrix, STEPS=2, LAYOUTS=[(2, 4, dict(pp=2))],
-        MOE_LAYOUTS=[(2, 4, dict(tp=2, ep=2, zero=1))], CP_LAYOUTS=[])
+        gpu_matrix.matrix, STEPS=2,
+        LAYOUTS=[(2, dict(pp=2), "llama", ""), (2, dict(tp=2, ep=2, zero=1), "dropless capacity", "")])
     parts = mock.patch.multiple(
-        gpu_matrix, STEPS=steps, SHARDED=(), SHAPE=dict(gpu_matrix.SHAPE, n_layer=2),
+        gpu_matrix, STEPS=steps, SHAPE=dict(gpu_matrix.SHAPE, n_layer=2),
         REPLICATED=(("dropless", dict(zero=3)),), CAPTURED=(("dropless", dict(ep=2)),),
         MEASURED=(("llama", dict(zero=1)),), LARGER={})
     few = {name: gpu_matrix.FAMILIES[name] for name in ("llama", "capacity", "dropless")}

@@ -2,6 +2,7 @@
 What a real graph adds is tested by bench/gpu_matrix.py.
 """
 import contextlib
+import dataclasses
 from unittest import mock
 
 import pytest
@@ -420,3 +421,19 @@ def test_experts_without_a_kernel_of_their_own_are_no_graph(monkeypatch):
     gpu = torch.device("cuda")
     assert choose.static_shapes(Config(n_experts=4, dtype="bf16"), mesh, gpu)
     assert not choose.static_shapes(Config(n_experts=4, dtype="fp64"), mesh, gpu)
+
+
+@pytest.mark.parametrize("flags", [
+    {}, dict(n_experts=4, ep=2, zero=1), dict(n_experts=4, capacity_factor=1.0)])
+def test_dropout_and_recompute_each_have_a_cuda_graph_but_not_both(flags, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))  # it asks the driver
+    plain = Config(n_layer=2, n_head=2, n_embd=64, ffn_hidden=64, vocab_size=100, dtype="bf16", **flags)
+    mesh = make_mesh(World(rank=0, size=2), ep=plain.ep, groups=False)
+    for change, has_graph in (
+            ({}, True), (dict(dropout=0.5), True), (dict(recompute="full"), True),
+            (dict(global_batch=64), True), (dict(dropout=1e-6, recompute="full"), False),
+            (dict(timers=True), False), (dict(cuda_graph=False), False)):
+        cfg = dataclasses.replace(plain, **change)
+        choice = choose.choose(cfg, mesh, torch.device("cuda:0"), reach=lambda *_: True)
+        assert choice.graph == has_graph and (has_graph or not choice.symm_mem), change
+    assert not choose.choose(plain, mesh, torch.device("cpu"), reach=lambda *_: True).graph

@@ -3,11 +3,14 @@
     the loop       output and every gradient in fp64, every router, both modes, skewed and tied routing
     the losses     their scale, what they depend on, and that every layout gives the same gradient
     the ranks      every ep gives the same results, a rank without a token, garbage rows, equal bits
-
-test_moe_run.py has the tests of runs with experts.
+    recompute      routes once
+    upcycling      a dense model's MLP in every expert
+    runs           what is refused and written; test_checkpoint.py resumes them in other layouts
 """
 import contextlib
+import dataclasses
 import itertools
+import json
 import math
 import typing
 from unittest import mock
@@ -18,16 +21,17 @@ import test_layouts
 import torch
 import torch.nn.functional as F
 from pool import run_ranks
+from runs import go
 from shared import one_process_model
 from test_layouts import MOE, assemble
 
 import moe
-import parallel
 import train
-from config import Config
+from config import Config, check
 from corpus.samples import Synthetic
 from fast import symm_mem
 from fast.choose import Choice
+from interface.layout import check_layout
 from model import MLP
 from ops import grouped_mm
 from ops.split_master import whole
@@ -35,6 +39,7 @@ from parallel import make_mesh
 from pipeline import forward_backward
 from runtime import resume
 from runtime.launch import World
+from runtime.saver import Saver
 
 ALONE = make_mesh(World(rank=0, size=1))
 SMALL = dict(n_experts=8, n_embd=6, ffn_hidden=5, n_head=1, n_kv_head=1)
@@ -166,8 +171,7 @@ def assert_equals_loop(layer, x, what):
 
 
 MODES = [dict(), *(dict(capacity_factor=c, drop_policy=p) for c, p in (
-    (0.5, "probs"), (1.0, "probs"), (8.0, "probs"), (0.3, "position"), (1.25, "position")))]
-
+    (0.5, "probs"), (8.0, "probs"), (0.3, "position")))]
 
 ROUTERS = [(router, K) for router in ("softmax", "softmax-topk", "sigmoid", "sigmoid bias")
            for K in (1, 2, 4) if (router, K) != ("softmax-topk", 1)]  # check() refuses this combination
@@ -196,30 +200,8 @@ def test_block_equals_the_loop_over_tokens(router, K):
                 assert "bias" in router or dropped == K * max(0, 10 - capacity)
 
 
-def test_ties_go_to_the_lowest_expert_and_the_earlier_row():
-    for policy in ("probs", "position"):
-        for router in ("softmax", "sigmoid", "softmax-topk"):
-            layer = block(router=router, top_k=2, capacity_factor=1.0, drop_policy=policy)
-            layer.router.weight.data.zero_()
-            x = torch.randn(8, 6, dtype=torch.float64)
-            p, ids, _ = layer.route(x)
-            assert ids.tolist() == [[0, 1]] * 8
-            plan = layer.dispatcher.plan(ids, p)
-            kept = plan.inv_perm.view(8, 2) < 8 * moe.expert_capacity(layer.cfg, 8)
-            assert kept.tolist() == [[True, True]] * 2 + [[False, False]] * 6  # capacity 8*2/8 = 2 rows
-
-
 # -----------------------------------------------------------------------------
 # The losses
-
-def aux_of(x, **flags):
-    """Return balance loss of x, the router's gradient, the layer's statistics, number of dropped copies."""
-    layer = block(**dict(dict(aux_coef=1.0), **flags))
-    layer.router.weight.data.zero_()[:, :6] = torch.eye(8, 6, dtype=torch.float64)
-    y, router_loss = whole_layer(layer, x)
-    router_loss.backward()
-    return router_loss.item(), layer.router.weight.grad, layer.stats, layer.dispatcher.n_dropped.item()
-
 
 @pytest.mark.parametrize("K", [1, 2, 4])
 @pytest.mark.parametrize("router", ["softmax", "softmax-topk", "sigmoid"])
@@ -240,25 +222,6 @@ def test_balance_loss_is_1_when_balanced_E_over_K_when_collapsed(router, K):
 def test_the_capacity_is_exact(n, K, E, factor, rows):
     """In floats 100 * 2 / 4 * 1.1 is more than 55. No expert takes more rows than there are."""
     assert moe.expert_capacity(Config(top_k=K, n_experts=E, capacity_factor=factor), n) == rows
-
-
-def test_balance_loss_does_not_depend_on_the_capacity():
-    x = torch.randn(16, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(6))
-    router_loss, grad, stats, _ = aux_of(x)
-    for factor in (0.25, 1.0, 4.0):
-        for policy in ("probs", "position"):
-            same_aux, g, s, dropped = aux_of(x, capacity_factor=factor, drop_policy=policy)
-            assert same_aux == router_loss and torch.equal(g, grad) and torch.equal(s, stats)
-            assert (dropped > 0) == (factor < 4)
-
-
-def test_z_loss_is_the_mean_square_of_logsumexp():
-    x = torch.randn(16, 6, dtype=torch.float64)
-    layer = block(aux_coef=0.0, z_coef=0.5)
-    logits = x @ layer.router.weight.T
-    torch.testing.assert_close(whole_layer(layer, x)[1], 0.5 * torch.logsumexp(logits, 1).square().mean())
-    layer.router.weight.data.zero_()
-    torch.testing.assert_close(whole_layer(layer, x)[1].item(), 0.5 * math.log(8) ** 2)
 
 
 class SameBatch:
@@ -297,11 +260,9 @@ def owned(data_parallel, opt, vectors=None):
                        for name, t, full, offset in resume.own_pieces(data_parallel, opt, vectors)]}
 
 
-AUX_LAYOUTS = [(1, 2, {}), (2, 1, {}), (2, 2, dict(tp=2)), (2, 2, dict(pp=2)),
-               (4, 2, dict(tp=2, ep=4, zero=1))]
-
-
-def check_aux_gradient(n, micro_batches, layout):
+@pytest.mark.parametrize("n,micro_batches,layout", [
+    (1, 2, {}), (2, 1, {}), (2, 2, dict(pp=2)), (4, 2, dict(tp=2, ep=4, zero=1))], ids=str)
+def test_aux_gradient_alone_is_the_same_in_every_layout(n, micro_batches, layout):
     """Compare a layout with autograd on the bare model: one micro-batch, nothing divided, nothing summed."""
     model = one_process_model(Config(**TINY))
     model(*SameBatch(model.cfg).pair)[1].backward()
@@ -314,9 +275,35 @@ def check_aux_gradient(n, micro_batches, layout):
         assert error <= 1e-12 * scale, f"{name}: the balance loss's gradient is wrong by {error}"
 
 
-@pytest.mark.parametrize("n,micro_batches,layout", AUX_LAYOUTS, ids=str)
-def test_aux_gradient_alone_is_the_same_in_every_layout(n, micro_batches, layout):
-    check_aux_gradient(n, micro_batches, layout)
+@pytest.mark.parametrize("flags", [
+    dict(top_k=2), dict(top_k=2, router="sigmoid", router_bias_rate=0.1, n_shared_experts=1),
+    dict(top_k=2, capacity_factor=1.0), dict(top_k=1, capacity_factor=1.0, drop_policy="position")],
+    ids=["softmax", "sigmoid", "probs", "position"])
+def test_the_layer_without_its_padding(flags):
+    layer = block(aux_coef=0.5, z_coef=0.1, **flags)
+    x = tokens("skewed", layer, T=12)
+    real = torch.ones(12, dtype=torch.bool)
+    real[[3, 4, 5, 10, 11]] = False
+    seed = torch.randn(12, layer.cfg.n_embd, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+    seed[~real] = 0.0
+
+    found = []
+    for rows, places in ((x, real.long().view(2, 6)), (x[real], None)):
+        for total in (layer.stats, layer.dispatcher.n_dropped):
+            total.zero_()
+        gates, expert_ids, router_loss = layer.route(rows, places)
+        if places is None:  # as many places for each expert as all rows have
+            factor = layer.cfg.capacity_factor * len(x) / len(rows)
+            layer.dispatcher.cfg = dataclasses.replace(layer.cfg, capacity_factor=factor)
+        y = layer(rows, gates, expert_ids)
+        seeds = seed if places is not None else seed[real]
+        grad_x, = torch.autograd.grad((y * seeds).sum() + router_loss, x)
+        y = y[real] if places is not None else y
+        found.append([router_loss, layer.stats.clone(), layer.dispatcher.n_dropped.clone(), y, grad_x])
+    for ours, alone in zip(*found, strict=True):
+        torch.testing.assert_close(ours, alone, rtol=1e-12, atol=1e-13)
+    assert not found[0][-1][~real].any(), "padding has a gradient"
+    assert flags.get("capacity_factor", 0) == 0 or found[0][2] > 0, "nothing was dropped"
 
 
 def test_router_bias_moves_towards_balance():
@@ -373,24 +360,6 @@ def test_every_ep_gives_the_same_output_and_gradients(kind, mode):
             assert [rows for _, rows in got] == {2: [40, 0, 40, 0], 4: [80, 0, 0, 0]}[ep]
 
 
-def all_to_all_of_no_rows(world):
-    mesh = make_mesh(world, ep=2)
-    x = torch.empty(0, 3, requires_grad=True)
-    y = parallel.all_to_all(x, mesh.ep, [0, 0], [0, 0])
-    y.sum().backward()
-    one = torch.full((1 + world.rank, 2), float(world.rank), requires_grad=True)
-    receive = [[0, 0], [1, 2]][world.rank]  # rank 1 receives all rows
-    z = parallel.all_to_all(one, mesh.ep, [0, 1 + world.rank], receive)
-    (z * 2).sum().backward()
-    return tuple(y.shape), tuple(x.grad.shape), z.detach()[:, 0].tolist(), one.grad.tolist()
-
-
-def test_all_to_all_of_zero_rows():
-    first, second = run_ranks(2, all_to_all_of_no_rows)
-    assert first == ((0, 3), (0, 3), [], [[2.0, 2.0]])
-    assert second == ((0, 3), (0, 3), [0.0, 1.0, 1.0], [[2.0, 2.0]] * 2)
-
-
 class GroupedGemmWithGarbage(torch.autograd.Function):
     """torch's grouped GEMM, forward and backward: rows past the last offset hold what was in memory."""
 
@@ -430,10 +399,9 @@ def run_gpu_branches(world, flags):
         return test_layouts.run(world, flags, 8)
 
 
-@pytest.mark.parametrize("mlp", ["swiglu", "gelu"])
-def test_garbage_rows_of_a_grouped_gemm_do_not_spread(mlp):
-    for n, layout in ((1, {}), (4, dict(ep=4))):
-        flags = dict(TINY, mlp=mlp, **layout)
+def test_garbage_rows_of_a_grouped_gemm_do_not_spread():
+    for n, layout in ((1, {}), (4, dict(ep=4, mlp="gelu"))):
+        flags = dict(TINY, **layout)
         want = run_ranks(n, test_layouts.run, flags, 8)
         for mine, theirs in zip(run_ranks(n, run_gpu_branches, flags), want, strict=True):
             torch.testing.assert_close(mine["stats"], theirs["stats"], rtol=1e-12, atol=0)
@@ -448,38 +416,159 @@ def test_gpu_branches_equal_the_loop_over_tokens(kind, mode):
         assert_equals_loop(layer, tokens(kind, layer), f"{kind} {mode}")
 
 
-@pytest.mark.skipif(not hasattr(F, "grouped_mm"), reason="this torch has no F.grouped_mm")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("sizes", [[3, 0, 0, 5], [0, 8, 0, 0], [2, 2, 2, 2], [0, 0, 0, 8]], ids=str)
-def test_grouped_gemm_of_torch_is_as_exact_as_a_loop_over_experts(dtype, sizes):
-    rng = torch.Generator().manual_seed(7)
-    x, w, g = (torch.randn(s, dtype=torch.float64, generator=rng) for s in ((8, 16), (4, 24, 16), (8, 24)))
-    offs = torch.tensor(sizes).cumsum(0)
-
-    def results(matmul, dtype):
-        a, b = x.to(dtype).requires_grad_(), w.to(dtype).requires_grad_()
-        y = matmul(a, b)
-        return [t.double() for t in (y, *torch.autograd.grad(y, (a, b), g.to(dtype)))]
-    true = results(lambda a, b: grouped_mm.grouped_mm_loop(a, b, offs), torch.float64)
-    slow = results(lambda a, b: grouped_mm.grouped_mm_loop(a, b, offs), dtype)
-    fast = results(lambda a, b: F.grouped_mm(a, b.transpose(1, 2), offs=offs.to(torch.int32)), dtype)
-    for t, s, f in zip(true, slow, fast, strict=True):  # the tolerance is twice the loop's rounding error
-        assert (f - t).abs().max() <= 2 * (s - t).abs().max()
-        assert torch.equal(f[t == 0], t[t == 0])  # an expert without rows has gradient zero, not garbage
-
-
-def test_grouped_mm_without_rows():
-    x, w = torch.empty(0, 16, requires_grad=True), torch.randn(4, 24, 16, requires_grad=True)
-    y = grouped_mm.grouped_mm(x, w, torch.zeros(4, dtype=torch.int64))
-    y.sum().backward()
-    assert y.shape == (0, 24) and x.grad.shape == (0, 16) and not w.grad.any()
-
-
-@pytest.mark.parametrize("factor", [0.0, 0.75], ids=["dropless", "capacity"])
-def test_two_runs_give_the_same_bits(factor):
-    flags = dict(TINY, ep=2, dtype="fp32", capacity_factor=factor)
+def test_two_runs_give_the_same_bits():
+    flags = dict(TINY, ep=2, dtype="fp32")
     one, two = (run_ranks(2, test_layouts.run, flags, 8) for _ in range(2))
     for a, b in zip(one, two, strict=True):
         assert a["stats"] == b["stats"] and len(a["pieces"]) == len(b["pieces"])
         for (name, s, _, _), (_, t, _, _) in zip(a["pieces"], b["pieces"], strict=True):
             assert s.tobytes() == t.tobytes(), name
+
+
+# -----------------------------------------------------------------------------
+# Recompute
+
+def train_steps(cfg, steps, path=None):
+    """Train `steps` steps on synthetic data in one process. path: the folder to save in, or None
+    Return (model, stats of each step)."""
+    model, data_parallel, opt = train.build(cfg, ALONE, cfg.vocab_size, torch.device("cpu"))
+    source, stats = Synthetic(cfg.vocab_size, cfg.seq_len, cfg.seed), []
+    train_step = train.Step(cfg, model, data_parallel, opt)
+    for step in range(1, steps + 1):
+        batches = train.micro_batches(cfg, ALONE, source, (step - 1) * 8, 8, torch.device("cpu"))
+        stats.append(torch.stack(train_step(batches, step)[0]).tolist())
+    if path:
+        saver = Saver(path, ALONE.world.everyone)
+        state = resume.State(steps, 8 * steps, data="synthetic")
+        resume.save(cfg, ALONE, data_parallel, opt, saver, state)
+        assert saver.wait()
+    return model, stats
+
+
+def stats_and_routings(recompute, **flags):
+    """One step -> {layer: its statistics}, number of calls of the router, stats of the step."""
+    cfg = Config(**dict(TINY, recompute=recompute, **flags))
+    calls = []
+    forward = moe.Router.forward
+    with mock.patch.object(moe.Router, "forward", lambda *args: calls.append(1) or forward(*args)):
+        model, stats = train_steps(cfg, 1)
+    return {i: layer.stats for i, layer in moe.moe_layers(model).items()}, len(calls), stats
+
+
+@pytest.mark.parametrize("flags", [
+    dict(), dict(capacity_factor=0.5), dict(router="sigmoid", router_bias_rate=0.1)], ids=str)
+def test_recompute_routes_once(flags):
+    plain, n_calls, stats = stats_and_routings("none", **flags)
+    recomputed, n_calls_recomputed, stats_recomputed = stats_and_routings("full", **flags)
+    assert n_calls == n_calls_recomputed == 2 * 4  # layers, micro-batches
+    for i, s in recomputed.items():
+        assert torch.equal(s, plain[i])
+        assert s[:8].sum() == 8 * TINY["seq_len"] * TINY["top_k"]  # each copy is counted once
+    assert stats_recomputed == stats
+
+
+# -----------------------------------------------------------------------------
+# Upcycling a dense model
+
+DENSE = dict(test_layouts.LLAMA, n_layer=2, micro_batch=2)
+
+
+def upcycled_parameters(world, flags, path):
+    """Return the message of upcycling, and this rank's parameters."""
+    cfg = Config(**DENSE, **flags)
+    mesh = make_mesh(world, cfg.tp, cfg.pp, cfg.ep)
+    model, data_parallel, opt = train.build(cfg, mesh, cfg.vocab_size, world.device)
+    message = resume.init_from(model, opt, path)
+    opt.masters_to_model(), model.provide_weights(model)  # changes nothing if upcycling updated the masters
+    return message, {n: p.detach().numpy() for n, p in model.named_parameters()}
+
+
+def upcycled_masters(world, flags, path):
+    """Return {"pieces": the fp32 masters that this rank owns} of an upcycled bf16 model."""
+    cfg = Config(**dict(DENSE, dtype="bf16", n_experts=4, **flags))
+    model, data_parallel, opt = train.build(cfg, make_mesh(world, ep=cfg.ep), cfg.vocab_size, world.device)
+    resume.init_from(model, opt, path)
+    assert all(torch.equal(whole(m).to(b.own.dtype), b.own) for m, b in
+               zip(opt.masters, data_parallel.buckets, strict=True))
+    return owned(data_parallel, opt)
+
+
+@pytest.mark.parametrize("n, flags", [(2, dict(ep=2, zero=1)), (2, dict(zero=3))])
+def test_upcycled_masters_keep_the_checkpoints_digits(n, flags, tmp_path):
+    dense, _ = train_steps(Config(**DENSE), 2, tmp_path)
+    weights = {name: p.detach().numpy() for name, p in dense.named_parameters()}
+    got = assemble(run_ranks(n, upcycled_masters, flags, tmp_path / "step_000002"))
+    np.testing.assert_allclose(got["wte.weight"], weights["wte.weight"], rtol=1e-6)
+    for expert in got["blocks.0.moe.w1"]:
+        np.testing.assert_allclose(expert, weights["blocks.0.mlp.w1.weight"], rtol=1e-6)
+
+
+def test_upcycling_copies_the_mlp_into_every_expert(tmp_path):
+    dense, _ = train_steps(Config(**DENSE), 2, tmp_path)
+    path, weights = tmp_path / "step_000002", {n: p.detach().numpy() for n, p in dense.named_parameters()}
+    for n, flags in ((1, {}), (4, dict(ep=2, zero=1, tp=2))):
+        flags = dict(n_experts=4, n_shared_experts=1, **flags)
+        for message, parameters in run_ranks(n, upcycled_parameters, flags, path):
+            assert "\n" not in message and "each of 4 experts starts as that model's MLP" in message
+            for name, p in parameters.items():
+                if name.split(".")[-1] in ("w1", "w2", "w3"):
+                    for expert in p:
+                        np.testing.assert_array_equal(expert, weights[name.replace("moe", "mlp") + ".weight"])
+    assert "each of 1 experts" in upcycled_parameters(World(), dict(n_experts=1, top_k=1), path)[0]
+    cfg = Config(**DENSE, n_experts=4, router="softmax-topk")  # gates sum to one: the same function
+    model, _, opt = train.build(cfg, ALONE, cfg.vocab_size, torch.device("cpu"))
+    resume.init_from(model, opt, path)
+    x, _ = Synthetic(cfg.vocab_size, cfg.seq_len, 1).batch(0, 2)
+    torch.testing.assert_close(model(x)[0], dense(x)[0], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("there,here,words", [
+    ({}, dict(ffn_hidden=32), "ffn-hidden"), (dict(bias=True), dict(bias=True), "biases"),
+    (dict(n_experts=8), {}, "--n-experts 8")], ids=str)
+def test_upcycling_from_another_shape_is_refused_in_one_line(there, here, words, tmp_path):
+    train_steps(Config(**dict(DENSE, **there)), 1, tmp_path)
+    cfg = Config(**dict(DENSE, n_experts=4, **here))
+    model, _, opt = train.build(cfg, ALONE, cfg.vocab_size, torch.device("cpu"))
+    with pytest.raises(ValueError, match=words) as e:
+        resume.init_from(model, opt, tmp_path / "step_000001")
+    assert "\n" not in str(e.value)
+
+
+# -----------------------------------------------------------------------------
+# Runs
+
+@pytest.mark.parametrize("n,flags", [
+    (4, dict(ep=3)), (8, dict(ep=8, n_experts=4)), (8, dict(tp=2, pp=2, ep=8))], ids=str)
+def test_ep_that_does_not_divide_is_refused_with_one_that_does(n, flags):
+    cfg = Config(**dict(dict(n_experts=8), **flags))
+
+    def layout(cfg):
+        check(cfg)
+        mesh = make_mesh(World(rank=0, size=n), cfg.tp, cfg.pp, cfg.ep, groups=False)
+        check_layout(cfg, mesh, cfg.micro_batch * mesh.dp.size)
+    with pytest.raises(ValueError, match=r"divide.*; try --ep \d+$") as e:
+        layout(cfg)
+    layout(dataclasses.replace(cfg, ep=int(str(e.value).split()[-1])))
+
+
+def test_files_and_output_of_a_run_with_experts(tmp_path):
+    flags = ["tiny-moe", "--data=synthetic", "--n-embd=32", "--ffn-hidden=32", "--seq-len=16",
+             "--micro-batch=2", "--eval-every=0", "--n-layer=2", "--steps=3", "--log-every=1",
+             "--save-every=0", "--ep=2", "--capacity-factor=1.0", "--z-coef=0.001"]
+    said = go(2, tmp_path / "run", base=flags)
+    out = tmp_path / "run"
+    rows, layers = ([json.loads(line) for line in (out / name).read_text().splitlines()]
+                    for name in ("metrics.jsonl", "experts.jsonl"))
+    assert [r["step"] for r in rows] == [r["step"] for r in layers] == [1, 2, 3]
+    for row, each in zip(rows, layers, strict=True):
+        assert sorted(each["layers"]) == ["0", "1"]
+        for layer in each["layers"].values():
+            assert math.isclose(sum(layer["load"]), 1) and len(layer["load"]) == 8
+            assert 0 < layer["entropy"] <= math.log(8) + 1e-6 and 0 < layer["dropped"] < 1
+            assert 0.9 < layer["aux"] < 8 and 3.9 < layer["z"] < 5  # log(8)^2 = 4.3 for a new router
+        for key, name in (("aux_loss", "aux"), ("z_loss", "z"), ("dropped", "dropped")):
+            assert math.isclose(row[key], sum(layer[name] for layer in each["layers"].values()) / 2)
+        heaviest = max(max(layer["load"]) for layer in each["layers"].values())
+        assert math.isclose(row["expert_load_max"], 8 * heaviest)
+    bars = (out / "expert_load.txt").read_text()
+    assert bars.count("\nexpert ") == 8 and "heaviest layer" in bars and bars in said["out"] + "\n"

@@ -1,42 +1,28 @@
-"""Muon: its formula, the same numbers in every layout, steps that are refused, checkpoints.
+"""Muon: its formula, steps that are refused, the planner's memory, checkpoints.
 
-The layouts are compared with plain_muon.py, which is written from the papers, in fp64 to 1e-10: losses,
-norms, every gradient of every step, every weight and moment. Each fault below changes one thing in our code,
-and that comparison must fail.
+test_layouts.py compares it in every layout with plain_muon.py, which is written from the papers, in fp64 to
+1e-10; test_faults.py has its faults.
 """
 import dataclasses
 import functools
 import math
 import weakref
-from unittest import mock
 
 import plain_muon
 import pytest
-import test_layouts
 import torch
-from faults import nothing, planted, with_faults
-from pool import run_ranks
+from faults import planted
 from runs import assert_refused, final, go
-from test_layouts import BERT, GPT2, LLAMA, MOE, compare, mask_synthetic, run
 from test_model import FAMILIES, built, steps
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import muon
-from corpus.samples import Synthetic
 from cost.gpus import GPUS
 from cost.memory import state_bytes
 from cost.parameters import Rank
 from cost.step_time import muon_seconds
 from ops import split_master
-
-# The learning rate of Muon's matrices differs from AdamW's, so that a confusion shows.
-FLAGS = dict(optimizer="muon", momentum=0.9, muon_lr_factor=1.5, micro_batch=2)
-LLAMA = dict(LLAMA, ffn_hidden=48)  # The halves of w1, w2 and w3 under tp 2 are long.
-BASES = {name: dict(base, **FLAGS) for name, base in
-         {"llama": LLAMA, "gpt2": GPT2, "moe": MOE, "bert": BERT}.items()}
-TWO = {name: dict(base, n_layer=2) for name, base in BASES.items()}
-
 
 # -----------------------------------------------------------------------------
 # One matrix
@@ -59,27 +45,6 @@ def test_a_batch_needs_no_more_elements_than_a_rank_has(elements, count):
     matrices = [whole((16, 16))] * 5 + [whole((16, 17))]
     *batches, other = muon.batches_of(matrices, elements)
     assert max(map(len, batches)) == count and other == [5], "matrices of one shape"
-
-
-@pytest.mark.parametrize("shape, full_shape, sides", [
-    ((8, 32), (8, 32), (8, 32)), ((32, 8), (32, 8), (8, 32)),
-    ((8, 32), (16, 32), (32, 8)), ((32, 8), (32, 16), (32, 8))], ids=str)
-def test_a_matrix_that_tp_cuts_has_a_gram_matrix_of_its_uncut_side(shape, full_shape, sides, monkeypatch):
-    """It may be the long side of the part that a rank has. Memory and work are those of what is computed."""
-    matrix = muon.Matrix(shape, full_shape, {})
-    assert matrix.sides == sides
-    assert matrix.workspace == 2 * 8 * 32 + 6 * sides[0] ** 2
-    multiplied = []
-
-    class Counting(TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            if function.overloadpacket in (torch.ops.aten.bmm, torch.ops.aten.baddbmm):
-                a, b = args[-2:]
-                multiplied.append(a.size(1) * a.size(2) * b.size(2))
-            return function(*args, **(kwargs or {}))
-    with Counting():
-        muon.orthogonalise(torch.randn(1, *shape, dtype=torch.float64), matrix.cut)
-    assert sum(multiplied) == matrix.work
 
 
 SHAPES = [(24, 16), (16, 24), (16, 16)]
@@ -209,60 +174,6 @@ def test_which_parameters_are_muons():
 
 
 # -----------------------------------------------------------------------------
-# Layouts
-
-@functools.cache
-def plain(name, batch, n_layer):
-    base = BASES[name] if n_layer == 4 else TWO[name]
-    return plain_muon.reference(base, batch, mask_synthetic if name == "bert" else Synthetic)
-
-
-def checked(name, n, batch, layout, faults=()):
-    """Train with the faults. Return check(): it asserts that all numbers are those of plain_muon.py."""
-    base = BASES[name] if layout.get("pp_chunks") else TWO[name]
-    want = plain(name, batch, base["n_layer"])
-    results = run_ranks(n, with_faults, faults, run, dict(base, **layout), batch)
-
-    def check():
-        with mock.patch.object(test_layouts, "run_ranks", lambda *job: results), \
-                mock.patch.object(test_layouts, "reference", lambda *job: want):
-            compare(base, n, batch, **layout)
-    return check
-
-
-LAYOUTS = [("llama", 4, 8, dict(tp=2, zero=1)),
-           ("llama", 4, 4, dict(tp=4)),  # wk and wv are whole on all four ranks, which have one head each
-           # The router is so small that some ranks' slices of it are nothing but padding.
-           ("moe", 4, 8, dict(tp=2, ep=2, zero=3)), ("moe", 4, 8, dict(pp=2, ep=2, zero=1)),
-           ("bert", 4, 8, dict(cp=2, zero=2)), ("gpt2", 2, 8, dict(pp=2, pp_chunks=2))]
-
-
-@pytest.mark.parametrize("name,n,batch,layout", LAYOUTS, ids=lambda x: str(x).replace(" ", ""))
-def test_layout_equals_the_plain_muon(name, n, batch, layout):
-    checked(name, n, batch, layout)()
-
-
-EVERY_LAYOUT = [
-    *(("llama", *case) for case in test_layouts.LAYOUTS),
-    *(("gpt2", *case) for case in test_layouts.LAYOUTS),
-    *(case for case in test_layouts.CP_LAYOUTS if case[0] in BASES),
-    *(("moe", *case[1:]) for case in test_layouts.CP_LAYOUTS if case[0] == "dropless"),
-    *(("moe", *case) for case in test_layouts.MOE_LAYOUTS),
-    *((name, n, 8, layout) for name, n, layout in test_layouts.BERT_LAYOUTS if name == "bert"),
-]
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name,n,batch,layout", EVERY_LAYOUT, ids=lambda x: str(x).replace(" ", ""))
-def test_every_layout_equals_the_plain_muon(name, n, batch, layout):
-    base = BASES[name]
-    kind = mask_synthetic if name == "bert" else Synthetic
-    want = plain_muon.reference(base, batch, kind)
-    with mock.patch.object(test_layouts, "reference", lambda *job: want):
-        compare(base, n, batch, **layout)
-
-
-# -----------------------------------------------------------------------------
 # Steps that are refused, clipping, and the weights of a 16-bit model
 
 def everything(opt):
@@ -279,7 +190,7 @@ def poison(original, data_parallel, *, bad):
     bucket.grad_total[5] = bad
 
 
-@pytest.mark.parametrize("dtype", ["fp64", "fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 def test_a_gradient_that_is_not_finite_changes_nothing(dtype):
     """Not one bit; the next step is taken as if this one had not been. fp16 halves its loss scale, which
     changes no bit of what comes after it."""
@@ -367,32 +278,3 @@ def test_a_checkpoint_of_the_other_optimizer_is_refused_in_one_line(tmp_path):
         out = tmp_path / f"from_{name}"
         said = go(1, out, f"--optimizer={other}", f"--init-from={step}", "--steps=1")
         assert f"starts from the weights of {step}, with a fresh optimizer" in said["out"]
-
-
-# -----------------------------------------------------------------------------
-# Faults
-
-def alone(original, x, cut=None, axis=None, **rest):
-    """muon.orthogonalise of each rank's share by itself: blockwise."""
-    return original(x, cut, **rest)
-
-
-def one_matrix(original, params):
-    """muon.shapes_of that takes the experts of a layer for the rows of one matrix."""
-    return [((p.numel() // p.size(-1), p.size(-1)), tuple(p.full_shape[-2:])) for p in params]
-
-
-TP, DP, ZERO, EP = (2, 4, dict(tp=2)), (2, 8, dict()), (2, 8, dict(zero=1)), (2, 4, dict(ep=2))
-FAULTS = {  # name: (family, (ranks, sequences, layout), a fault as arguments of planted)
-    "each share orthogonalised alone": ("llama", TP, ("muon.orthogonalise", alone)),
-    "the experts of a layer are one matrix": ("moe", EP, ("muon.shapes_of", one_matrix)),
-    "updates stay with the owner": ("llama", ZERO, ("muon.WholeMatrices.hand_back", nothing)),
-}
-
-
-@pytest.mark.parametrize("name", FAULTS)
-def test_fault_is_detected(name):
-    family, place, fault = FAULTS[name]
-    check = checked(family, *place, [fault])
-    with pytest.raises(AssertionError):
-        check()

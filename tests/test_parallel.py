@@ -1,4 +1,6 @@
-"""The collectives of an Axis, one by one: what each rank receives, and the bytes that it counts as sent."""
+"""The mesh and its collectives: what each rank receives, the bytes that it counts as sent, which ranks form
+each axis, and with --shard, which share and which are replicas.
+"""
 import dataclasses
 import itertools
 from datetime import timedelta
@@ -6,7 +8,16 @@ from datetime import timedelta
 import pytest
 import torch
 from pool import run_ranks
+from test_layouts import LLAMA
 
+import plan
+from config import Config
+from cost import plan_flags
+from cost.traffic import share_between_nodes
+from ddp import Bucket
+from fast.buckets import PeerBucket
+from fast.choose import choose
+from interface.layout import check_ranks
 from parallel import MAX, Axis, all_to_all, gather_rows, make_mesh, scatter_rows
 from runtime.launch import World
 
@@ -165,3 +176,87 @@ def test_the_segments_of_cp_ranks_are_the_sequence_and_equal_causal_work(cp):
     assert cp == 1 or positions[1].tolist() == [4, 5, 6, 7, *range(8 * cp - 8, 8 * cp - 4)]
     for x, p in zip(own, positions, strict=True):
         assert torch.equal(x, sequence[:, p])
+
+
+# -----------------------------------------------------------------------------
+# Shares within groups
+
+def test_which_ranks_share_and_which_are_replicas():
+    """Rank 11 of 16 with tp 2 and ep 4: its block has the ranks 8 to 11."""
+    mesh = make_mesh(World(rank=11, size=16), tp=2, ep=4, shard=2, groups=False)
+    cut = {name: axis.ranks for name, axis in mesh.axes().items() if "." in name}
+    assert cut == {
+        "dp.shard": (9, 11), "dp.replicas": (3, 7, 11, 15), "stage.shard": (8, 9, 10, 11),
+        "stage.replicas": (3, 7, 11, 15), "edp.shard": (11,), "edp.replicas": (3, 7, 11, 15),
+        "tied.shard": (9, 11), "tied.replicas": (3, 7, 11, 15)}
+    assert mesh.dp.sharing(zero=0).shard.size == 1 and mesh.dp.sharing(zero=0).replicas is mesh.dp
+    everyone = make_mesh(World(rank=11, size=16), tp=2, ep=4, shard=8, groups=False)
+    assert everyone.dp.shard_sharing is None and everyone.dp.sharing().shard is everyone.dp
+    both_ends = make_mesh(World(rank=13, size=16), pp=4, shard=2, groups=False)
+    tied = both_ends.tied.shard_sharing
+    assert tied.shard.ranks == (0, 1, 12, 13) and tied.replicas.ranks == (13, 15)
+
+
+def test_in_every_layout_a_shard_is_in_one_block_and_the_replicas_hold_the_same_slice():
+    n, layouts = 8, 0
+    for tp, cp, ep, shard in itertools.product(range(1, n + 1), repeat=4):
+        try:
+            check_ranks(n, tp, 1, ep, 0, cp, shard=shard)
+        except ValueError:
+            continue
+        layouts += 1
+        meshes = [make_mesh(World(rank=rank, size=n), tp, ep=ep, cp=cp, shard=shard, groups=False)
+                  for rank in range(n)]
+        for name in ("dp" if cp == 1 else "dpcp", "stage", "edp"):
+            for rank, mesh in enumerate(meshes):
+                axis = getattr(mesh, name)
+                mine, same = axis.sharing()
+                if axis.shard_sharing is None:
+                    assert (mine, same.size) == (axis, 1)
+                    continue
+                assert sorted({r for other in same.ranks for r in
+                               getattr(meshes[other], name).sharing().shard.ranks}) == sorted(axis.ranks)
+                assert len({r // (shard * tp) for r in mine.ranks}) == 1
+                assert {getattr(meshes[r], name).sharing().shard.rank for r in same.ranks} == {mine.rank}
+                assert mine.ranks[mine.rank] == same.ranks[same.rank] == rank
+    assert layouts > 40
+
+
+@pytest.mark.parametrize("n, tp, ep, shard, words", [
+    (8, 1, 1, 3, "try --shard 2"), (8, 2, 1, 16, "try --shard 4"), (12, 2, 4, 3, "leave out --shard")])
+def test_groups_that_do_not_fit_are_refused(n, tp, ep, shard, words):
+    with pytest.raises(ValueError, match=words):
+        check_ranks(n, tp, 1, ep, shard=shard)
+
+
+def test_the_share_of_the_bytes_that_leave_a_node():
+    mesh = make_mesh(World(rank=0, size=8), shard=4, groups=False)
+    shares = {name: share_between_nodes(mesh.axes()[name], lambda rank: rank // 4)
+              for name in ("dp", "dp.shard", "dp.replicas", "ep")}
+    assert shares == {"dp": 1 / 4, "dp.shard": 0, "dp.replicas": 1, "ep": 0}
+    ep = Axis("ep", 1, 4, ranks=(0, 1, 2, 3))
+    assert share_between_nodes(ep, lambda rank: rank // 2) == 2 / 3
+    pp = Axis("pp", 1, 4, ranks=(0, 1, 2, 3))
+    assert share_between_nodes(pp, lambda rank: rank // 2) == 1 / 2
+
+
+def test_the_search_shares_within_a_node_where_there_are_several():
+    cfg = plan_flags.PlanFlags(**dict(LLAMA, dtype="bf16", seq_len=64), micro_batch=2, global_batch=64)
+    found = [(layout.zero, layout.shard, layout.tp) for layout in plan.layouts(cfg, 16, "h200")]
+    assert {(1, 8, 1), (3, 8, 1), (2, 4, 2), (1, 0, 1)} <= {*found}
+    assert all(zero for zero, shard, _ in found if shard)
+    assert not any(layout.shard for layout in plan.layouts(cfg, 8, "h200"))
+    everyone, groups = (plan.estimate(dataclasses.replace(cfg, zero=3, shard=shard), 16, "h200", 256)
+                        for shard in (0, 8))
+    assert groups["between_nodes_mb"] < everyone["between_nodes_mb"] / 2
+    assert groups["memory_gib"]["optimizer"] == 2 * everyone["memory_gib"]["optimizer"]
+
+
+def test_gpus_of_a_node_copy_within_a_shard():
+    """Over two nodes ZeRO's messages go through NCCL; within a shard of one node they are copies."""
+    cfg = Config(zero=1, dtype="bf16")
+    for shard, copies in ((0, False), (8, True), (16, False)):
+        mesh = make_mesh(World(size=32), shard=shard, groups=False)
+        choice = choose(cfg, mesh, torch.device("cuda"), lambda mesh, axis, device: axis.size <= 8)
+        assert choice.peer_copies == copies
+        assert (choice.bucket_class(Bucket, mesh.dp, [torch.zeros(1)]) is PeerBucket) == copies

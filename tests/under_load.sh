@@ -11,7 +11,7 @@ tests=(
   tests/test_files.py::test_resume_auto_waits_for_a_run_that_is_leaving
   tests/test_watch.py::test_a_hang_under_mpiexec_has_the_same_exit_code
   tests/test_watch.py::test_a_slow_rank_is_named
-  tests/test_pool.py::test_quick_calls_beside_busy_neighbours
+  tests/test_faults.py::test_quick_calls_keep_their_workers
 )
 
 busy=()
