@@ -199,14 +199,6 @@ def test_the_line_of_a_launcher_works_when_it_is_typed(tmp_path):
     assert "2 of 2 ranks here" in done.stdout and "step=1/" in done.stdout
 
 
-def test_the_suggested_ep_divides_ranks_and_experts():
-    for argv, say in (("--n-experts=4 --ep=4", "--ep 2"), ("--n-experts=9 --ep=4", "--ep 3")):
-        with pytest.raises(ValueError, match=say):
-            plan.plan_one(plan.arguments([*argv.split(), "--gpus=6"])[0], 256)
-    with pytest.raises(ValueError, match="n-experts 6 .* ep 4; try --ep 2"):
-        plan.plan_one(plan.arguments(["--n-experts=6", "--ep=4", "--gpus=8"])[0], 256)
-
-
 # Values of which random misfits are made: many do not fit each other, or one process
 RANDOM = {
     "--n-embd": (64, 96, 100, 130, 250), "--n-head": (2, 3, 6, 8, 12), "--n-kv-head": (1, 2, 3, 4),
