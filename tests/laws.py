@@ -54,9 +54,9 @@ TEXTS = {"bench": (".py", ".sh", ".js", ".html", ".pbs", ".slurm"),
 # What is larger today: a number here only falls, and what is within its limit leaves the list.
 OVER = {
     "runtime, interface": (4678, 29), "corpus, cost, programs": (6636, 31), "house": (17903, 96),
-    "tests": (24753, 86)}
+    "tests": (24745, 86)}
 LONG_FILES = {
-    "tests/test_cli.py": 602, "tests/test_kernels.py": 655}
+    "tests/test_kernels.py": 655}
 
 
 # -----------------------------------------------------------------------------
