@@ -232,7 +232,7 @@ def test_a_checkpoint_goes_on_in_any_layout(mlm, tmp_path, layout):
 def test_what_no_run_can_have_is_refused(mlm, tmp_path):
     argv = [*BASE, f"--data={mlm.parent / 'toy'}", f"--out={tmp_path / 'new'}"]
     for flags, *words in [
-            (["--prompt=a"], "--fill"), (["--seq-len=3"], "no token"), (["--vocab-size=1"], "[MASK]"),
+            (["--prompt=a"], "--prompt"), (["--seq-len=3"], "no token"), (["--vocab-size=1"], "[MASK]"),
             (["--vocab-size=200", f"--init-from={mlm}"], "a vocabulary of"),
             (["--objective=causal", f"--resume={mlm}/step_000003"], "--objective mlm")]:
         assert_refused(session(World(), [*argv, *flags]), *words)
