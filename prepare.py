@@ -394,7 +394,7 @@ def main(argv=None):
         flags = parse(argv)
         folder = flags.folder
         if flags.verify:
-            say(f"{folder}: {shards.verify(folder)} files have their sha256")
+            say(f"{folder}: {shards.verify(folder, cache=False)} files have their sha256")
             return 0
         is_chat = flags.sources[0] == "chat"
         files = list_files(flags.sources[int(is_chat):], flags)

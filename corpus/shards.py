@@ -5,14 +5,16 @@ form one stream, which corpus/samples.py cuts into windows. Conversations also h
 per token: 1 where it is trained. Errors are ValueError or OSError, and say which command repairs the data.
 """
 import hashlib
+import json
 import struct
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 
 from interface import paths
-from interface.files import check_schema, load_json
+from interface.files import check_schema, load_json, write_whole
 
 SPLITS = ("train", "val")
 MAGIC = b"nanoshrd"
@@ -108,10 +110,11 @@ def write_shard(path, tokens):
     return {"file": path.name, "tokens": len(tokens), "sha256": digest.hexdigest(), "max_id": max_id}
 
 
-def verify(folder):
+def verify(folder, cache=True):
     """Compare all files with their sha256, and return the number of files. It reads 1-2 GB/s.
 
-    ValueError, OSError: the first difference, or a file that is missing.
+    cache: a file whose size and mtime_ns are those of an earlier success (folder/.verified.json) is not read
+    again. ValueError, OSError: the first difference, or a file that is missing.
     """
     folder = Path(folder)
     meta = load_meta(folder)
@@ -121,12 +124,26 @@ def verify(folder):
         if "masks" in meta:
             files += meta["masks"][split]
     fix = how_to_fix(folder, meta)
+    record = folder / ".verified.json"
+    seen = {}
+    if cache:
+        with suppress(OSError, ValueError):
+            seen = load_json(record)
+
+    good = {}
     for file in files:
         path = folder / file["file"]
         if not path.is_file():
             raise FileNotFoundError(f"{path} is missing; {fix}")
+        stat = path.stat()
+        good[path.name] = [stat.st_size, stat.st_mtime_ns, file["sha256"]]
+        if seen.get(path.name) == good[path.name]:
+            continue
         with open(path, "rb") as f:
             found = hashlib.file_digest(f, "sha256").hexdigest()
         if found != file["sha256"]:
             raise ValueError(f"{path} has sha256 {found[:9]}, expected {file['sha256'][:9]}; {fix}")
+    if good != seen:
+        with suppress(OSError):  # in a read-only folder the files are read each time
+            write_whole(record, json.dumps(good))
     return len(files)

@@ -18,6 +18,7 @@ import torch
 import parallel
 from config import Outcome
 from corpus import samples
+from corpus.shards import verify
 from corpus.tokenizer import prompt_tokenizer
 from cost.memory import check_memory
 from interface.layout import check_layout
@@ -91,6 +92,9 @@ def open_data(cfg, world, mesh):
     train, val: sources of samples. identity: words that other data would change; checkpoints keep them.
     tokenizer: for samples of text, or None if the run prints none.
     """
+    if world.local_rank == 0 and cfg.data != "synthetic":
+        for folder, _ in samples.parse_blend(cfg.data):
+            verify(folder)  # once per node
     train, val, vocab_size, identity = samples.open_data(cfg)
     tokenizer = prompt_tokenizer(cfg)
     check_memory(cfg, mesh, vocab_size, world)

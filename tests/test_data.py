@@ -9,8 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from runs import refused as run_refused
 
 import prepare
+import train
 from config import Config
 from corpus import order, samples, shards
 from corpus import text as readers
@@ -227,7 +229,9 @@ def test_edited_files_are_caught_by_verify(toy, capsys):
     shard = folder / "train_00003.bin"
     assert shards.verify(folder) == len(list(folder.glob("*.bin"))) + 1
     edit(shard, 4096 + 77, b"\1")
-    opens(folder)()  # headers and sizes are right
+    opens(folder)()  # headers and sizes are right; a run also compares the sha256, once per node
+    argv = ["tiny", f"--data={folder}", "--seq-len=8", f"--out={folder}.run"]
+    run_refused(train.main, argv, f"{shard} has sha256")
     code, out, err = run(capsys, "--name", "toy", "--out", folder.parent, "--verify")  # without a SOURCE
     assert code == 2 and err.count("\n") == 1 and f"nanoshard: {shard} has sha256" in err
     shard.unlink()
