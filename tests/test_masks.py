@@ -385,7 +385,7 @@ def test_conversations_have_documents_and_text_has_on_demand(data, tmp_path):
         assert samples.settled_doc_mask(str(data / name), doc_mask) == ("on" if has_documents else "off")
     for name in ("synthetic", f"{data}/characters"):
         said = session(World(), [f"--data={name}", "--doc-mask=on", f"--out={tmp_path}/x"])
-        assert_refused(said, "leave out --doc-mask")
+        assert_refused(said, "--doc-mask on", "leave")
     eod = shards.load_meta(data / "chat")["eod"]
     source = opened(data, ["chat"])
     x, _ = source.batch(0, 8)
