@@ -54,7 +54,7 @@ TEXTS = {"bench": (".py", ".sh", ".js", ".html", ".pbs", ".slurm"),
 # What is larger today: a number here only falls, and what is within its limit leaves the list.
 OVER = {
     "runtime, interface": (4682, 29), "corpus, cost, programs": (6653, 31), "house": (17924, 96),
-    "tests": (24754, 86)}
+    "tests": (24753, 86)}
 LONG_FILES = {
     "tests/test_kernels.py": 655}
 
