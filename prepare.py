@@ -369,20 +369,22 @@ def same_data(command):
 def is_made(flags, command, files):
     """Whether the data set stands, sound, and was made by this command after its files last changed.
 
-    ValueError: something else stands there, and --replace is not given.
+    ValueError: what stands there is no data set, or another one, and --replace is not given.
     """
     folder = flags.folder
     if not folder.exists():
         return False
-    made_by = "something else"
-    if (folder / "meta.json").is_file():
-        made_by = same_data(shards.load_meta(folder).get("command", "an older prepare.py"))
+    if not (folder / "meta.json").is_file():
+        raise ValueError(f"{folder} is there, and is no data set; give another --name")
+    made_by = same_data(shards.load_meta(folder).get("command", "an older prepare.py"))
     if made_by != command and not flags.replace:
         raise ValueError(f"{folder} is there, made by: {made_by}; give another --name, or --replace it")
+    if made_by != command:
+        return False
     with contextlib.suppress(ValueError, OSError):  # what is damaged is made again
         shards.verify(folder)
         newest = max(os.path.getmtime(file.path) for file in files)
-        return made_by == command and newest < os.path.getmtime(folder / "meta.json")
+        return newest < os.path.getmtime(folder / "meta.json")
     return False
 
 
@@ -412,6 +414,8 @@ def main(argv=None):
                 old = set_aside(folder.resolve(), f"{folder.name}.old")
         if old:
             remove_folder(old, OURS)
+            if old.exists():
+                warn(f"{old} stays: it holds {min(os.listdir(old))}, which prepare.py did not write")
         say(f"{folder}: {said}, {time.time() - start:.1f} s")
     return 0
 

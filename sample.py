@@ -124,6 +124,8 @@ def ask(mode, flags, cfg, vocabulary, run, world):
     if mode == "chat":
         Template(vocabulary)  # refuses a vocabulary
         return partial(converse, world, vocabulary, flags)
+    if not flags.prompt and vocabulary.kind == "char" and "\n" not in vocabulary.chars:
+        raise ValueError(f"the text of {run} has no line break to begin with; give --prompt TEXT")
     prompts = [encode_prompt(prompt, vocabulary) for prompt in flags.prompt or ("\n",)]
     return partial(print_samples, vocabulary, prompts, flags)
 

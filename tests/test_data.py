@@ -439,7 +439,7 @@ def test_a_failure_leaves_the_old_data(tmp_path, texts, capsys, monkeypatch):
 
 @pytest.mark.parametrize("what,words", [
     ("another data set", "x is there, made by: python prepare.py"), ("a damaged meta.json", "no sound JSON"),
-    ("a folder", "x is there, made by: something else"), ("a file", "x is there, made by: something else"),
+    ("a folder", "x is there, and is no data set"), ("a file", "x is there, and is no data set"),
     ("x.tmp", "x.tmp is there: another command writes it, or one was killed")])
 def test_nothing_is_replaced_unasked(what, words, tmp_path, texts, capsys):
     argv = [texts[0], "--name", "x", "--out", tmp_path, "--tokenizer", "char"]
@@ -454,8 +454,10 @@ def test_nothing_is_replaced_unasked(what, words, tmp_path, texts, capsys):
         folder.mkdir()
         (folder / "train_00000.bin").write_text("mine")
     before = tree(tmp_path)
-    code, out, err = run(capsys, *argv, "--val-fraction", 0.3)
-    assert code == 2 and err.count("\n") == 1 and words in err and out == "" and tree(tmp_path) == before, err
+    for replace_it in [] if what == "another data set" else ["--replace"], []:
+        code, out, err = run(capsys, *argv, "--val-fraction", 0.3, *replace_it)
+        assert code == 2 and err.count("\n") == 1 and words in err, err
+        assert out == "" and tree(tmp_path) == before
 
 
 def test_files_of_others_stay_when_a_data_set_is_replaced(tmp_path, texts, capsys):
@@ -466,7 +468,7 @@ def test_files_of_others_stay_when_a_data_set_is_replaced(tmp_path, texts, capsy
     assert run(capsys, *argv)[0] == 0
     (tmp_path / "x/notes.txt").write_text("mine")
     code, _, err = run(capsys, *argv, "--val-fraction", 0.3, "--replace")
-    assert code == 0 and "x.old stays" in err and (tmp_path / "x").is_symlink()
+    assert code == 0 and "x.old stays: it holds notes.txt" in err and (tmp_path / "x").is_symlink()
     assert tree(tmp_path / "disk/x.old") == [(tmp_path / "disk/x.old/notes.txt", b"mine")]
     assert "--replace" not in shards.load_meta(tmp_path / "x")["command"]
 

@@ -394,7 +394,7 @@ def test_what_peft_computes_in_another_way_is_refused(qwen, tmp_path):
     come_in(qwen, folder, tmp_path / "rs")
     assert json.loads((tmp_path / "rs/config.json").read_text())["lora_alpha"] == 3 * 2 ** 0.5
     refused(convert.main, ["import", folder, "--base", qwen / "tuned", "--out", tmp_path / "out"],
-            "holds adapters itself, on top of", f"{qwen / 'base' / 'step_000000'}; give that")
+            "holds adapters itself", f"give {qwen / 'base' / 'step_000000'}")
     refused(convert.main, ["peft", qwen / "base", "--out", tmp_path / "out"], "has no adapters")
 
 
