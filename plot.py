@@ -121,7 +121,9 @@ def at_end(out, experts, show):
     rows, _ = sound_rows(out / "metrics.jsonl")
     try:
         for name in AT_END:
-            more = [("val_loss", "x", points(rows, "val_loss"))] if name == "loss" else []
+            more = []
+            if name == "loss":
+                more = [("val_loss", "x", points(rows, "val_loss")), ("refused", "S", points(rows, "spike_loss"))]
             drawn[name] = draw(name, [(name, "", points(rows, name)), *more])
     except ImportError:
         print(NO_PLOTEXT, flush=True)

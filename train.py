@@ -63,7 +63,7 @@ def train(run):
         # A row and a checkpoint need the number of refused steps. To read it, the host waits.
         if run.is_logged or due(cfg.save_every) or cfg.skip_spikes:
             run.guard.count_refused()
-        if run.is_logged or run.guard.reason or run.guard.given_up:
+        if run.is_logged or stats is None or run.guard.reason or run.guard.given_up:
             run.log(batch, stats, evaluates=due(cfg.eval_every))
         run.outcome = run.judge(begun)
         is_best = cfg.keep_best and cfg.save_every > 0 and state.best.get("step") == number

@@ -15,7 +15,7 @@ from interface.files import load_json, sound_rows, write_whole
 from interface.layout import command
 from interface.terminal import printable, short
 
-CURVES = (("loss", "Loss, nats per token; dots: validation"), ("lr", "Learning rate"),
+CURVES = (("loss", "Loss, nats per token; dots: validation, refused steps"), ("lr", "Learning rate"),
           ("grad_norm", "Gradient norm"), ("ms", "Milliseconds per step"), ("tok_s", "Tokens per second"),
           ("mem_gb", "Memory, GB"))
 LEFT, RIGHT, TOP, BOTTOM = 60, 468, 30, 204  # of the curves in a picture of 480 x 230
@@ -65,7 +65,9 @@ def write_report(path, runs):
     body = [f"<h1>{escape(title)}</h1><p>{' &#160; '.join(legend)}</p>", grid(map(summary, runs))]
     curves = []
     for key, heading in CURVES:
-        dots = [values_of(run, "val_loss") for run in runs] if key == "loss" else []
+        dots = []
+        if key == "loss":
+            dots = [values_of(run, "val_loss") + values_of(run, "spike_loss") for run in runs]
         curves.append(chart(heading, [values_of(run, key) for run in runs], dots))
     body.append(f"<h2>Curves</h2>{grid(curves)}")
     body.append(f"<h2>Samples</h2>{grid(map(samples, runs))}")

@@ -118,16 +118,16 @@ def most_memory(device):
 
 
 def step_statistics(stats, refusal):
-    """Return {skip_reason, loss, ...} of a step; only the reason if the step was not taken."""
+    """Return {skip_reason, loss, ...} of a step; if it was not taken, the reason and what the spike had."""
     if stats is None:
         return {"skip_reason": "range"}
-    if refusal is not None:
-        return {"skip_reason": refusal}
 
     numbers = torch.stack(tuple(stats)).tolist()  # sync point
     values = dict(zip(stats._fields, numbers, strict=True))
     if not (math.isfinite(values["loss"]) and math.isfinite(values["grad_norm"])):
         return {"skip_reason": not_finite_reason(values["loss"], values["grad_norm"])}
+    if refusal is not None:
+        return {"skip_reason": refusal, "spike_loss": values["loss"], "spike_grad_norm": values["grad_norm"]}
     values["num_zeros"] = int(values["num_zeros"])
     return {"skip_reason": None, **values}
 
@@ -210,6 +210,8 @@ def end(run):
     profiles.end_profile(run.log_file.profiler, run.out)
     run.log_file.close()
     plot.at_end(run.out, run.log_file.last_experts, run.cfg.plot and ending.is_finished(run))
+    if run.log_file.speeds:
+        say(run.log_file.speed())
     ending.report_ending(run)
 
 
@@ -308,6 +310,7 @@ class Log:
         self.last_experts = None
         self.last_row = {}
         self.first_done = None  # (when, which) the first step of this start was done
+        self.speeds = []  # (ms, tok_s) of the rows behind it
         self.profiler = None  # of --profile
         self.tracker = None if wandb == "off" else Tracker(wandb, self.out, config)
 
@@ -317,7 +320,10 @@ class Log:
         self.metrics.add(values)
         self.last_row = values
         steps = self.begun["config"].get("steps")
-        say(format_row(values, steps, self.seconds_left(values["step"], steps)))
+        left = self.seconds_left(values["step"], steps)
+        if left is not None and "ms" in values:
+            self.speeds.append((values["ms"], values["tok_s"]))
+        say(format_row(values, steps, left))
         if self.tracker is not None:
             self.tracker.add(values)
 
@@ -333,6 +339,13 @@ class Log:
         if steps is None or step == first:
             return None
         return (now - when) / (step - first) * (steps - step)
+
+    def speed(self):
+        """Return how fast this start was: 400 steps in 1:52, median 240 ms, 17,000 tok/s."""
+        ms, tok_s = map(statistics.median, zip(*self.speeds, strict=True))
+        steps = self.last_row["step"] - self.begun["step"]
+        took = clock(time.time() - self.begun["time"])
+        return f"{steps} steps in {took}, median {ms:.0f} ms, {tok_s:,.0f} tok/s"
 
     def experts(self, step, layers):
         """Write experts.jsonl: per layer the load of each expert, dropped, aux, z and router entropy."""
@@ -388,9 +401,9 @@ def format_row(row, steps=None, left=None):
 class Tracker:
     """A run of wandb, whose own process sends the rows: add() waits for no network.
 
-    OUT/wandb_id keeps its id, so that all starts of a run are one curve. The variables WANDB_PROJECT and
-    WANDB_NAME count. If the server is not reached, the run is recorded in OUT/wandb/, and close() prints the
-    command that sends it later. Whatever fails costs one line.
+    OUT/wandb_id keeps its id, so that all starts of a run are one curve. WANDB_PROJECT, WANDB_NAME, WANDB_DIR
+    and WANDB_MODE count. If the server is not reached, the run is recorded in OUT/wandb/, and close() prints
+    the command that sends it later. Whatever fails costs one line.
     """
 
     def __init__(self, mode, out, config):
@@ -404,6 +417,10 @@ class Tracker:
             how = dict(project=told.project or "nanoshard", name=told.run_name or out.resolve().name, dir=out,
                        id=kept.read_text(), resume="allow", config=config,
                        settings=wandb.Settings(init_timeout=10))
+            if Path(told.root_dir) != Path.cwd():
+                how["dir"] = told.root_dir
+            if told.mode in ("offline", "disabled"):
+                mode = told.mode
             try:
                 self.run = wandb.init(mode=mode, **how)
             except wandb.errors.CommError as e:

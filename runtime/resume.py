@@ -64,6 +64,8 @@ class State:
 
 def save(cfg, mesh, data_parallel, opt, saver, state):
     """Start to write step_N/; every rank writes its part. saver.wait() says whether it was committed."""
+    if not saver.wait() and saver.step == state.best.get("step"):
+        state.best = {}  # lost: the next evaluation is the lowest
     flags = dataclasses.asdict(cfg)
     meta = {**dataclasses.asdict(state), "seed": cfg.seed, "adam_t": int(opt.adam.step_count),
             "scaler": opt.scaler(), "world": mesh.world.size,

@@ -129,15 +129,18 @@ def test_a_refused_spike_equals_a_skipped_range(tmp_path, n, layout):
     same(tmp_path / "a", tmp_path / "b", 16)
     a, b = rows(tmp_path / "a"), rows(tmp_path / "b")
     assert a[11].pop("skip_reason").startswith("spike: loss") and b[11].pop("skip_reason") == "range"
-    a[11] = {k: v for k, v in a[11].items() if k in b[11] or k == "loss"}  # a spike has expert statistics
+    a[11] = {k: v for k, v in a[11].items() if k in b[11] or k == "loss"}  # a spike has statistics
     assert a == b and "loss" not in a[11] and a[-1]["skipped"] == 1 and len(got["steps"]) == 16
 
 
 def test_a_spike_on_one_rank_is_refused_on_all_and_logged_regardless_of_log_every(tmp_path):
-    flags = "--steps=14", "--log-every=10", "--skip-spikes=20"
-    go_small(2, tmp_path, *flags, at=12, last_rank_only=True)
-    assert [r["step"] for r in rows(tmp_path)] == [1, 10, 12, 14]
-    assert [r["step"] for r in rows(tmp_path) if "skip_reason" in r] == [12]
+    """Of a range, too, each step has its row and its line."""
+    flags = "--steps=14", "--log-every=10", "--skip-spikes=20", "--train-range-to-skip", 3, 4
+    said = go_small(2, tmp_path, *flags, at=12, last_rank_only=True)["out"]
+    table = {r["step"]: r for r in rows(tmp_path)}
+    assert list(table) == [1, 3, 4, 10, 12, 14] and said.count("(range)") == 2
+    assert [step for step, row in table.items() if "skip_reason" in row] == [3, 4, 12]
+    assert table[12]["spike_loss"] > 4 * table[10]["loss"] and "spike_grad_norm" in table[12]
 
 
 def test_a_resumed_run_restores_the_detectors_window(tmp_path):
@@ -247,7 +250,7 @@ class StandIn:
         self.on_init, self.on_log = on_init, on_log
         self.errors = SimpleNamespace(CommError=StandIn.CommError)
         self.calls, self.steps = [], []
-        self.settings = SimpleNamespace(project=None, run_name=None)
+        self.settings = SimpleNamespace(project=None, run_name=None, root_dir=Path.cwd(), mode="online")
 
     def Settings(self, **settings):
         return settings
@@ -294,9 +297,11 @@ def test_wandb_gets_each_row_and_all_starts_of_a_run_are_one(tmp_path, monkeypat
     assert (first["project"], first["name"], first["mode"]) == ("nanoshard", tmp_path.name, "online")
     said = capfd.readouterr()
     assert said.out.startswith("wandb: https://w/1\n") and said.err == ""
-    wandb.settings = SimpleNamespace(project="mine", run_name="hello")  # of the variables of wandb
+    # The variables of wandb
+    wandb.settings = SimpleNamespace(project="mine", run_name="hello", root_dir="/there", mode="disabled")
     tracked(tmp_path, wandb, "online", monkeypatch)
-    assert (wandb.calls[-1]["project"], wandb.calls[-1]["name"]) == ("mine", "hello")
+    call = wandb.calls[-1]
+    assert [call[key] for key in ("project", "name", "dir", "mode")] == ["mine", "hello", "/there", "disabled"]
 
 
 def test_wandb_without_a_network_records_and_says_how_to_send(tmp_path, monkeypatch, capfd):

@@ -22,7 +22,7 @@ from runs import TINY, assert_refused, chars, final, go, rows, same, session
 import checkpoint
 import prepare
 from interface import files
-from runtime import agree
+from runtime import agree, resume
 from runtime.agree import Stop
 from runtime.launch import World
 
@@ -506,6 +506,15 @@ def test_kill_9_of_one_rank_ends_all_and_the_run_can_be_resumed(tmp_path):
     go(2, tmp_path / "never", *flags, f"--steps={at + 10}", "--log-every=1")
     same(tmp_path / "never", out, at + 10)
     assert rows(tmp_path / "never") == rows(out)
+
+
+def test_a_best_checkpoint_whose_save_failed_is_not_remembered():
+    saver = mock.Mock(step=4, **{"wait.return_value": False})
+    for step, best in ((4, {}), (2, {"step": 2})):
+        state = resume.State(best={"step": step})
+        with contextlib.suppress(TypeError):  # there is no Config: nothing is saved
+            resume.save(None, None, None, None, saver, state)
+        assert state.best == best
 
 
 def test_the_checkpoint_with_the_lowest_validation_loss_is_kept(toy, tmp_path):

@@ -33,6 +33,15 @@ def test_the_time_left_is_the_mean_of_the_steps_so_far(monkeypatch):
     assert left == [None, 3.0 * 8, 4.0 * 7]
 
 
+def test_the_closing_line_has_the_median_of_the_rows_behind_the_first(tmp_path, monkeypatch):
+    now = iter([1000.0, 1112.0])
+    monkeypatch.setattr("time.time", lambda: next(now))
+    run_log = log.Log(tmp_path, {"steps": 400})
+    for step, ms in ((1, 9999.0), (100, 240.0), (200, 230.0), (400, 950.0)):
+        run_log.row(step=step, ms=ms, tok_s=17e3)
+    assert run_log.speed() == "400 steps in 1:52, median 240 ms, 17,000 tok/s"
+
+
 @pytest.mark.parametrize("flags, said", [
     (["--top-k=3"], "--top-k 3 has no effect without --n-experts"),
     (["--momentum=0.9"], "--momentum 0.9 has no effect without --optimizer muon"),
