@@ -121,10 +121,11 @@ def at_end(out, experts, show):
     rows, _ = sound_rows(out / "metrics.jsonl")
     try:
         for name in AT_END:
-            more = []
+            curves = [(name, "", points(rows, name))]
             if name == "loss":
-                more = [("val_loss", "x", points(rows, "val_loss")), ("refused", "S", points(rows, "spike_loss"))]
-            drawn[name] = draw(name, [(name, "", points(rows, name)), *more])
+                curves.append(("val_loss", "x", points(rows, "val_loss")))
+                curves.append(("refused", "S", points(rows, "spike_loss")))
+            drawn[name] = draw(name, curves)
     except ImportError:
         print(NO_PLOTEXT, flush=True)
     for name, text in drawn.items():

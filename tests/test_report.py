@@ -66,8 +66,8 @@ def test_a_page_holds_all_of_a_run_and_no_markup_of_its_texts(tmp_path):
         assert words in said, words
     titles = [e.text for e in tree.iter(f"{SVG}text") if e.get("class") == "title"]
     assert "<pre>Once</pre>" in text
-    assert titles == ["Loss, nats per token; dots: validation, refused steps", "Learning rate", "Gradient norm",
-                      "Milliseconds per step"]
+    assert titles == ["Loss, nats per token; dots: validation, refused steps", "Learning rate",
+                      "Gradient norm", "Milliseconds per step"]
     assert len(list(tree.iter(f"{SVG}circle"))) == 2
 
 
