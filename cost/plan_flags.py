@@ -7,6 +7,7 @@ from typing import Literal
 from config import Config
 from cost.gpus import GPUS
 from interface.command_line import given, parse
+from interface.layout import check_flags
 
 MOST_GPUS = 2**17
 
@@ -46,6 +47,8 @@ def arguments(argv):
     if needed > 1 and not (given(argv, "gpus") or cfg.scaling or cfg.search):
         raise ValueError(f"--gpus is missing, the number of GPUs, which this layout needs {needed} of; try "
                          f"--gpus {needed}")
+    if not (cfg.scaling or cfg.search):
+        check_flags(cfg, cfg.gpus)
     counts = []
     if cfg.scaling is not None:
         if not re.fullmatch("[1-9][0-9]{0,5}(,[1-9][0-9]{0,5})*", cfg.scaling):

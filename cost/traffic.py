@@ -81,7 +81,7 @@ def tensor_parallel_bytes(rank):
     nbytes = calls * rank.rows * cfg.n_embd * rank.weight_bytes
     if rank.has_head:  # cross-entropy over the vocabulary: all-reduces of a maximum and two sums per row
         nbytes += 2 * 3 * rank.head_rows * rank.sum_bytes
-    nbytes += rank.blocks * 2 * cfg.n_experts * rank.sum_bytes  # all-reduce of the router's counts
+    nbytes += rank.blocks * router_bytes(rank)
     if cfg.qk_norm == "all":  # all-reduce of two sums per row, and of their gradients
         times = 2 if cfg.recompute == "none" else 3
         nbytes += rank.blocks * times * 2 * 2 * rank.rows * rank.sum_bytes
@@ -110,8 +110,14 @@ def context_parallel_bytes(rank):
     cfg = rank.cfg
     gathered = cfg.micro_batch * cfg.seq_len * 2 * rank.kv * rank.weight_bytes
     calls = 2 if cfg.recompute == "none" else 3
-    counts = 2 * cfg.n_experts * rank.sum_bytes  # all-reduce of the router's counts
-    return rank.mesh.cp.ring * (calls * gathered + counts)
+    return rank.mesh.cp.ring * (calls * gathered + router_bytes(rank))
+
+
+def router_bytes(rank):
+    """Of MoE.route: all-reduces of how often each expert was chosen and, of documents, of the real rows."""
+    cfg = rank.cfg
+    rows = 8 if cfg.n_experts and cfg.doc_mask == "on" else 0  # int64
+    return 2 * (cfg.n_experts * rank.sum_bytes + rows)
 
 
 def dispatch_bytes(rank):

@@ -78,7 +78,8 @@ class Metrics:
             if run.log_file is not None:
                 run.log_file.experts(run.state.step, experts)
         if stats is not None and run.state.step == run.first_step and run.log_file is not None:
-            predicted = traffic(Rank(cfg, run.mesh, run.state.vocab_size, run.choice), batch)
+            settled = dataclasses.replace(cfg, doc_mask="on" if run.train_data.has_documents else "off")
+            predicted = traffic(Rank(settled, run.mesh, run.state.vocab_size, run.choice), batch)
             counted = report_traffic(predicted, sent, run.mesh, run.world.nodes)
             if counted:
                 run.log_file.note(run.state.step, traffic=counted)

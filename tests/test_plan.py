@@ -8,6 +8,7 @@ from unittest import mock
 import pytest
 import torch
 from pool import run_ranks
+from shared import Documents
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -308,6 +309,9 @@ LAYOUTS += [dict(BASE, optimizer="muon", **layout) for layout in
 LAYOUTS += [dict(EXPERTS, optimizer="muon", tp=2, ep=2, zero=3, capacity_factor=1.0, n_shared_experts=1)]
 LAYOUTS += [dict(WIDE, zero=3, shard=2), dict(WIDE, zero=2, shard=2, tied=True, optimizer="muon"),
             dict(EXPERTS, zero=1, shard=1, tp=2, ep=4, capacity_factor=1.0)]
+# Documents: the real rows are counted over tp and cp.
+LAYOUTS += [dict(EXPERTS, tp=2, ep=2, doc_mask="on", capacity_factor=1.0),
+            dict(EXPERTS, tp=2, cp=2, doc_mask="on", router="sigmoid")]
 # What backward gathers again. A causal model over cp refuses --recompute selective: see config.py.
 GATHERED = [dict(shape, objective=objective, cp=2, recompute=recompute, global_batch=4)
             for shape in (BASE, dict(EXPERTS, ep=2, capacity_factor=1.0))
@@ -321,7 +325,8 @@ def sent(world, flags):
     model, data_parallel, opt = train.build(cfg, mesh, cfg.vocab_size, world.device)
     opt.stop = Stop(0.0)  # its votes travel with the statistics of a step
     batch = cfg.global_batch
-    batches = train.micro_batches(cfg, mesh, Synthetic(100, 8, 1), 0, batch, world.device)
+    source = (Documents if cfg.doc_mask == "on" else Synthetic)(100, 8, 1)
+    batches = train.micro_batches(cfg, mesh, source, 0, batch, world.device)
     train.Step(cfg, model, data_parallel, opt)(batches, 1)
     axes = {name: sum(axis.sent.values()) for name, axis in mesh.axes().items()}
     return {k: v for k, v in axes.items() if v}, traffic(Rank(cfg, mesh, cfg.vocab_size), batch)

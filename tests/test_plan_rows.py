@@ -98,9 +98,9 @@ def test_memory_within_12_percent_of_measured(row):
 # With 32 experts the routing was more even: the sum of settled routing is that of these rows, within 0.2 %.
 @pytest.mark.parametrize("row", [row for row in UNEVEN if "--n-experts 32" not in row.flags], ids=str)
 def test_uneven_routing_takes_longer_than_what_it_settles_to(row):
-    """Predictions of settled routing are 7 to 10 % too low on two GPUs, and 19 to 24 % on four."""
+    """Predictions of settled routing are 9 to 10 % too low on two GPUs, and 21 to 26 % on four."""
     settled = predicted_over_measured(row, False)
-    low, high = (0.89, 0.935) if row.gpus == 2 else (0.75, 0.82)
+    low, high = (0.89, 0.935) if row.gpus == 2 else (0.735, 0.8)
     assert low < settled < high
 
 
