@@ -20,7 +20,7 @@ from pathlib import Path
 import plot
 from config import Config, Outcome, typed
 from interface import files
-from interface.command_line import INTERRUPTED, parse, wrong_input
+from interface.command_line import INTERRUPTED, given, parse, wrong_input
 from interface.layout import check_alone, check_flags
 from interface.paths import meant_run
 from interface.terminal import Stream, one_line, open_streams
@@ -126,15 +126,18 @@ def surround():
 # The flags
 
 def parse_flags(argv):
-    """Return (flags, None), or (default flags, what is wrong) on a rank of several, which tells the others.
+    """Return (flags, None), or (default flags, what is wrong with files) on a rank, which tells the others.
 
-    A single process with wrong flags ends at once. So do all with --help and --list, which rank 0 prints.
+    All ranks have the same words, so that wrong ones end each rank at once, as --help and --list do; rank 0
+    prints. Only files may be missing on some ranks alone.
     """
-    with wrong_input(), contextlib.ExitStack() as stack:
+    with wrong_input():
         signals.rank = launch.env_rank()
-        _, n_ranks = launch.started_by()
+        launcher, n_ranks = launch.started_by()
+    with wrong_input(quiet=signals.rank != 0), contextlib.ExitStack() as stack:
         if signals.rank != 0:
             stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
+        reads_files = given(argv, "config") or given(argv, "init_from")
         try:
             if "--list" in argv:
                 list_runs(argv)
@@ -143,11 +146,15 @@ def parse_flags(argv):
                 check_alone(cfg, argv)
             elif n_ranks > 1:
                 check_flags(cfg, n_ranks)
+            reads_files = True
             check_paths(cfg)
         except (ValueError, OSError) as e:
-            if n_ranks == 1:
-                raise
-            return Config(), one_line(e)
+            if n_ranks != 1 and reads_files:
+                return Config(), one_line(e)
+            if signals.rank != 0 and launcher != "hydra":  # others end all ranks with the first that ends
+                signal.signal(signal.SIGTERM, lambda *_: os._exit(Outcome.WRONG_INPUT))
+                time.sleep(1)  # rank 0 prints
+            raise
     return cfg, None
 
 

@@ -105,7 +105,7 @@ WRONG = [
     ("train.py --train-range-to-skip 5 3", "5 3 must be pairs"),
     ("train.py --rampup-batch-size 4 2", "START INCREMENT SAMPLES"),
     ("train.py --rampup-batch-size 4 2 0", "START INCREMENT SAMPLES"),
-    ("train.py --data synthetic --prompt=a", "--prompt"), ("train.py --data data/chars --out=/", "no folder"),
+    ("train.py --data synthetic --prompt=a", "--prompt"),
     (f"{RESUME} --n-layer=3", "--n-layer 1 (this run: 3)"), (f"{RESUME} --bias", "--bias False (this run:"),
     (f"{RESUME} --data synthetic", "--resume-changed"),
     ("train.py --data data/chars --vocab-size=3", "--vocab-size 3"),
@@ -116,7 +116,7 @@ WRONG = [
     ("train.py --data input.txt", "python prepare.py input.txt --name input"),
     ("train.py input.txt", "python prepare.py input.txt --name input"),
     ("train.py out/run", "--config out/run"),
-    ("train.py --data data/chars --resume out/rum", "out/run"), ("train.py --resume=auot", "--resume auto"),
+    ("train.py --data data/chars --resume out/rum", "out/run"), ("train.py --resume=auot", "is no checkpoint"),
     ("sample.py out/rum", "out/run"), ("plot.py out/rum", "out/run"),
     ("prepare.py inptu.txt --name x", "inptu.txt is not a file"),
 ]
@@ -180,11 +180,25 @@ def test_layouts_that_do_not_fit_two_ranks_are_refused(flags, words):
         check_flags(parse(flags.split()), 2)
 
 
-def test_one_rank_prints_the_error_under_mpiexec():
-    """The lowest of those that find it."""
-    for argv, said in ((["--stepz=3"], "--steps"), (["--global-batch=9"], "dp 2; try --global-batch 16")):
-        command = [MPIEXEC, "-n", "2", sys.executable, ROOT / "train.py", *argv]
-        job = subprocess.run(command, capture_output=True, text=True, timeout=240)
+REFUSES_IMPORTS = """import sys
+class Finder:
+    def find_spec(self, name, path, target=None):
+        assert name not in ("torch", "mpi4py"), name
+sys.meta_path.insert(0, Finder())
+"""
+WRONG_ON_ALL_RANKS = [
+    ("--stepz=3", "--steps"), ("--global-batch=9", "dp 2; try --global-batch 16"),
+    ("tinny", "the first word is one of tiny"), ("tiny --layers 3", "--n-layer 3"),
+    ("--steps=-1", "--steps")]
+
+
+def test_one_rank_prints_the_error_under_mpiexec(tmp_path):
+    """The lowest, before torch and MPI are imported, which takes seconds."""
+    (tmp_path / "sitecustomize.py").write_text(REFUSES_IMPORTS)
+    for argv, said in WRONG_ON_ALL_RANKS:
+        command = [MPIEXEC, "-n", "2", sys.executable, ROOT / "train.py", *argv.split()]
+        job = subprocess.run(command, capture_output=True, text=True, timeout=240,
+                             env={**os.environ, "PYTHONPATH": str(tmp_path)})
         assert_refused({"code": job.returncode, "err": job.stderr}, said)
 
 
