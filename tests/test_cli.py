@@ -181,10 +181,9 @@ def test_layouts_that_do_not_fit_two_ranks_are_refused(flags, words):
 
 
 REFUSES_IMPORTS = """import sys
-class Finder:
-    def find_spec(self, name, path, target=None):
-        assert name not in ("torch", "mpi4py"), name
-sys.meta_path.insert(0, Finder())
+def hook(event, args):
+    assert event != "import" or args[0] not in ("torch", "mpi4py"), args[0]
+sys.addaudithook(hook)
 """
 WRONG_ON_ALL_RANKS = [
     ("--stepz=3", "--steps"), ("--global-batch=9", "dp 2; try --global-batch 16"),
