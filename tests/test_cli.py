@@ -116,7 +116,8 @@ WRONG = [
     ("train.py --data input.txt", "python prepare.py input.txt --name input"),
     ("train.py input.txt", "python prepare.py input.txt --name input"),
     ("train.py out/run", "--config out/run"),
-    ("train.py --data data/chars --resume out/rum", "out/run"), ("train.py --resume=auot", "is no checkpoint"),
+    ("train.py --data data/chars --resume out/rum", "out/run"),
+    ("train.py --resume=auot", "is no checkpoint"),
     ("sample.py out/rum", "out/run"), ("plot.py out/rum", "out/run"),
     ("prepare.py inptu.txt --name x", "inptu.txt is not a file"),
 ]

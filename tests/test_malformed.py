@@ -207,7 +207,7 @@ def test_a_folder_that_was_no_run_is_not_taken_for_one(files, tmp_path):
         (tmp_path / "out" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "out" / name).write_text("mine")
     flags = [*TINY, "--steps=1", f"--out={tmp_path / 'out'}"]
-    assert_refused(session(World(), flags), f"--out {tmp_path / 'out'} is no run, and holds {Path(files[0]).name}")
+    assert_refused(session(World(), flags), f"is no run, and holds {Path(files[0]).name}")
     assert all((tmp_path / "out" / name).read_text() == "mine" for name in files)
     (tmp_path / "out/metrics.jsonl").write_text("")  # With it, it was a run, which gets another name.
     went = session(World(), [*flags, "--resume=auto"])
