@@ -70,8 +70,7 @@ class Flags:
 def read_run(run_dir):
     """Read a run, one of its checkpoints, or a directory of Hugging Face.
 
-    Return (Config, vocabulary size, Reader, directory of the run, line). The line says which checkpoint was
-    taken, or is "".
+    Return (Config, vocabulary size, Reader, directory of the run, a line that says which checkpoint it is).
     """
     run = Path(run_dir)
     step = None
@@ -97,10 +96,7 @@ def read_run(run_dir):
 
 
 def choose_step(run):
-    """Return the checkpoint of a run to take, and a line that says which it is and why.
-
-    It is that with the lowest validation loss, if it is known and sound; otherwise the newest sound one.
-    """
+    """Return the checkpoint with the lowest validation loss, or else the newest, and a line that says so."""
     chosen = checkpoint.newest(run)
     if chosen is None:
         raise FileNotFoundError(f"{run} holds no sound checkpoint; train with --save-every N")
@@ -117,7 +113,6 @@ def choose_step(run):
 # Import. Each command writes into a folder that becomes --out, and returns lines that say what it wrote.
 
 def import_adapter(flags, folder):
-    """Write adapters of peft as one of our runs that has made no step."""
     theirs = Path(flags.model)
     if not flags.base:
         raise ValueError(f"{theirs} holds adapters; give --base RUN, the run or what import wrote to whose "
@@ -138,7 +133,6 @@ def import_adapter(flags, folder):
 
 
 def import_model(flags, folder):
-    """Write a Hugging Face model as one of our runs that has made no step."""
     if paths.steps_of(flags.model):
         raise ValueError(f"{flags.model} is a run of train.py, which sample.py and --init-from read as it is")
     weights = HuggingFace(flags.model, flags.seq_len)
@@ -162,7 +156,6 @@ def save_run(out, folder, cfg, pieces, vocabulary, more):
 
 
 def write_json(folder, files):
-    """Write {name: content} as JSON in UTF-8, whatever the terminal's encoding is."""
     for name, content in files.items():
         (folder / name).write_bytes(json.dumps(content, indent=1, ensure_ascii=False).encode())
 
@@ -171,7 +164,7 @@ def write_json(folder, files):
 # Export
 
 def read_ours(flags):
-    """Return what read_run() gives of a run of ours, its tokenizer or None, and torch's dtype of --dtype."""
+    """Return what read_run() gives, its tokenizer or None, and torch's dtype of --dtype."""
     from model import DTYPES
     cfg, vocab_size, weights, run, said = read_run(flags.model)
     if isinstance(weights, HuggingFace):
@@ -181,13 +174,11 @@ def read_ours(flags):
 
 
 def export_model(flags, folder):
-    """Write one of our runs as a directory of Hugging Face."""
     cfg, vocab_size, weights, run, said, vocabulary, dtype = read_ours(flags)
     kind = family_of(cfg)
     full = full_config(cfg, kind)
     if vocabulary and cfg.objective == "mlm":
-        # [MASK] is one id past the data's.
-        vocabulary = vocabulary.with_special([MASK])
+        vocabulary = vocabulary.with_special([MASK])  # one id past the data's
     eod = vocabulary.eod if vocabulary else None
     files = {"config.json": config_json(full, kind, vocab_size, eod, str(dtype).removeprefix("torch."))}
     if cfg.objective == "causal":
@@ -230,7 +221,6 @@ def write_weights(folder, layout, most):
 
 
 def model_card(cfg, kind, weights, run):
-    """Return README.md: what was trained, on what, and how far."""
     meta = weights.index["meta"]
     task = {"causal": "text-generation", "mlm": "fill-mask"}[cfg.objective]
     flags = {field.name: getattr(cfg, field.name) for field in dataclasses.fields(cfg)
@@ -250,7 +240,6 @@ def model_card(cfg, kind, weights, run):
 
 
 def export_adapter(flags, folder):
-    """Write the adapters of a run with --lora as peft's files."""
     cfg, vocab_size, weights, run, said, vocabulary, dtype = read_ours(flags)
     if not isinstance(weights, adapters.Merged):
         raise ValueError(f"{run} has no adapters; convert.py export writes the whole model")
@@ -263,7 +252,6 @@ def export_adapter(flags, folder):
 
 
 def write_gguf(flags, folder):
-    """Write a run of ours as a file that llama.cpp reads."""
     cfg, vocab_size, weights, run, said, vocabulary, dtype = read_ours(flags)
     if flags.dtype not in gguf.FILE_TYPES:
         raise ValueError(f"--dtype {flags.dtype}: llama.cpp has only {', '.join(gguf.FILE_TYPES)}")

@@ -4,22 +4,14 @@
     python prepare.py FILE... --name NAME
     python prepare.py chat FILE.jsonl... --name NAME --tokenizer data/stdlib --seq-len 128
 
-FILE is text, .jsonl or .ndjson, either packed as .gz, .jsonl.zst (needs zstandard), .parquet (needs pyarrow),
-or a data set on the Hugging Face hub (needs datasets): fineweb_edu_10bt (28 GB), fineweb_edu,
-dclm_baseline_1.0 (several TB), dclm_baseline_1.0_10prct, hf:OWNER/NAME::PATTERN.
+FILE is text or .jsonl, either packed as .gz, .jsonl.zst (needs zstandard), .parquet (needs pyarrow), or a
+data set on the Hugging Face hub (needs datasets): fineweb_edu_10bt (28 GB), fineweb_edu, dclm_baseline_1.0
+(several TB), dclm_baseline_1.0_10prct, hf:OWNER/NAME::PATTERN.
 
-1) get the tokenizer: trained on the sources, taken from a folder, or published
-2) read the documents, and encode them in parallel: the same bytes for any --workers
-3) shuffle those of records, and write the shards into data/NAME.tmp
-4) rename that to data/NAME; what stands there is replaced if the same command made it, or by --replace
-
-The documents are the files of the standard library, or the records. Other text is cut at blank lines into
-documents of about 4,000 characters, or where --split-at stands in it. End-of-document follows each, and the
-hash of its text alone decides between train and val, so duplicates have the same split; or all of --val is
-val. `char` has no documents: its text is one stream, and the last tenth is val.
-
-A line of a file of conversations is {"messages": [{"role": "user", "content": "..."}, ...]}, with the roles
-system, user and assistant. Only what the assistant says is trained, except with "weight": 0: docs/chat.md.
+A document is a file of the standard library, or a record. Other text is cut at blank lines into documents of
+about 4,000 characters, or where --split-at stands in it. End-of-document follows each, and the hash of its
+text alone decides between train and val, so duplicates have the same split; or all of --val is val. `char`
+has no documents: its text is one stream, and the last tenth is val. docs/chat.md tells of conversations.
 """
 import contextlib
 import functools
@@ -115,8 +107,6 @@ def parse(argv):
         raise ValueError(f"--name {flags.name!r} is no plain name, as my-text is; --out says where it goes")
     if flags.vocab_size is not None and flags.tokenizer != "bpe":
         raise ValueError("--vocab-size is for --tokenizer bpe")
-    if flags.shuffle and flags.no_shuffle:
-        raise ValueError("--shuffle and --no-shuffle exclude each other")
     return flags
 
 
@@ -138,11 +128,9 @@ def list_stdlib(with_tests):
 # The tokenizer
 
 def training_texts(files, flags):
-    """Yield texts to train a vocabulary on: all of a small input, each file's beginning of a large one."""
+    """Yield what a vocabulary is trained on: all of a small input, each file's beginning of a large one."""
     size = sum(os.path.getsize(file.path) for file in files)
     most = TRAINING_BYTES if size <= TRAINING_BYTES else TRAINING_BYTES // len(files)
-    if size > 4e6:  # it takes seconds
-        say(f"trains a vocabulary on at most {TRAINING_BYTES >> 20} MB of the text, then encodes all of it")
     for file in files:
         left = most
         for document in text.documents(file, flags.text_key, flags.split_at):
@@ -171,17 +159,15 @@ def make_tokenizer(flags, files):
 # -----------------------------------------------------------------------------
 # Documents to tokens
 
-@functools.lru_cache(1)
+@functools.lru_cache(1)  # a vocabulary of 100,000 takes 0.1 s
 def load_tokenizer(path, sha256):
-    """Return the tokenizer at `path`, once per process: a vocabulary of 100,000 takes 0.1 s."""
     return tokenizer.load(path)
 
 
 def encode(path, sha256, val_fraction, split, texts):
     """Return [(split, tokens with their end)] of texts, and counts of what was read.
 
-    path, sha256: of the tokenizer. split: of all texts, or "" where the hash of each alone decides: equal
-    texts stay together. A text without ends is cut in two later.
+    path, sha256: of the tokenizer. split: of all texts, or "" where the hash of each decides.
     """
     vocab = load_tokenizer(path, sha256)
     dtype = token_dtype(vocab)
@@ -265,12 +251,11 @@ def write_tokens(batches, work):
 
 
 def read_tokens(path, dtype):
-    """Return the tokens that write_tokens() wrote, (n,), memory-mapped."""
     return np.memmap(path, dtype, "r") if path.stat().st_size else np.empty(0, dtype)
 
 
 def shuffle(path, lengths, dtype, seed):
-    """Put the documents of a file of tokens in an order that the seed determines."""
+    """Put the documents of a file of tokens in an order that only the seed determines."""
     tokens = read_tokens(path, dtype)
     ends = np.cumsum(lengths, dtype=np.int64)
     keys = draw_keys("documents", seed)[:4]
@@ -338,13 +323,8 @@ def prepare_chat(flags, files, val_files, work):
     meta = common_meta(flags, vocab, sizes, {"cut": counts["cut"], "dropped": counts["dropped"]})
     meta["documents"] = {split: counts[split] for split in SPLITS}
     meta |= {"seq_len": flags.seq_len, "shards": written, "masks": masks}
-    windows = {split: len(packed[split][0]) for split in SPLITS}
-    n_trained = sum(int(trained.sum()) for _, trained in packed.values())
-    percent = 100 * n_trained / sum(windows.values()) / flags.seq_len
-    return meta, (f"{counts['train']:,} + {counts['val']:,} conversations (train + val) in "
-                  f"{windows['train']:,} + {windows['val']:,} windows of {flags.seq_len}, "
-                  f"{vocab.n_vocab:,} symbols,\n  {percent:.0f} % of the targets are trained; "
-                  f"{counts['cut']:,} conversations cut, "
+    return meta, (f"{counts['train']:,} + {counts['val']:,} conversations (train + val) in windows of "
+                  f"{flags.seq_len}, {vocab.n_vocab:,} symbols; {counts['cut']:,} conversations cut, "
                   f"{counts['dropped']:,} left out (longer than a window)")
 
 
@@ -362,7 +342,7 @@ def common_meta(flags, vocab, sizes, about):
 
 
 def same_data(command):
-    """Return a command without what changes no byte: two that are equal then make the same data."""
+    """Return a command without what changes no byte of its data set."""
     return re.sub(r" --(workers[ =]\d+|replace\b)", "", command)
 
 

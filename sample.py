@@ -4,11 +4,10 @@ A masked language model fills gaps: python sample.py RUN_DIR --fill "a [MASK] in
 
 --score FILE prints {"tokens", "loss", "perplexity"} for each document, in nats per token: the "text" of each
 line of a .jsonl file, or a whole text file. Each token is predicted once, from all tokens before it or, where
-seq_len is too short, from seq_len / 2 to seq_len of them; the first from end-of-document, if there is one.
+seq_len is too short, from at least seq_len / 2 of them.
 
---chat talks with you, by a model that was trained on conversations (prepare.py chat), in the terminal or from
-a pipe. /reset forgets, Ctrl-C stops an answer, Ctrl-D ends. Several ranks share the model with
-mpiexec -n 2 python sample.py RUN_DIR --chat --tp 2.
+--chat talks with you, by a model that was trained on conversations (prepare.py chat). /reset forgets, Ctrl-C
+stops an answer, Ctrl-D ends. Several ranks share it: mpiexec -n 2 python sample.py RUN_DIR --chat --tp 2.
 """
 import dataclasses
 import itertools
@@ -133,8 +132,7 @@ def ask(mode, flags, cfg, vocabulary, run, world):
 def load_model(cfg, vocab_size, weights, world=None):
     """Return the model with the weights of a checkpoint.Reader, in fp32, cut over the world if there is one.
 
-    No row is dropped for --capacity-factor: an expert's limit follows from the tokens that are read at once,
-    so a text would have other logits in one read than token by token. ValueError: the weights do not fit.
+    No row is dropped for --capacity-factor: a text would have other logits in one read than token by token.
     """
     from runtime.launch import World  # isort: skip (before torch: it sets how idle threads wait)
     import torch  # not at the top: wrong input is found without waiting seconds for torch
@@ -157,7 +155,6 @@ def load_model(cfg, vocab_size, weights, world=None):
 
 
 def load_vocabulary(run, vocab_size):
-    """Return the run's tokenizer. ValueError: there is none, or it has more symbols than the model."""
     vocabulary = tokenizer.load_if_there(run, vocab_size)
     if vocabulary is None:
         raise ValueError(f"{run} has no tokenizer.json: train on text, such as --data data/stdlib; that of a "
@@ -169,7 +166,6 @@ def load_vocabulary(run, vocab_size):
 # --prompt
 
 def encode_prompt(prompt, vocabulary):
-    """Return the ids that a text begins with. ValueError: the vocabulary cannot say it, or begin a text."""
     ids = vocabulary.encode_prompt(prompt)
     if not ids and vocabulary.eod is None:
         raise ValueError("--prompt is empty, and this vocabulary has no end-of-document to start from; "
@@ -178,7 +174,7 @@ def encode_prompt(prompt, vocabulary):
 
 
 def print_samples(vocabulary, prompts, flags, model):
-    """Print flags.n samples of each prompt (a list of ids), each below a heading if there are several."""
+    """Print flags.n samples of each prompt, a list of ids."""
     samples = [(prompt, flags.seed + i) for prompt in prompts for i in range(flags.n)]
     for number, (prompt, seed) in enumerate(samples, 1):
         if len(samples) > 1:
@@ -204,10 +200,7 @@ def new_ids(model, vocabulary, prompt, flags):
 # --step
 
 def print_step(run, number):
-    """Print the samples of a step: a sample is a function of the seed and of its number.
-
-    This holds for a run whose batch never changed but by --rampup-batch-size.
-    """
+    """Print the samples of a step of a run whose batch never changed but by --rampup-batch-size."""
     cfg, vocab_size = read_run_config(run / "config.json")
     vocabulary = load_vocabulary(run, vocab_size)
     source, *_ = open_data(cfg)
@@ -226,9 +219,6 @@ def print_step(run, number):
 
 # -----------------------------------------------------------------------------
 # --fill
-
-CANDIDATES = 5  # tokens that are printed for each gap
-
 
 def read_gaps(cfg, vocabulary, run, text):
     """Return the ids of text, and the id of [MASK]. ValueError: it has no [MASK], or too many tokens."""
@@ -249,7 +239,7 @@ def read_gaps(cfg, vocabulary, run, text):
 
 
 def print_fillings(vocabulary, ids, mask, model):
-    """Print the text with the likeliest token in each gap, and then the five likeliest tokens of each gap."""
+    """Print the text with the likeliest token in each gap, and then the likeliest tokens of each gap."""
     import torch
     device = next(model.parameters()).device
     with torch.no_grad():
@@ -259,7 +249,7 @@ def print_fillings(vocabulary, ids, mask, model):
     for i, token in enumerate(ids):
         if token == mask:
             p = logits[i, :model.vocab_size].float().softmax(0)[:mask]  # all tokens but [MASK], the last
-            values, tokens = p.topk(min(CANDIDATES, mask))
+            values, tokens = p.topk(min(5, mask))
             filled[i] = tokens[0].item()
             pairs = zip(values.tolist(), tokens.tolist(), strict=True)
             gaps.append(", ".join(f"{vocabulary.decode([token])!r} {100 * value:.1f} %"
@@ -277,11 +267,9 @@ def read_documents(path, vocabulary):
     if not Path(path).is_file():
         raise FileNotFoundError(f"--score {path} is no file; give a text, or a .jsonl of lines with a 'text'")
     [file] = text.list_files(path, "text")
-    texts = list(text.texts(file, "text"))  # an empty one has its line, too
-    if not any(texts):
-        raise ValueError(f"--score {path} holds no text; give a file that does")
     start = np.array([] if vocabulary.eod is None else [vocabulary.eod], np.int64)
-    return [np.concatenate([start, vocabulary.encode_numpy(document)]) for document in texts]
+    return [np.concatenate([start, vocabulary.encode_numpy(document)])
+            for document in text.texts(file, "text")]
 
 
 def print_scores(documents, model):
@@ -322,8 +310,7 @@ def total_loss(model, ids):
 class Chat:
     """A conversation: its tokens so far, and the keys and values of the tokens that the model has seen.
 
-    agree: a function of this rank's token that gives the first rank's token, and whether the first rank was
-    told to stop. Both are the same on all ranks.
+    agree: a function of this rank's token that gives rank 0's, and whether rank 0 was told to stop.
     """
 
     def __init__(self, model, vocabulary, flags, agree=None):
@@ -337,7 +324,6 @@ class Chat:
         self.reset()
 
     def reset(self):
-        """Forget all that was said."""
         from pipeline import Cache
         self.tokens = list(self.template.begin)
         if self.flags.system:
@@ -373,7 +359,6 @@ class Chat:
 def share_out(cfg, flags, argv, world):
     """Return cfg with the layout of --chat instead of the training's. ValueError: the ranks do not fit."""
     from interface.layout import check_alone, check_flags
-    # The smallest micro-batch is one token per tp rank.
     cfg = dataclasses.replace(
         cfg, tp=flags.tp, ep=flags.ep, pp=1, cp=1, pp_chunks=1, pp_layers="", zero=0, shard=0,
         micro_batch=flags.tp, global_batch=0, rampup_batch_size=(), pdb=-1)
@@ -438,10 +423,7 @@ def serve(server, vocabulary, flags, name, model):
 
 
 def reply(asked, *, model, vocabulary, flags, seeds):
-    """Return the pieces of the answer to what a page asks, as interface.serve.ASKED says.
-
-    seeds: an iterator, so that the same question has several answers.
-    """
+    """Return the pieces of the answer to what a page asks, as interface.serve.ASKED says."""
     if not asked["messages"]:
         raise ValueError("there is no message")
     flags = dataclasses.replace(flags, temperature=round(asked["temperature"], 6), system=asked["system"],

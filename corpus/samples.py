@@ -48,8 +48,7 @@ def masks_documents(doc_mask, folder, meta):
 def document_places(tokens, eod):
     """Return the place of each token in its document, counted from 1: (n, T) -> (n, T) int64.
 
-    It is also the number of keys that the token's query sees. A document begins with the <|endoftext|> before
-    it, or with the window.
+    It is also the number of keys that the token's query sees. <|endoftext|> begins a document.
     """
     import torch
     positions = torch.arange(tokens.size(1))
@@ -87,8 +86,7 @@ class Tokens:
 
     train: an epoch is a permutation of all windows, keyed by (seed, epoch). From the second epoch on the
     windows also start at another offset, so that the text is cut elsewhere. val: in order, each epoch alike.
-    Windows of conversations stay as prepare.py packed them, and a token that is not trained has the target
-    IGNORE. doc_mask: the flag. ValueError, OSError: the files are damaged or too short for one window.
+    Windows of conversations stay as prepare.py packed them; what is not trained has the target IGNORE.
     """
 
     def __init__(self, folder, split, seq_len, seed=0, doc_mask="auto"):
@@ -189,10 +187,7 @@ class Tokens:
 # its sample j when it is used alone.
 
 def parse_blend(spec):
-    """Return the data sets of --data, [(folder, weight)].
-
-    A weight is a Fraction; where none is given, all are None. ValueError: wrong syntax.
-    """
+    """Return the data sets of --data, [(folder, weight)]. The weights are Fractions, or all are None."""
     if Path(spec).is_dir() or not ("," in spec or ":" in spec):
         return [(spec, None)]
 
@@ -221,10 +216,9 @@ def first_folder(spec):
 
 
 def samples_per_period(spec, metas):
-    """Return how many samples each data set of --data gives per period, [int].
+    """Return how many samples each data set of --data gives per period, [int]. metas: the meta.json of each.
 
-    These are the smallest whole numbers in the ratio of the weights, or of the training tokens where there
-    are no weights. metas: the meta.json of each.
+    They are the smallest whole numbers in the ratio of the weights or, without weights, of training tokens.
     """
     weights = [weight for _, weight in parse_blend(spec)]
     if None in weights:
@@ -239,11 +233,10 @@ def samples_per_period(spec, metas):
 
 
 def sample_schedule(counts):
-    """Return which data set gives each sample of a period P, (P,) int64.
+    """Return which data set gives each sample of a period P, (P,) int64. counts: samples of each, sum P.
 
-    counts: (data sets,), how many samples each gives per period; they sum to P. Sample c of a data set with
-    n of the P samples may come once c P / n samples are given in all, and must come before (c + 1) P / n
-    are. Of the samples that may come, the one with the earliest deadline does. No count is ever a whole
+    Sample c of a data set with n of the P samples may come once c P / n samples are given in all, and must
+    come before (c + 1) P / n are. The one with the earliest deadline comes. So no count is ever a whole
     sample off its share (the chairman assignment problem, Tijdeman 1980).
     """
     counts = np.array(counts)
@@ -262,8 +255,7 @@ def sample_schedule(counts):
 def load_blend_meta(spec):
     """Return the meta.json of the first data set of --data, with the `identity` of all.
 
-    identity: a str that other data or other weights would change; checkpoints keep it. ValueError, OSError:
-    a data set is damaged, the tokenizers differ, or one data set trains on the val shard of another.
+    identity: a str that other data or other weights would change; checkpoints keep it.
     """
     folders = [folder for folder, _ in parse_blend(spec)]
     metas = [load_meta(folder) for folder in folders]
@@ -322,7 +314,7 @@ class Blend:
         for part, count in enumerate(per_period):
             self.given[self.schedule == part] = np.arange(count)
 
-        # Samples until the first data set begins its second epoch.
+        # Until the first data set begins its second epoch.
         self.n_samples = min(max(1, part.n_samples * len(self.schedule) // count)
                              for part, count in zip(self.parts, per_period, strict=True))
 
@@ -333,10 +325,7 @@ class Blend:
         return which, period * self.per_period[which] + self.given[k]
 
     def pieces(self, first, n):
-        """Yield what each data set gives to samples first .. first+n-1: (Tokens, its first sample, its rows).
-
-        The samples that one data set gives are consecutive. rows: their places among the n samples.
-        """
+        """Yield what each data set gives to n samples: (Tokens, its first sample, their rows among the n)."""
         which, numbers = self.locate(np.arange(first, first + n, dtype=np.int64))
         for i in np.unique(which).tolist():
             rows = np.flatnonzero(which == i)
@@ -366,10 +355,7 @@ class Blend:
 # 3) A run
 
 def open_data(cfg):
-    """Return the data of a run: train, val, vocab_size and the identity of the data, a str.
-
-    vocab_size is that of cfg or, where it is 0, of the data and [MASK]. ValueError, OSError: see load_meta.
-    """
+    """Return the data of a run: train, val, vocab_size (of cfg or, where it is 0, of the data), identity."""
     n_mask = 1 if cfg.objective == "mlm" else 0  # [MASK] is one id past the data's
     if cfg.data == "synthetic":
         if cfg.doc_mask == "on":
@@ -395,9 +381,8 @@ def open_data(cfg):
 def batch_size(samples, full, ramp=()):
     """Return the sequences of the step that starts after `samples` were consumed.
 
-    full: the batch after the ramp. ramp: () for none, or the (START, INCREMENT, SAMPLES) of
-    --rampup-batch-size, as in Megatron-LM: the batch begins with START sequences and grows by INCREMENT while
-    the first SAMPLES are consumed, in stages of the same number of samples.
+    full: the batch after the ramp. ramp: () or (START, INCREMENT, SAMPLES), as in Megatron-LM: the batch
+    begins with START sequences and grows by INCREMENT while the first SAMPLES are consumed.
     """
     if not ramp:
         return full
@@ -409,8 +394,7 @@ def batch_size(samples, full, ramp=()):
 def trained_tokens(source, first, count, device):
     """Return the trained tokens of the `count` samples from `first` on, by which their loss is divided.
 
-    Every rank knows the number with no message. It is an int, a constant of a recorded CUDA graph, if the
-    source trains every token; otherwise () int64 on the device, in every step alike.
+    An int, a constant of a CUDA graph, if the source trains every token; otherwise () int64 on the device.
     """
     n = source.n_targets(first, count)
     if source.all_trained:
@@ -424,8 +408,7 @@ def micro_batches(cfg, mesh, source, first, count, device):
 
     x, y: (B, T/cp) int64. With micro-batches of mb samples, micro-batch j holds samples j*mb .. (j+1)*mb-1.
     Rank d of dp takes n_batches of them, from d*n_batches on, and its cp ranks their segments of each sample.
-    Where --doc-mask separates documents, a micro-batch is (x, y, places): the place of each token in its
-    document, counted before the samples are cut over cp.
+    Where --doc-mask separates documents, a micro-batch is (x, y, places), counted before the cut over cp.
     """
     n_batches = count // (cfg.micro_batch * mesh.dp.size)
     start = first + mesh.dp.rank * n_batches * cfg.micro_batch

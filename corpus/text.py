@@ -1,20 +1,18 @@
 """Readers: the inputs of prepare.py -> documents (str).
 
-    stdlib                       each file is a document
-    records: .jsonl, .ndjson     the value of --text-key on each line
-    .parquet                     each row of the column --text-key (needs pyarrow)
-    fineweb_edu_10bt, hf:...     files on the Hugging Face hub, read as above (needs datasets)
-    text: any other name         about 4,000 characters, cut at a blank line, or what --split-at separates
+    stdlib               each file is a document
+    records: .jsonl      the value of --text-key on each line
+    .parquet             each row of the column --text-key
+    any other text       about 4,000 characters, cut at a blank line, or what --split-at separates
 
-Files packed as .gz, or records as .zst (needs zstandard), are known by their first bytes, records of another
-name by their first line. What cannot be read is a ValueError with its file and row.
+Packed files are known by their first bytes, records of another name by their first line. What cannot be read
+is a ValueError with its file and row.
 """
 import contextlib
 import gzip
 import importlib
 import io
 import json
-import re
 import zlib
 from pathlib import Path
 from typing import NamedTuple
@@ -51,25 +49,18 @@ def require(module, user):
 # Which files, and how each is read
 
 def list_files(source, key):
-    """Return the Files of one source, a path or a name on the hub, in order.
-
-    key: the column or json key of the text. ValueError, OSError: a file is absent, or no text.
-    """
+    """Return the Files of one source, a path or a name on the hub, in order. key: --text-key."""
     if source in HUB or source.startswith("hf:"):
         found = fetch_from_hub(source)
     elif Path(source).is_file():
         found = [(source, source)]
     else:
-        raise FileNotFoundError(f"{source} is not a file; give stdlib, files, or one of "
-                                f"{', '.join(HUB)}")
+        raise FileNotFoundError(f"{source} is not a file; give stdlib, files, or one of {', '.join(HUB)}")
     return [File(kind_of(name, path, key), str(path)) for name, path in found]
 
 
 def fetch_from_hub(name):
-    """Fetch a data set from the Hugging Face hub; return [(name in the repository, local path)].
-
-    `datasets` finds the files and caches them, and a download that was stopped goes on at the next file.
-    """
+    """Fetch a data set from the Hugging Face hub; return [(name in the repository, local path)]."""
     datasets = require("datasets", f"the data set {name}")
     repo, _, pattern = name.removeprefix("hf:").partition("::")
     repo, pattern = HUB.get(name, (repo, pattern or "**"))
@@ -82,10 +73,7 @@ def fetch_from_hub(name):
 
 
 def kind_of(name, path, key):
-    """Return how a file is read. name: what it was called before it came into a cache.
-
-    ValueError: it is JSON of another form, or a table, of which no line is a text.
-    """
+    """Return how a file is read. name: what it was called before it came into a cache."""
     packed = str(name).lower()
     name = packed.removesuffix(".gz").removesuffix(".zst")
     if name.endswith(".parquet"):
@@ -100,10 +88,8 @@ def kind_of(name, path, key):
     if isinstance(record, dict) and (key in record or "messages" in record):
         say(f"{path}: its first line is a JSON object, so each line is read as one")
         return "records"
-    fields = re.split(rb'"?[,\t]"?', first.strip(b'"'))
-    is_table = len(fields) > 1 and key.encode() in fields
     is_json = first in (b"{", b"[") or first.startswith((b'{"', b"[{"))
-    if not name.endswith(".txt") and (is_table or is_json or name.endswith((".json", ".csv", ".tsv"))):
+    if name.endswith((".json", ".csv", ".tsv")) or (is_json and not name.endswith(".txt")):
         raise ValueError(f"{path} would be trained on with its brackets or separators; write a JSON object "
                          f"on each line (jq -c '.[]') with the text under --text-key {key}, or name it .txt")
     if packed.endswith(".zst"):  # zstandard does not tell that a text is cut short; a record is broken then
@@ -165,7 +151,7 @@ def texts(file, key):
 
 
 def paragraphs(text):
-    """Yield a text in documents that end after a blank line, or a line, or with the text."""
+    """Yield a text in documents that end after a blank line, or a line."""
     start = 0
     while start < len(text):
         end = len(text)
@@ -187,11 +173,11 @@ def json_lines(path):
                 continue
             try:
                 record = json.loads(line)
-            except ValueError as e:
-                raise ValueError(f"{path}, row {row:,} is no JSON ({one_line(e)[:120]}); mend it or leave it "
-                                 "out, or write each record on a line, as jq -c . does") from None
+            except ValueError:
+                record = None
             if not isinstance(record, dict):
-                raise ValueError(f"{path}, row {row:,} is no JSON object; write each on a line (jq -c '.[]')")
+                raise ValueError(f"{path}, row {row:,} is no JSON object; mend it or leave it out; jq -c . "
+                                 "writes each object on a line")
             yield f"{path}, row {row:,}", record
 
 

@@ -22,12 +22,6 @@ PATTERN = (
     r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+"
     r"|\s++$|\s*[\r\n]|\s+(?!\S)|\s"
 )
-# The classes of transformers that give the pre-tokenizer of tokenizer.json the add_prefix_space of
-# tokenizer_config.json, and the model_types that stand for them where no class is named.
-SET_PREFIX_SPACE = ("GPT2Tokenizer", "Qwen2Tokenizer", "GPTNeoXTokenizer", "CohereTokenizer",
-                    "CodeGenTokenizer")
-CLASS_OF_MODEL = {"gpt2": "GPT2Tokenizer", "qwen2": "Qwen2Tokenizer", "qwen3": "Qwen2Tokenizer",
-                  "qwen3_moe": "Qwen2Tokenizer"}
 UNKNOWN = "\ufffd"  # what decoding gives for an id without a token, such as padding
 
 
@@ -37,9 +31,8 @@ UNKNOWN = "\ufffd"  # what decoding gives for an id without a token, such as pad
 class Tokenizer:
     """What all kinds have in common.
 
-    spec: the whole tokenizer as plain json. sha256: that of the saved file. special: the tokens that text
-    never gives, {token: id}. A subclass has n_vocab (number of ids), eod (id of end-of-document or None),
-    encode_numpy (str -> (n,) ids) and decode (any iterable of ids -> str).
+    special: the tokens that text never gives, {token: id}. A subclass has n_vocab (number of ids), eod (id of
+    end-of-document or None), encode_numpy (str -> (n,) ids) and decode (ids -> str).
     """
 
     def __init__(self, spec):
@@ -68,10 +61,7 @@ class Tokenizer:
         return type(self)({**self.spec, "special": special})
 
     def whole_characters(self, ids, before=()):
-        """Yield the text of ids in pieces of whole characters: a token may end inside a character.
-
-        before: the ids in front of them, of which nothing is yielded.
-        """
+        """Yield the text of ids, which follow the ids `before`, in pieces of whole characters."""
         held = list(before)
         text = self.decode(held)
         said = len(text)
@@ -101,7 +91,7 @@ class CharTokenizer(Tokenizer):
     def encode_numpy(self, text):
         code_points = np.frombuffer(text.encode("utf-32-le"), np.uint32)
         ids = self.id_of[code_points]
-        if len(ids) and ids.min() < 0:
+        if (ids < 0).any():
             c = text[int(np.argmax(ids < 0))]
             raise ValueError(f"the character {c!r} (U+{ord(c):04X}) is not among the {len(self.chars)} of"
                              " this vocabulary; leave it out, or prepare the data with --tokenizer bpe")
@@ -142,8 +132,7 @@ class BpeTokenizer(Tokenizer):
 class HfTokenizer(Tokenizer):
     """A tokenizer of Hugging Face, run by their library `tokenizers`.
 
-    spec: json, their tokenizer.json; config, their tokenizer_config.json, whose eos_token is end-of-document;
-    eos_id, the model's, where config has none; special, further special tokens and their ids.
+    spec: json, their tokenizer.json; config, their tokenizer_config.json; special, tokens that we added.
     """
 
     def __init__(self, spec):
@@ -164,7 +153,7 @@ class HfTokenizer(Tokenizer):
         self.eod = self.find_eod()
 
     def find_eod(self):
-        """Return the id of end-of-document, or None where neither tokenizer nor model names one."""
+        """Return the id of end-of-document: the tokenizer's, or the model's, or None."""
         eos = self.spec["config"].get("eos_token")
         if isinstance(eos, dict):
             eos = eos.get("content")
@@ -197,10 +186,7 @@ def train_char(texts):
 
 
 def train_bpe(texts, vocab_size):
-    """Return a BpeTokenizer trained on texts by rustbpe: 256 bytes, the merges, last end-of-document.
-
-    A small input runs out of pairs and gives fewer than vocab_size ids.
-    """
+    """Return a BpeTokenizer trained on texts: 256 bytes, the merges, end-of-document; vocab_size or fewer."""
     import rustbpe  # not at the top, as tiktoken above: train.py imports this file and should start quickly
 
     trainer = rustbpe.Tokenizer()
@@ -244,7 +230,7 @@ def load(path):
 
 
 def load_if_there(folder, vocab_size):
-    """Return the tokenizer of a directory, or None. ValueError: it has more ids than the model."""
+    """Return the tokenizer of a directory, or None. ValueError: it has more ids than the model has rows."""
     if not (folder / "tokenizer.json").exists():
         return None
     vocabulary = load(folder)
@@ -256,36 +242,21 @@ def load_if_there(folder, vocab_size):
 
 def spec_of_theirs(content, path):
     """Return the spec of an HfTokenizer from the content of Hugging Face's tokenizer.json at `path`."""
-    config, of_model = {}, {}
-    if path.with_name("tokenizer_config.json").is_file():
-        config = load_json(path.with_name("tokenizer_config.json"))
-    if path.with_name("config.json").is_file():
-        of_model = load_json(path.with_name("config.json"))
-    set_prefix_space(content, config, of_model.get("model_type"))
-    return {"kind": "hf", "json": content, "config": config, "eos_id": of_model.get("eos_token_id")}
-
-
-def set_prefix_space(content, config, model_type):
-    """Let a tokenizer.json put a space before a text as transformers does: some classes ignore its value.
-
-    content, config: of tokenizer.json and tokenizer_config.json.
-    """
-    name = config.get("tokenizer_class") or CLASS_OF_MODEL.get(model_type, "")
-    if name.removesuffix("Fast") not in SET_PREFIX_SPACE:
-        return
-    first = content.get("pre_tokenizer") or {}
-    for step in first.get("pretokenizers", [first]):
-        if step.get("type") == "ByteLevel":
-            step["add_prefix_space"] = bool(config.get("add_prefix_space"))
+    beside = {}
+    for name in ("tokenizer_config.json", "config.json"):
+        file = path.with_name(name)
+        beside[name] = load_json(file) if file.is_file() else {}
+    eos_id = beside["config.json"].get("eos_token_id")
+    return {"kind": "hf", "json": content, "config": beside["tokenizer_config.json"], "eos_id": eos_id}
 
 
 # -----------------------------------------------------------------------------
 # A run and its tokenizer
 
 def refuse_other_tokens(run, folder, more=True):
-    """Raise ValueError unless the data set in `folder` has the tokens of a run (or of its step_N).
+    """Raise ValueError unless a data set has the tokens of a run (or of its step_N), if that read text.
 
-    more: the data set may have special tokens besides. A run of synthetic data has no tokens to compare.
+    more: the data set may have special tokens besides.
     """
     if not (run / "tokenizer.json").is_file():
         run = run.parent

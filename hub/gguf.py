@@ -1,5 +1,4 @@
 """A model of ours as one GGUF file, the format of llama.cpp, by PyPI's package gguf: it knows the names."""
-import errno
 from dataclasses import dataclass
 
 from config import head_width
@@ -17,8 +16,7 @@ ARCHITECTURES = {  # {family of transformers: a name in gguf.MODEL_ARCH}
 PAIRS_ROWS = ("llama", "mixtral", "smollm3")  # there, rotary positions turn the rows (2i, 2i + 1) of a head
 FREE_HEAD_DIM = ("llama", "qwen3", "qwen3_moe", "smollm3", "gemma3_text")
 
-# llama.cpp knows ways to cut a text into words by name, not by pattern. The encodings gpt2, r50k_base and
-# p50k_base of tiktoken have the second one.
+# llama.cpp knows ways to cut a text into words by name. tiktoken's gpt2 and r50k_base have the second one.
 GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
 PRE_TOKENIZERS = {PATTERN: "llama-bpe", GPT2_PATTERN: "gpt-2"}
 
@@ -34,7 +32,6 @@ def open_writer(path, cfg, kind):
         "a --no-rope-every other than 4": kind == "smollm3" and cfg.no_rope_every != 4,
         "--tied with --qk-norm all": kind == "olmo2" and cfg.tied,
         "--router softmax with --qk-norm head": kind == "qwen3_moe" and cfg.router == "softmax",
-        "a Gemma 3 of 62 layers": kind == "gemma3_text" and cfg.n_layer == 62,  # scores are scaled otherwise
     }
     for part, is_there in refused.items():
         if is_there:
@@ -59,16 +56,13 @@ class Ggml(Lazy):
 
 
 def pair_rows(tensor, heads):
-    """Return the rows of a query or key matrix, (heads * D, C), or of its bias, in llama.cpp's order.
-
-    Our positions turn the rows i and i + D/2 of a head together. llama.cpp expects them side by side.
-    """
+    """Put the rows i and i + D/2 of each head of a query or key matrix, or its bias, side by side."""
     halves = tensor.reshape(heads, 2, -1, *tensor.shape[1:])  # (heads, 2, D/2, C)
     return halves.transpose(1, 2).reshape(tensor.shape)
 
 
 def read_from(weights, cfg, kind, vocab_size, dtype):
-    """Return {llama.cpp's name: Ggml} of the model that has the weights of ours, read from a Reader."""
+    """Return {llama.cpp's name: Ggml}, read from a Reader of our weights."""
     import gguf
     import torch
     table = gguf.get_tensor_name_map(gguf.MODEL_ARCH[ARCHITECTURES[kind]], cfg.n_layer)
@@ -91,7 +85,6 @@ def read_from(weights, cfg, kind, vocab_size, dtype):
 # Keys
 
 def add_model(writer, cfg, kind, vocab_size, dtype):
-    """Add the keys that say what the model computes."""
     from gguf import ExpertGatingFuncType
     writer.add_file_type(FILE_TYPES[dtype])
     writer.add_context_length(cfg.seq_len)
@@ -176,7 +169,4 @@ def write(writer, tensors):
         values = tensor.detach().contiguous()
         if not values.isfinite().all():
             raise ValueError(f"{name} has values that are not finite in this --dtype; try --dtype fp32")
-        try:
-            writer.write_tensor_data(values.view(torch.uint8).numpy())
-        except OSError as e:  # numpy says how much was written, and not why
-            raise OSError(errno.ENOSPC, f"No space left on device, {e}") from None
+        writer.write_tensor_data(values.view(torch.uint8).numpy())

@@ -9,10 +9,7 @@ from corpus.tokenizer import EOD, CharTokenizer
 
 
 def export_tokenizer(tokenizer, seq_len):
-    """Return a tokenizer of ours as transformers reads it, {file: content}.
-
-    The same text gives the same ids, except that the characters of a special token give that token.
-    """
+    """Return a tokenizer of ours as transformers reads it, {file: content}: the same text, the same ids."""
     if tokenizer.kind == "hf":
         whole = tokenizer.spec["json"]
         if tokenizer.spec.get("special"):
@@ -25,8 +22,7 @@ def export_tokenizer(tokenizer, seq_len):
         added = [{"id": i, "content": token, "single_word": False, "lstrip": False, "rstrip": False,
                   "normalized": False, "special": True} for token, i in tokenizer.special.items()]
         whole = {"version": "1.0", "added_tokens": added, **steps(tokenizer)}
-        # A model that continues texts reads their ends side by side, so a batch is padded on the left, with
-        # end-of-document. Characters have none, and so no padding.
+        # A model that continues texts reads their ends side by side, so a batch is padded on the left.
         settings = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": seq_len,
                     "padding_side": "right" if MASK in tokenizer.special else "left",
                     "clean_up_tokenization_spaces": False}
@@ -38,14 +34,12 @@ def export_tokenizer(tokenizer, seq_len):
 
 
 def character_steps(tokenizer):
-    """Return how tokenizer.json cuts, encodes and decodes for a CharTokenizer."""
     vocab = {character: i for i, character in enumerate(tokenizer.chars)}
     return {"pre_tokenizer": split("[\\s\\S]"), "decoder": {"type": "Fuse"},
             "model": {"type": "WordLevel", "vocab": {**vocab, **tokenizer.special}, "unk_token": ""}}
 
 
 def byte_pair_steps(tokenizer):
-    """Return how tokenizer.json cuts, encodes and decodes for a BpeTokenizer."""
     to_bytes = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     # In the library tokenizers `$` is also the end of a line, and the + of {1,3}+ would repeat.
     pattern = re.sub(r"(?<!\\)\$", r"\\z", tokenizer.spec["pattern"])
@@ -67,7 +61,6 @@ def byte_pairs(tokenizer):
 
 
 def split(pattern):
-    """Return the pre-tokenizer that cuts a text into the matches of a regular expression."""
     return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
 
 
@@ -75,11 +68,7 @@ def split(pattern):
 # Conversations
 
 def chat_template(tokenizer):
-    """Return {"chat_template": Jinja by which transformers writes a conversation as chat.Template does}.
-
-    It is {} where the tokenizer has no such tokens, or where the library reads the text behind one of them
-    otherwise than a text alone.
-    """
+    """Return {"chat_template": Jinja that writes a conversation as chat.Template does}, or {}: it cannot."""
     if not set(chat.MARKERS) <= tokenizer.special.keys():
         return {}
     template = chat.Template(tokenizer)
@@ -98,8 +87,7 @@ def chat_template(tokenizer):
 def jinja(begin, opens="", closes=""):
     """Return a conversation as Jinja writes it, after the text `begin`.
 
-    opens, closes: what stands around an answer and its <|end|>. From the words `generation` and
-    `endgeneration` transformers knows which tokens are trained; other readers have no such words.
+    opens, closes: what stands around an answer and its <|end|>, by which transformers knows what is trained.
     """
     message = "{{ '<|' + m['role'] + '|>' + m['content'] + '<|end|>' }}"
     answer = f"<|assistant|>{opens}{{{{ m['content'] + '<|end|>' }}}}{closes}"

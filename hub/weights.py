@@ -25,11 +25,8 @@ class Part(NamedTuple):
 
 @dataclass
 class Lazy:
-    """A tensor made of rectangles of ours. checkpoint.write_safetensors reads the values when it writes them.
-
-    parts: from top to bottom. Parts that the Reader lacks are zeros.
-    """
-    parts: list  # of Part
+    """A tensor made of rectangles of ours, read when it is written. What the Reader lacks is zeros."""
+    parts: list  # of Part, from top to bottom
     transposed: bool = False  # stored as (in, out), as in GPT-2 of transformers; ours is (out, in)
     expert: bool = False  # one of our experts, (1, rows, columns), is a matrix of theirs
     weights: checkpoint.Reader = None
@@ -50,7 +47,6 @@ class Lazy:
         return self.dtype.itemsize
 
     def detach(self):
-        """Read the tensor."""
         import torch
         blocks = []
         for part in self.parts:
@@ -58,7 +54,6 @@ class Lazy:
             if part.name in self.weights.index["tensors"]:
                 self.weights.fill(part.name, block, part.full, part.offset)
             blocks.append(block)
-        # One block is not copied.
         whole = torch.cat(blocks) if len(blocks) > 1 else blocks[0]
         return whole.T if self.transposed else whole.view(self.shape)
 
@@ -67,10 +62,7 @@ class Lazy:
 # Ours, as theirs
 
 def named_parts(cfg, kind, vocab_size):
-    """Return [(their name, Part)] of our parameters and buffers, without padding.
-
-    {} in a name stands for the number of an expert.
-    """
+    """Return [(their name, with {} for the number of an expert; Part without padding)] of our tensors."""
     from runtime.launch import World  # isort: skip (before torch: it sets how idle threads wait)
     import torch
 
@@ -139,7 +131,7 @@ FLOATS = {"BF16": "bf16", "F16": "fp16", "F32": "fp32", "F64": "fp64"}  # {safet
 
 
 def open_slices(path):
-    """Return {name: slice} of a .safetensors file; a slice reads from it. ValueError, OSError: none."""
+    """Return {name: slice} of a .safetensors file; a slice reads from it."""
     from safetensors import SafetensorError, safe_open
     if not path.exists():
         raise FileNotFoundError(f"{path} is not there; .bin and .pt can run code and are not read, save such "
@@ -152,10 +144,7 @@ def open_slices(path):
 
 
 class HuggingFace(checkpoint.Reader):
-    """The weights of a directory of Hugging Face, read as if they were a checkpoint of ours.
-
-    cfg, vocab_size: the model that config.json describes. ValueError: the files hold other tensors.
-    """
+    """The weights of a directory of Hugging Face, read as if they were a checkpoint of ours."""
 
     def __init__(self, folder, seq_len=0):
         self.path = Path(folder)

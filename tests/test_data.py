@@ -1,7 +1,6 @@
 """Token files, data order, tokenizers and prepare.py. Every message that a user can see is one line."""
 import json
 import os
-import re
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -154,16 +153,6 @@ def test_each_replica_takes_its_part_of_the_samples(layout, of_rank):
                 [start + 2 * j, start + 2 * j + 1] for j in range(each)]
 
 
-def test_the_seed_of_a_run_orders_its_data(toy):
-    for seed in (3, 4):
-        train, *_ = open_data(Config(data="synthetic", seq_len=9, seed=seed, vocab_size=77))
-        assert torch.equal(train.batch(0, 3)[0], samples.Synthetic(77, 9, seed).batch(0, 3)[0])
-        train, val, *_ = open_data(Config(data=str(toy[0]), seq_len=32, seed=seed))
-        want = samples.Tokens(toy[0], "train", 32, seed)
-        assert (train.window_starts(0, 50) == want.window_starts(0, 50)).all()
-        assert (train.seq_len, val.seq_len, train.vocab_size) == (32, 32, want.vocab_size)
-
-
 def test_windows_cross_shards_and_the_end_of_the_stream(toy):
     folder, stream = toy
     ds, T = samples.Tokens(folder, "train", 2500, seed=1), 2500  # every window spans three shards or four
@@ -255,6 +244,8 @@ def test_the_data_of_a_run(toy):
     folder, stream = toy
     cfg = Config(data=str(folder), seq_len=32, seed=3)
     train, val, vocab_size, identity = open_data(cfg)
+    want = samples.Tokens(folder, "train", 32, 3)
+    assert (train.window_starts(0, 50) == want.window_starts(0, 50)).all() and train.seq_len == 32
     assert vocab_size == tok.load(folder).n_vocab and train.split == "train" and val.split == "val"
     assert open_data(replace(cfg, vocab_size=500))[2:] == (500, identity)
     refused(ValueError, lambda: open_data(replace(cfg, vocab_size=3)), f"--vocab-size {vocab_size}")
@@ -305,22 +296,9 @@ def test_bpe_round_trip(tmp_path):
         refused(ValueError, lambda: tok.load(tmp_path), "tokenizer.json")
 
 
-def test_vocabulary_that_cannot_be_fetched(tmp_path, monkeypatch, capsys, texts):
-    import tiktoken.load
-
-    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "empty"))
-    monkeypatch.setattr(tiktoken.load, "read_file", lambda path: (_ for _ in ()).throw(OSError("no\nroute")))
-    for name, words in (("p50k_base", ("p50k_base", "no route", "TIKTOKEN_CACHE_DIR", "--tokenizer bpe")),
-                        ("gtp2", ("'gtp2'", "gpt2"))):
-        code, _, err = run(capsys, texts[0], "--name", "x", "--out", tmp_path, "--tokenizer", name)
-        assert code == 2 and err.count("\n") == 1 and all(word in err for word in words), err
-        assert not list(tmp_path.glob("x*"))
-
-
 def test_published_encoding_is_saved_whole(tmp_path, monkeypatch):
     """A stand-in that, like cl100k_base, does not use the id before end-of-document: no network, no cache."""
     import tiktoken
-
     fake = tiktoken.Encoding("gpt2", pat_str=r"\S+|\s+", mergeable_ranks={bytes([b]): b for b in range(256)},
                              special_tokens={tok.EOD: 257, "<|fim|>": 258})
     monkeypatch.setattr(tiktoken, "get_encoding", lambda name: fake)
@@ -476,12 +454,9 @@ def test_files_of_others_stay_when_a_data_set_is_replaced(tmp_path, texts, capsy
 def test_stdlib_sources_and_undecodable_files(tmp_path, capsys, monkeypatch):
     """On a small library: the order, what is left out, what --with-tests adds, what is not utf-8."""
     flags = prepare.parse(["stdlib"])
-    real = [file.path for file in prepare.list_files(flags.sources, flags)]
-    assert len(real) > 300 and not [
-        n for n in real if re.search("/(tests?|site-packages|encodings|pydoc_data)/", n)]
     lib = tmp_path / "lib"
     names = ("b.py", "a/z.py", "a.py", "a/test/t.py", "test/u.py", "site-packages/s.py", "x.txt",
-             "encodings/cp037.py", "pydoc_data/topics.py", "encodings.py")
+             "encodings/cp037.py", "encodings.py")
     for k, name in enumerate(names):
         (lib / name).parent.mkdir(parents=True, exist_ok=True)
         (lib / name).write_text(make_text(3000, k))
@@ -504,10 +479,7 @@ def test_stdlib_sources_and_undecodable_files(tmp_path, capsys, monkeypatch):
     (["fineweb_edu"], "--name NAME is missing"), (["fineweb", "--name", "x"], "fineweb_edu_10bt"),
     *((["stdlib", f"--name={name}"], "is no plain name") for name in ("..", "x/y", ".x", "-x", "a\nb")),
     (["stdlib", "--vocab-size", "256"], "--vocab-size 256 must be at least 257"),
-    (["stdlib", "--tokeniser", "char"], "perhaps you meant --tokenizer"),
-    (["stdlib", "--val-fraction", "1.5"], "--val-fraction 1.5"), (["stdlib", "--val-fraction", "nan"], "nan"),
-    (["stdlib", "--workers", "0"], "--workers 0"), (["stdlib", "--shard-tokens", "0"], "--shard-tokens 0"),
-    (["stdlib", "--shuffle", "--no-shuffle"], "exclude each other"),
+    (["stdlib", "--val-fraction", "nan"], "nan"), (["stdlib", "--tokenizer", "gtp2"], "gpt2"),
     (["stdlib", "--tokenizer", "char", "--vocab-size", "300"], "--vocab-size"),
     (["stdlib", "--verify", "--name", "nothing"], "no prepared data")])
 def test_wrong_input_is_one_line_and_exit_code_2(argv, say, tmp_path, capsys):

@@ -189,7 +189,6 @@ TWICE = [  # (model_type, fields, words of the refusal; "": the function is the 
     ("qwen3", {"use_sliding_window": False, "layer_types": ["sliding_attention"] * 2}, "layer_types is"),
     ("mistral", {"sliding_window": 8, "layer_types": ["full_attention"] * 2}, "layer_types is"),
     ("smollm3", {"no_rope_layers": [1, 0], "no_rope_layer_interval": 4}, "no_rope_layers is"),
-    ("llama", {"tie_word_embeddings": True}, "lm_head.weight is another matrix than"),
     ("llama", {"rope_theta": 5e5, "rope_parameters": {"rope_theta": 1e4}}, ""),
     ("llama", {"rope_scaling": {"type": "default"}, "rope_parameters": LLAMA3_POSITIONS}, ""),
     ("llama", {"rope_scaling": {"type": "llama3", "rope_type": "default"}, "rope_parameters": None}, ""),
