@@ -8,7 +8,7 @@ parameters. Each rank updates its slice, a quarter of the bucket:
     grad     | gradients of this rank, in at least fp32   |  each p.grad goes into its window
              |          |##########|          |           |  ## is bucket.own_slice, of rank 1
     grad_total          | summed   |   = grad[own_slice], summed over the ranks: AdamW reads it
-    master              | fp32     |   AdamW updates it; its two moments are as long
+    master              | fp32     |   AdamW updates it (bf16: see below); its moments are as long
     own                 | rounded  |   = flat[own_slice]: the new master, sent to the others
 
 What a rank keeps of a bucket under each --zero, and in brackets what it keeps once for the whole
@@ -138,7 +138,7 @@ class Bucket:
         self.optimizer = optimizer
         first = self.params[0]
         self.decayed = uses_weight_decay(first)
-        self.in_turn = axis.name != "tied"  # whether the sum starts within backward: see wait_sum()
+        self.in_turn = axis.name != "tied"  # whether DataParallel starts its sum, in to_sum's order
         self.shard, self.replicas = axis.sharing(zero)
         self.n_slices = self.shard.size
         ends = list(itertools.accumulate(p.numel() for p in self.params))
@@ -208,11 +208,11 @@ class Bucket:
         for window, untouched in zip(self.grad_windows, self.untouched, strict=True):
             if untouched:  # A parameter that took no part in this step has a gradient of zero.
                 window.zero_()
-        if self.n_slices == 1:  # without ZeRO: the replicas are all ranks of the axis
+        if self.n_slices == 1:  # one slice, as without ZeRO: all that have it are replicas
             # SUM of n numbers, over the axis
             self.sum_handle = self.replicas.start_all_reduce(self.grad_total)
         elif self.replicas.size == 1:  # with ZeRO: the shard is all ranks of the axis
-            # SUM of n numbers, n/size of them to each rank, over the shard
+            # SUM of n numbers, n/size to each, over the shard; the rest of grad is then garbage
             self.sum_handle = self.shard.start_reduce_scatter(self.grad_total, self.grad)
         else:  # With --shard, a side stream waits between the sums: host and backward go on.
             with on_side_stream(self.grad.device):

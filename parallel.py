@@ -67,7 +67,7 @@ class Axis:
         return x
 
     def start_all_reduce(self, x, op=dist.ReduceOp.SUM, wait=False):
-        """Return a handle. After its wait(), x is the sum over the ranks."""
+        """Return a handle, None with wait=True. After its wait(), x is the sum over the ranks."""
         if self.size == 1:
             return CompletedWork()
         # 2: as a reduce-scatter and an all-gather

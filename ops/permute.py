@@ -33,7 +33,7 @@ def queue_by_expert(expert, E):
 
 
 def invert(slot, slots):
-    """Return the copy in each slot, (slots,), N where it is empty. slot (N,) is as inv_perm."""
+    """Return the copy in each slot, (slots,), N where it is empty. slot (N,): of each copy."""
     copies = torch.arange(slot.numel(), device=slot.device)
     empty = slot.new_full((slots + 1,), slot.numel())  # the last is for copies without a slot
     return empty.scatter_(0, slot, copies)[:slots]
