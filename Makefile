@@ -34,10 +34,6 @@ long: .venv/ready-test
 	  timeout 1800 $(BIN)/pip install -q llama-cpp-python==0.3.36 || echo "llama-cpp-python cannot be built here"
 	$(PYTEST) -rs -m long tests
 
-N ?= 20000
-fuzz: .venv/ready-test
-	python tests/test_malformed.py $(N)
-
 slurm: .venv/ready
 	python tests/slurm/cluster.py
 
@@ -63,4 +59,4 @@ notebooks: .venv/ready
 	$(BIN)/pip install -r requirements-test.txt
 	touch $@
 
-.PHONY: train picture test drills fuzz long slurm tutorial notebooks
+.PHONY: train picture test drills long slurm tutorial notebooks

@@ -32,7 +32,6 @@ STOP_FILE = "stop"
 # Why a run stops early: one vote each. Of several reasons the first counts.
 REASONS = (*(number.name for number in session.STOPPING), f"the file {STOP_FILE}", "max-minutes")
 assert len(REASONS) == VOTES
-LOOK_EVERY = 1.0  # seconds between two looks at OUT/stop
 PROMPT = ("cpu",)  # devices whose sums the host reads at once
 
 
@@ -124,8 +123,6 @@ class Stop:
     def __init__(self, max_minutes):
         self.limit = max_minutes * 60 or math.inf  # seconds
         self.file = None  # None: this rank looks for no file
-        self.looked = -math.inf  # when it looked last
-        self.is_asked = False  # the file was there
         self.started = time.monotonic()
         self.longest_step = 0.0  # seconds, so far
         self.longest_save = 0.0
@@ -150,12 +147,10 @@ class Stop:
     def reasons(self):
         """Return, for each of REASONS, whether this rank knows it."""
         now = time.monotonic()
-        if self.file is not None and now - self.looked >= LOOK_EVERY:
-            self.looked = now
-            self.is_asked = self.is_asked or os.path.lexists(self.file)  # False if the disk does not answer
+        is_asked = self.file is not None and os.path.lexists(self.file)  # False if the disk does not answer
         reserve = 3 * self.longest_step + 2 * self.longest_save  # so the save is over in time
         by_signal = [session.signals.number == number for number in session.STOPPING]
-        return [*by_signal, self.is_asked, now - self.started + reserve > self.limit]
+        return [*by_signal, is_asked, now - self.started + reserve > self.limit]
 
     def poll(self, world, begun):
         """Return why to stop, of REASONS, or None to go on; the same on all ranks.

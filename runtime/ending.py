@@ -6,48 +6,46 @@ from interface import report
 from interface.files import best_effort
 from interface.paths import program
 from interface.terminal import complain, say
-from runtime.session import is_program
+from runtime.session import signals
 from skip import give_up_message
 
 HELD = ("metrics.jsonl", "loss.txt", "report.html", "config.json", "profile.html", "trace.json")
-HOW = {Outcome.GAVE_UP: "gave up", Outcome.REPLICAS_DIFFER: "gave up", Outcome.FAILED: "lost its last save"}
-
-
-def is_finished(run):
-    """Whether no run goes on from here. A run that is requeued draws its plot when it is done."""
-    return run.outcome in (Outcome.DONE, Outcome.FAILED) and run.stop_reason is None
 
 
 def report_ending(run):
     """Write the report, and print how a train.Run ended and what can be typed next, on rank 0."""
     out = run.out
     state = run.state
-    saved = run.saver.saved  # step of the last checkpoint, or 0
-    how = HOW.get(run.outcome, "done")
+    how = "done"
     if run.outcome is Outcome.STOPPED:
         how = f"stopped by {run.stop_reason}"
+    elif run.outcome is Outcome.FAILED:
+        how = "lost its last save"
+    elif run.outcome is not Outcome.DONE:
+        how = "gave up"
+        say_why(run)
     how = f"{how} after step {state.step}"
     if run.cfg.report:
         with best_effort(out / "report.html", Exception):
             report.write_report(out / "report.html", [report.read_run(out, how)])
-    print_failure(run)
-    held = [name for name in (*HELD, f"step_{saved:06d}") if (out / name).exists()]
+
+    held = [name for name in (*HELD, f"step_{run.saver.saved:06d}") if (out / name).exists()]
     say(f"{how}: {out}/ holds {', '.join(held) or 'nothing'}")
     if "val_loss" in state.best and (out / state.best_name()).is_dir():
         say(f"lowest validation loss {state.best['val_loss']:.4f} in {state.best_name()}")
     config = run.log_file.begun["config"]
     if run.outcome is Outcome.STOPPED:
         again = "the same flags with --resume auto"
-        if is_program():
+        if signals.is_program:  # a notebook has no command line
             again = report.command_of(config, {"resume": "auto"})
         say(f"to go on, type: {again}")
-    if run.outcome is Outcome.DONE and is_program():
-        for line in next_commands(out, config, saved):
+    if run.outcome is Outcome.DONE and signals.is_program:
+        for line in next_commands(out, config, run.saver.saved):
             say(line)
 
 
-def print_failure(run):
-    """Say on stderr why the run gave up, or how its replicas differ."""
+def say_why(run):
+    """Say on stderr why the run gave up."""
     saved = checkpoint.steps(run.out)
     if run.outcome is Outcome.GAVE_UP:
         why = run.guard.reason or run.log_file.last_row.get("skip_reason")

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 import plot
-from config import FLAGS, Config, has_effect, typed
+from config import FLAGS, Config, Outcome, has_effect, typed
 from corpus.samples import first_folder
 from cost.parameters import Rank, flops_per_token
 from cost.step_time import peak_flops
@@ -210,7 +210,8 @@ def end(run):
     """Write on rank 0 what a run leaves besides checkpoints, and say how it ended."""
     profiles.end_profile(run.log_file.profiler, run.out)
     run.log_file.close()
-    plot.at_end(run.out, run.log_file.last_experts, run.cfg.plot and ending.is_finished(run))
+    is_finished = run.outcome in (Outcome.DONE, Outcome.FAILED)  # a run that goes on draws its plot later
+    plot.at_end(run.out, run.log_file.last_experts, run.cfg.plot and is_finished)
     if run.log_file.speeds:
         say(run.log_file.speed())
     ending.report_ending(run)

@@ -41,9 +41,7 @@ def end_profile(profiler, out):
 def traced(run):
     """For --trace: return the step of a train.Run inside torch's profiler, which writes OUT/trace.json.
 
-    It records three steps, after one of rest and one of warm-up. A handle of gloo that outlives the profiler
-    ends some processes in a fault when it is freed (seen with torch 2.13), so whatever a step still sends is
-    waited for.
+    It records three steps, after one of rest and one of warm-up.
     """
     from torch.profiler import profile, schedule
     step = run.step
@@ -56,7 +54,6 @@ def traced(run):
             profiler.export_chrome_trace(str(run.out / "trace.json"))
             say(f"trace: {run.out}/trace.json; open it in https://ui.perfetto.dev")
 
-    # Without repeat=1, the profiler would trace three steps again and again.
     profiler = profile(schedule=schedule(wait=1, warmup=1, active=3, repeat=1), on_trace_ready=write)
     profiler.start()
 
@@ -70,8 +67,10 @@ def traced(run):
 
 
 def wait_for_all_weights(model, data_parallel):
-    """Wait for the gathers of weights that are under way, but for those that the next graph starts: the other
-    ranks take no part here."""
+    """Wait for the gathers of weights under way: a handle that outlives torch's profiler may end the process.
+
+    Those that the next graph starts are left, as the other ranks take no part here.
+    """
     from fast.graph import DeferredGather
     for bucket in data_parallel.buckets_of[model]:
         if not isinstance(bucket.gather_handle, DeferredGather):

@@ -95,11 +95,6 @@ def say_at_once(text):
         os.write(2, f"nanoshard: {text}\n".encode())  # the code below may hold the lock of sys.stderr
 
 
-def is_program():
-    """Whether train.py was started as a program, and not in a notebook."""
-    return Path(sys.argv[0]).name == "train.py"
-
-
 def start_program():
     """Prepare this process, and parse its arguments, before torch is imported."""
     open_streams()

@@ -7,11 +7,9 @@ import ast
 import contextlib
 import dataclasses
 import io
-import itertools
 import json
 import math
 import os
-import random
 import re
 import shlex
 import subprocess
@@ -24,7 +22,7 @@ from types import SimpleNamespace
 import pytest
 from forks import run_forks
 from pool import ROOT
-from runs import TINY, assert_refused, go, refused, rows, session
+from runs import TINY, assert_refused, refused, rows, session
 
 import config
 import convert
@@ -213,53 +211,6 @@ def test_the_line_of_a_launcher_works_when_it_is_typed(tmp_path):
     assert "2 of 2 ranks here" in done.stdout and "step=1/" in done.stdout
 
 
-# Values of which random misfits are made: many do not fit each other, or one process
-RANDOM = {
-    "--n-embd": (64, 96, 100, 130, 250), "--n-head": (2, 3, 6, 8, 12), "--n-kv-head": (1, 2, 3, 4),
-    "--seq-len": (30, 64, 100), "--n-layer": (2, 3, 7), "--ffn-hidden": (100, 129, 256),
-    "--tp": (2, 3, 4, 8), "--cp": (2, 3, 4), "--pp": (2, 3, 5), "--ep": (2, 3, 4), "--pp-chunks": (2, 3),
-    "--zero": (1, 2, 3), "--shard": (2, 3, 4), "--n-experts": (2, 4, 6, 8), "--top-k": (1, 2, 5, 9),
-    "--n-shared-experts": (1,), "--router": ("softmax-topk", "sigmoid"), "--lora": (4,),
-    "--global-batch": (8, 15, 48, 100), "--micro-batch": (1, 3, 8), "--recompute": ("selective", "full"),
-    "--rampup-batch-size": ("4 4 100", "5 7 100")}
-
-
-def refusal(argv, ranks):
-    """Return what train.py says of flags on a number of ranks, or ""."""
-    try:
-        cfg = parse(argv)
-        if ranks == 1:
-            check_alone(cfg, argv)
-        check_flags(cfg, ranks)
-    except ValueError as e:
-        return str(e)
-    return ""
-
-
-def test_who_follows_the_hints_is_never_stuck():
-    """Each message of a random misfit names the next thing to type, until the flags fit."""
-    draw = random.Random(6)
-    for _ in range(100):
-        argv = []
-        for name in draw.sample(sorted(RANDOM), draw.randint(1, 6)):
-            argv += [name, *str(draw.choice(RANDOM[name])).split()]
-        ranks = draw.choice([1, 1, 2, 4])
-        for count in itertools.count():
-            said = refusal(argv, ranks)
-            if not said:
-                break
-            assert count < 10, f"{argv} on {ranks}: {said}"
-            launched = re.search("(?:needs|start a multiple of) ([0-9]+) ranks", said)
-            tried = re.search(r"(?:try|add|leave out) --([\w-]+) ?([^,;]*)$", said)
-            assert launched or tried, f"{argv} on {ranks} ranks: {said}"
-            if launched:
-                ranks = int(launched[1])
-                continue
-            argv = change_words(argv, {words.key_of(tried[1]): None})
-            if tried[2]:
-                argv += [f"--{tried[1]}", *tried[2].split()]
-
-
 # -----------------------------------------------------------------------------
 # Right forms
 
@@ -362,27 +313,21 @@ def test_help_wrong_flags_and_paths_are_answered_without_torch():
 
 # What train.py is given by scripts of Megatron-LM: a mixture of experts, and BERT
 MEGATRON = """
---disable-bias-linear --seq-length 2048 --max-position-embeddings 2048 --position-embedding-type rope
---rotary-base 100000 --num-layers 24 --hidden-size 512 --num-attention-heads 4 --group-query-attention
---num-query-groups 1 --ffn-hidden-size 1792 --swiglu --normalization RMSNorm --init-method-std 0.02
---untie-embeddings-and-output-weights --attention-dropout 0.0 --hidden-dropout 0.0 --num-experts 64
---moe-router-topk 1 --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2
---moe-token-dispatcher-type alltoall --moe-router-pre-softmax --moe-grouped-gemm
---tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 --expert-model-parallel-size 4
---sequence-parallel --use-distributed-optimizer --tokenizer-type HuggingFaceTokenizer --tokenizer-model llama
---train-data-path data/x --valid-data-path data/y --micro-batch-size 8 --global-batch-size 64
---train-iters 40000 --lr-decay-iters 38000 --lr-warmup-iters 1000 --lr 0.0006 --min-lr 0.00006
---lr-decay-style cosine --weight-decay 0.1 --clip-grad 1.0 --bf16 --use-flash-attn
---accumulate-allreduce-grads-in-fp32 --overlap-grad-reduce --overlap-param-gather
---no-gradient-accumulation-fusion --save out/x --load out/x --save-interval 1000000 --use-dist-ckpt
---auto-detect-ckpt-format --dist-ckpt-format zarr --ckpt-fully-parallel-save
---use-checkpoint-opt_param-scheduler --log-interval 20 --log-throughput --log-params-norm
---log-num-zeros-in-grad --log-progress --eval-interval 1000 --eval-iters 10 --tensorboard-dir t
---tensorboard-log-interval 20 --log-timers-to-tensorboard --log-memory-to-tensorboard
---log-validation-ppl-to-tensorboard --log-world-size-to-tensorboard --no-load-optim --no-load-rng
---wandb-project megatron --wandb-exp-name x --lr-warmup-fraction 0.01 --vocab-file v.txt --split 949,50,1
---fp16 --checkpoint-activations --data-path x --embed-layernorm --pp-partition-method type:transformer
---nproc_per_node 8 --nnodes 1 --node_rank 0 --master_addr localhost --master_port 23456 --hostfile h
+--seq-length 2048 --max-position-embeddings 2048 --position-embedding-type rope --rotary-base 100000
+--num-layers 24 --hidden-size 512 --num-attention-heads 4 --group-query-attention --num-query-groups 1
+--ffn-hidden-size 1792 --swiglu --normalization RMSNorm --attention-dropout 0.0 --hidden-dropout 0.0
+--num-experts 64 --moe-router-topk 1 --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2
+--moe-router-pre-softmax --tensor-model-parallel-size 1 --pipeline-model-parallel-size 1
+--expert-model-parallel-size 4 --sequence-parallel --use-distributed-optimizer --tokenizer-type
+HuggingFaceTokenizer --tokenizer-model llama --train-data-path data/x --valid-data-path data/y
+--micro-batch-size 8 --global-batch-size 64 --train-iters 40000 --lr-decay-iters 38000 --lr-warmup-iters
+1000 --lr 0.0006 --min-lr 0.00006 --lr-decay-style cosine --weight-decay 0.1 --clip-grad 1.0 --bf16
+--use-flash-attn --no-gradient-accumulation-fusion --save out/x --load out/x --save-interval 1000000
+--log-interval 20 --log-params-norm --log-num-zeros-in-grad --eval-interval 1000 --eval-iters 10
+--log-timers-to-tensorboard --no-load-optim --no-load-rng --wandb-project megatron --wandb-exp-name x
+--lr-warmup-fraction 0.01 --vocab-file v.txt --split 949,50,1 --fp16 --checkpoint-activations --data-path x
+--pp-partition-method type:transformer --nproc_per_node 8 --nnodes 1 --node_rank 0 --master_addr localhost
+--master_port 23456 --hostfile h
 """
 WORDPLAY = """
 train.backend=DDP train.eval_interval=100 train.dtype=bf16 model.batch_size=64 model.block_size=1024
@@ -401,13 +346,11 @@ NANOGPT = """
 """
 HUGGING_FACE = """
 --model_name_or_path x --dataset_name x --output_dir x --do_train --do_eval --per_device_train_batch_size 4
---per_device_eval_batch_size 4 --gradient_accumulation_steps 2 --learning_rate 1e-4 --max_grad_norm 1
---num_train_epochs 3 --max_steps 5 --warmup_steps 3 --warmup_ratio 0.1 --lr_scheduler_type cosine
---bf16 --fp16 --logging_steps 5 --save_steps 5 --save_total_limit 2 --eval_steps 2
---gradient_checkpointing True --optim adamw
---adam_beta1 0.9 --adam_beta2 0.95 --torch_compile --report_to wandb --run_name x --fsdp full_shard
---deepspeed x.json --resume_from_checkpoint x --dataloader_num_workers 2 --overwrite_output_dir
---load_best_model_at_end --save_strategy steps --eval_strategy steps --logging_dir x --torch_dtype bfloat16
+--gradient_accumulation_steps 2 --learning_rate 1e-4 --max_grad_norm 1 --num_train_epochs 3 --max_steps 5
+--warmup_steps 3 --warmup_ratio 0.1 --lr_scheduler_type cosine --bf16 --fp16 --logging_steps 5 --save_steps
+5 --save_total_limit 2 --eval_steps 2 --gradient_checkpointing True --optim adamw --adam_beta1 0.9
+--adam_beta2 0.95 --torch_compile --report_to wandb --run_name x --fsdp full_shard --deepspeed x.json
+--resume_from_checkpoint x --dataloader_num_workers 2 --load_best_model_at_end --torch_dtype bfloat16
 """
 PREPROCESS = """
 --input a.jsonl --input_dir a --output-prefix x --output_file_name x --valid_file_name y --append-eod
@@ -443,21 +386,6 @@ def test_each_word_is_answered(text):
             continue  # it is ours, too
         with pytest.raises(ValueError, match="in our words: "):
             command_line(cls, group, prog, "")
-
-
-def test_each_word_leads_to_a_flag_of_ours():
-    """A word of the table is none of our flags, and its answer is one."""
-    ours = {"train.py": Config, "prepare.py": prepare.Flags, "sample.py": sample.Flags, "plot.py": plot.Flags}
-    for prog, cls in ours.items():
-        fields = cls.__dataclass_fields__
-        pairs = words.OTHERS.get(prog, "") if cls is not Config else words.TRAIN
-        for word, answer in (pair.split(":") for pair in pairs.split()):
-            flag, _, value = answer.replace("-", "_").partition("=")
-            assert word not in fields, word
-            if answer != "FIRST":
-                assert flag in fields, word
-                allowed = typing.get_args(fields[flag].type)
-                assert not value or not allowed or value in map(str, allowed), word
 
 
 # -----------------------------------------------------------------------------
@@ -557,7 +485,7 @@ def test_a_config_json_is_read_whole_or_refused_by_name(tmp_path):
                  preset="gpt2", config=str(path))
     beside = {"resume": "auto", "resume_changed": "seed", "config": "x", "git": "y", "argv": [], "world": 4,
               "machine": {}, "vocab_size_used": 65, "mask_token": 3, "launcher": "srun", "dp": 2,
-              "torch": "z", "kernels": "plain", "split_masters": True}  # the last two are of earlier versions
+              "torch": "z"}
     assert written(**{**dataclasses.asdict(cfg), "lr": 1.0, **beside}) == cfg
     for flags, said in (({"n_layers": 3}, "has --n-layers 3, which"), ({"n_layer": "3"}, "'3', not int"),
                         ({"bias": 1}, "bias is 1"), ({"n_layer": 0}, "at least 1"),
@@ -572,26 +500,6 @@ def test_a_config_json_is_read_whole_or_refused_by_name(tmp_path):
                        (["--config=none"], "is not there")):
         with pytest.raises(ValueError, match=said):
             parse(argv)
-
-
-def test_a_run_with_a_removed_flag_goes_on_and_is_sampled(tmp_path, folder, capsys):
-    out = tmp_path / "run"
-    flags = [f"--data={folder}/data/chars", "--steps=2", "--vocab-size=0"]
-    go(1, out, *flags)
-    saved = json.loads((out / "config.json").read_text())
-    (out / "config.json").write_text(json.dumps({**saved, "kernels": "plain", "products": "torch and ops/"}))
-    index = out / "step_000002/index.json"
-    body = json.loads(index.read_text())
-    del body["crc32"]
-    body["meta"]["flags"]["kernels"] = "plain"
-    text = json.dumps(body, sort_keys=True)
-    index.write_text(json.dumps({"crc32": zlib.crc32(text.encode()), **body}, sort_keys=True))
-    sample.main([str(out), "--prompt", "Li", "--max-new-tokens", "4"])
-    said, errors = capsys.readouterr()
-    assert said.startswith("Li") and "kernels" not in said + errors
-    for argv in (["--resume=auto", "--steps=3"], [f"--init-from={out}"]):
-        said = go(1, out if "auto" in argv[0] else tmp_path / "tuned", *flags, *argv)
-        assert said["err"] == "" and "kernels" not in said["out"]
 
 
 def test_init_from_takes_the_shape_of_the_checkpoint(folder, monkeypatch):

@@ -2,9 +2,6 @@
 
 A program ends within a minute: with 0, or with 2 and one line on stderr that names something. It never
 raises, prints no escape code, and loses no file of somebody else.
-
-    make fuzz N=20000                           tries many more, and stops at the first failure
-    python tests/test_malformed.py model/17     repeats one
 """
 import contextlib
 import dataclasses
@@ -22,9 +19,6 @@ import tempfile
 import traceback
 import zlib
 from pathlib import Path
-
-if __name__ == "__main__":  # pytest knows the root
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import pytest
 from runs import SHAPE, TINY, assert_refused, chars, refused, session, text_file, text_of
@@ -107,17 +101,14 @@ def overwrite(path, at, value, form="<I"):
 DATA = {  # name: (what is done to the data's directory d, a word of the line)
     "meta.json a list": (lambda d: (d / META).write_text("[]"), META),
     "meta.json of version 9": (lambda d: change_json(d / META, version=9), META),
-    "no vocab_size": (lambda d: change_json(d / META, vocab_size=GONE), "vocab_size"),
     "vocab_size below the ids": (lambda d: change_json(d / META, vocab_size=2), "vocab_size is 2"),
     "no shards": (lambda d: change_json(d / META, shards=GONE), "shards"),
-    "tokens one too many": (lambda d: change_shard(d / META, "train", tokens=1), TRAIN),
     "dtype wider": (lambda d: change_json(d / META, dtype="uint32"), TRAIN),
     "train is val": (lambda d: change_shard(d / META, "val", sha256=json.loads(
         (d / META).read_text())["shards"]["train"][0]["sha256"]), "train and val"),
     "val missing": (lambda d: (d / VAL).unlink(), VAL),
     "val cut in the header": (lambda d: os.truncate(d / VAL, 100), VAL),
     "train longer": (lambda d: (d / TRAIN).write_bytes((d / TRAIN).read_bytes() + b"\0\0"), TRAIN),
-    "train a text": (lambda d: (d / TRAIN).write_text("hello " * 2000), TRAIN),
     "header's tokens": (lambda d: overwrite(d / TRAIN, 16, 1 << 60, "<Q"), TRAIN),
     "a file, not a directory": (lambda d: (shutil.rmtree(d), d.write_text("x")), "toy"),
     "an empty directory": (lambda d: (shutil.rmtree(d), d.mkdir()), "prepare.py"),
@@ -138,7 +129,6 @@ CHECKPOINT = {  # name: what is done to the checkpoint step_000002, which --resu
     "missing": lambda d: shutil.rmtree(d),
     "an empty directory": lambda d: (shutil.rmtree(d), d.mkdir()),
     "index cut": lambda d: os.truncate(d / "index.json", 1000),
-    "index a number": lambda d: (d / "index.json").write_text("3"),
     "a shard missing": lambda d: (d / SHARD).unlink(),
     "a shard cut": lambda d: os.truncate(d / SHARD, 999),
     "a shard's bit": lambda d: overwrite(d / SHARD, 3000, 0x7FFFFFFF),
@@ -163,16 +153,13 @@ def test_damaged_checkpoint_is_refused(name, copy):
 
 OTHER = {  # name: (program, its arguments, what is done to the copy d before, a word of the line)
     "sample: another width": (sample, "run", {"n_embd": 64}, "wte.weight"),
-    "sample: a word for a number": (sample, "run", {"n_embd": "x"}, "n_embd is 'x'"),
     "sample: no experts there": (sample, "run", {"n_experts": 4}, "moe"),
     "sample: a smaller vocabulary": (sample, "run", {"vocab_size_used": 3}, "the model 3 rows"),
     "sample: no vocabulary": (sample, "run", {"vocab_size_used": GONE}, "lacks vocab_size_used"),
-    "sample: no directory": (sample, "none", None, "none"),
     "sample: config cut": (sample, "run", "run/config.json", "config.json"),
     "sample: tokenizer cut": (sample, "run", "run/tokenizer.json", "token"),
     "sample: index cut": (sample, STEP, f"{STEP}/index.json", "json"),
     "sample: shard cut": (sample, STEP, f"{STEP}/{SHARD}", "crc32"),
-    "sample: unknown character": (sample, "run --prompt %", None, "'%'"),
     "prepare: no such file": (prepare, "none.txt --name=new --out=.", None, "none.txt"),
     "prepare: not utf-8": (prepare, "x.txt --name=new --out=.", b"a\xff" * 99, "utf-8"),
     "prepare: empty": (prepare, "x.txt --name=new --out=.", b"", "none may be 0"),
@@ -191,11 +178,6 @@ def test_other_programs_refuse_wrong_input(name, copy):
     before = tree(copy)
     refused(program.main, argv.split(), word)
     assert tree(copy) == before
-
-
-def test_sample_reads_a_run_whose_flags_no_longer_matter(copy):
-    change_json(copy / "run/config.json", min_lr=9.0, resume="auto", init_from="x", dump_grads=".", x=0)
-    assert called(sample.main, STEP, "--max-new-tokens=2")["err"] == ""
 
 
 @pytest.mark.parametrize("files", [
@@ -462,22 +444,3 @@ def test_the_fuzzer_sees_what_no_program_may_do(sound, monkeypatch):
         monkeypatch.setitem(globals(), "own_case", lambda rng, run=run: ("", run))
         found = problem("own", 0, sound)
         assert seen in found if seen else found is None, found
-
-
-def main(asked):
-    """Try a number of inputs, or the one that is named KIND/NUMBER, up to the first failure."""
-    cases = [asked]
-    if asked.isdecimal():
-        cases = [f"{kind}/{i}" for i in range(int(asked) // len(KINDS)) for kind in KINDS]
-    with tempfile.TemporaryDirectory(prefix="nanoshard-fuzz-") as folder:
-        good = make_good(Path(folder, "good"))
-        for tried, case in enumerate(cases, 1):
-            kind, _, number = case.partition("/")
-            if found := problem(kind, int(number), good):
-                return f"{found}\npython tests/test_malformed.py {case}  repeats it"
-            if tried % 100 == 0:
-                print(f"{tried:,} of {len(cases):,} inputs, no failure", flush=True)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))

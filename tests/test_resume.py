@@ -223,17 +223,15 @@ def test_in_skipped_steps_the_ranks_agree_to_stop_as_well(tmp_path):
     assert [(r["code"], rows(tmp_path / "run")[-1]["step"]) for r in results] == [(85, 4)] * 2
 
 
-def test_the_file_stop_is_looked_at_once_per_second_and_removed_at_the_start(monkeypatch, tmp_path, capsys):
-    now, stop, other = [1000.0], Stop(0.0), Stop(0.0)
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+def test_the_file_stop_is_looked_at_and_removed_at_the_start(tmp_path, capsys):
+    stop, other = Stop(0.0), Stop(0.0)
+    now = time.monotonic()
     (tmp_path / "stop").touch()  # an earlier run obeyed it
     stop.watch_file(tmp_path)
     assert "removed" in capsys.readouterr().out and not (tmp_path / "stop").exists()
-    assert stop.poll(World(), now[0]) is None
+    assert stop.poll(World(), now) is None
     (tmp_path / "stop").touch()
-    assert stop.poll(World(), now[0]) is None  # within the same second
-    now[0] += agree.LOOK_EVERY
-    assert stop.poll(World(), now[0]) == "the file stop" and other.poll(World(), now[0]) is None
+    assert stop.poll(World(), now) == "the file stop" and other.poll(World(), now) is None
 
 
 def test_a_run_stopped_in_its_last_step_is_done(tmp_path):
