@@ -32,6 +32,7 @@ from config import SHAPE, SILENT, as_typed, check
 from corpus import tokenizer
 from corpus.chat import END, MARKERS
 from corpus.masked import MASK
+from corpus.text import require
 from hub import gguf, peft
 from hub.families import FAMILIES, config_json, family_of, full_config
 from hub.tokenizer import export_tokenizer
@@ -199,24 +200,15 @@ def export_model(flags, folder):
 
 def write_weights(folder, layout, most):
     """Write {name: Lazy} as files of at most `most` bytes. A larger tensor has a file of its own."""
-    groups = [{}]  # {name: Lazy} for each file
-    total = written = 0
-    for name, tensor in layout.items():
-        size = tensor.numel() * tensor.element_size()
-        if groups[-1] and total - written + size > most:
-            groups.append({})
-            written = total
-        groups[-1][name] = tensor
-        total += size
-    if len(groups) == 1:
+    sizes = {name: tensor.numel() * tensor.element_size() for name, tensor in layout.items()}
+    if sum(sizes.values()) <= most:
         checkpoint.write_safetensors(folder / "model.safetensors", layout, {"format": "pt"})
         return
-    file_of = {}
-    for i, group in enumerate(groups, 1):
-        file = f"model-{i:05d}-of-{len(groups):05d}.safetensors"
-        checkpoint.write_safetensors(folder / file, group, {"format": "pt"})
-        file_of |= dict.fromkeys(group, file)
-    index = {"metadata": {"total_size": total}, "weight_map": file_of}
+    split = require("huggingface_hub", "a model of several files").split_state_dict_into_shards_factory(
+        sizes, get_storage_size=int, filename_pattern="model{suffix}.safetensors", max_shard_size=most)
+    for file, names in split.filename_to_tensors.items():
+        checkpoint.write_safetensors(folder / file, {name: layout[name] for name in names}, {"format": "pt"})
+    index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
     write_json(folder, {"model.safetensors.index.json": index})
 
 

@@ -113,15 +113,11 @@ def parse(argv):
 def list_files(sources, flags):
     """Return the text.Files of sources, in order."""
     if sources == ("stdlib",):
-        return [text.File("whole", path) for path in list_stdlib(flags.with_tests)]
+        root = Path(sysconfig.get_path("stdlib"))
+        skip = NOT_STDLIB if flags.with_tests else NOT_STDLIB | TESTS
+        names = sorted((path.relative_to(root) for path in root.rglob("*.py")), key=Path.as_posix)
+        return [text.File("whole", str(root / name)) for name in names if not skip & set(name.parts)]
     return [file for source in sources for file in text.list_files(source, flags.text_key)]
-
-
-def list_stdlib(with_tests):
-    root = Path(sysconfig.get_path("stdlib"))
-    skip = NOT_STDLIB if with_tests else NOT_STDLIB | TESTS
-    names = sorted((path.relative_to(root) for path in root.rglob("*.py")), key=Path.as_posix)
-    return [str(root / name) for name in names if not skip & set(name.parts)]
 
 
 # -----------------------------------------------------------------------------

@@ -7,7 +7,7 @@ line of a .jsonl file, or a whole text file. Each token is predicted once, from 
 seq_len is too short, from at least seq_len / 2 of them.
 
 --chat talks with you, by a model that was trained on conversations (prepare.py chat). /reset forgets, Ctrl-C
-stops an answer, Ctrl-D ends. Several ranks share it: mpiexec -n 2 python sample.py RUN_DIR --chat --tp 2.
+stops an answer or, at the prompt, ends. Several ranks: mpiexec -n 2 python sample.py RUN_DIR --chat --tp 2.
 """
 import dataclasses
 import itertools
@@ -94,7 +94,6 @@ def main(argv=None):
         world = launch.launch(launch.NO_TIMEOUT, quiet=True)
         everyone = world.everyone
     with everyone.input():
-        # All input is read before the model, because the model takes longer.
         cfg, vocab_size, weights, run, said = read_run(flags.run_dir)
         vocabulary = load_vocabulary(run, vocab_size)
         answer = ask(mode, flags, cfg, vocabulary, run, world)
@@ -398,16 +397,13 @@ def converse(world, vocabulary, flags, model):
 
 
 def read_line():
-    """Return the next typed line; None at the end of the input."""
-    while True:
-        try:
-            if sys.stdin.isatty():
-                show("> ")
-            return input().strip()
-        except KeyboardInterrupt:
-            show("\n/reset forgets, Ctrl-D ends\n")
-        except EOFError:
-            return None
+    """Return the next typed line; None at the end of the input, or at Ctrl-C."""
+    try:
+        if sys.stdin.isatty():
+            show("> ")
+        return input().strip()
+    except (EOFError, KeyboardInterrupt):
+        return None
 
 
 # -----------------------------------------------------------------------------
