@@ -53,7 +53,7 @@ TEXTS = {"bench": (".py", ".sh", ".js", ".html", ".pbs", ".slurm"),
 
 # What is larger today: a number here only falls, and what is within its limit leaves the list.
 OVER = {
-    "runtime, interface": (4693, 29), "corpus, cost, programs": (6528, 31), "house": (17810, 96),
+    "runtime, interface": (4693, 29), "corpus, cost, programs": (6512, 31), "house": (17794, 96),
     "tests": (24505, 85)}
 LONG_FILES = {
     "tests/test_kernels.py": 655}
