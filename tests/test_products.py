@@ -22,7 +22,7 @@ from ops import backend, cublas_lt, gelu_mlp
 from ops.activations import ACTIVATIONS
 from ops.cross_entropy import LinearCrossEntropy
 from ops.cublas_lt import Factor, product, sum_with_product
-from ops.gelu_mlp import GeluMLP, product_gelu, product_gelu_backward
+from ops.gelu_mlp import GeluMLP, product_gelu
 from parallel import make_mesh
 from runtime.everyone import Everyone
 from runtime.launch import World
@@ -246,16 +246,11 @@ def zeros(*shape, dtype=HALF):
     return torch.zeros(shape, dtype=dtype)
 
 
-@pytest.mark.parametrize("why", ["no library", "no proposal", "one proposal", "refused", "address"])
-def test_torch_multiplies_where_the_library_has_no_fast_way(stand_in, why, monkeypatch):
+@pytest.mark.parametrize("proposals, refused", [(0, False), (1, False), (3, True)])
+def test_torch_multiplies_where_the_library_has_no_fast_way(stand_in, proposals, refused):
     x, w1, *_ = matrices(HALF)
-    stand_in.proposals = {"no proposal": 0, "one proposal": 1}.get(why, 3)
-    stand_in.refused = why == "refused"
-    if why == "address":
-        w1 = torch.cat([w1.flatten()[:8], w1.flatten()])[8:].view_as(w1)
-        assert w1.data_ptr() % 64
-    if why == "no library":
-        monkeypatch.setattr(cublas_lt, "library", lambda: None)
+    stand_in.proposals = proposals
+    stand_in.refused = refused
     hidden, z = product_gelu(x, w1)
     assert stand_in.multiplied == 0
     torch.testing.assert_close(z, x @ w1.T)
@@ -300,11 +295,8 @@ def test_rows_of_a_wider_matrix(stand_in):
 
 
 @pytest.mark.parametrize("a, b, summand", [
-    (zeros(8, 12), zeros(12, 8), None), (zeros(16, 12).T, zeros(16, 8), None),
-    (zeros(8, 16), zeros(16, 12), None), (zeros(0, 16), zeros(16, 8), None),
+    (zeros(8, 12), zeros(12, 8), None), (zeros(0, 16), zeros(16, 8), None),
     (zeros(8, 32)[:, ::2], zeros(16, 8), None), (zeros(1, 16).expand(8, 16), zeros(16, 8), None),
-    (zeros(8, 20)[:, :16], zeros(16, 8), None), (zeros(8, 32)[:, 1:17], zeros(16, 8), None),
-    (zeros(8, 16).half(), zeros(16, 8).half(), None),
     (zeros(8, 16), zeros(16, 8), zeros(8, 8).T), (zeros(16, 16), zeros(16, 8), zeros(1, 8))])
 def test_torch_multiplies_what_the_library_cannot_read(stand_in, a, b, summand):
     if summand is None:
@@ -390,59 +382,8 @@ def test_a_compiled_block_with_chosen_products_has_the_gradients_of_eager(stand_
         assert error < 0.01
 
 
-@pytest.mark.parametrize("what", ["fp32", "beta", "bias"])
-def test_torch_keeps_other_products_of_a_compiled_block(compiler, what):
-    dtype = torch.float32 if what == "fp32" else torch.bfloat16
-    x, w = torch.randn(16, 16, dtype=dtype), torch.randn(16, 16, dtype=dtype)
-
-    def f(x):
-        summand = x[0] if what == "bias" else x
-        return torch.addmm(summand, x, w, beta=0.5 if what == "beta" else 1)
-    products.compile_products(True)
-    with mock.patch.object(cublas_lt, "plan_for", return_value=None) as asked:
-        torch.testing.assert_close(torch.compile(f)(x), f(x), rtol=0.05, atol=0.05)
-    assert asked.call_count == 0
-
-
 # -----------------------------------------------------------------------------
 # Which algorithm is chosen
-
-class Capture:
-    """Stands for torch.cuda.CUDAGraph: it keeps which algorithms were called while it captures."""
-    library = None
-
-    def capture_begin(self, pool):
-        assert pool == "pool"
-        self.before = len(self.library.algorithms)
-
-    def capture_end(self):
-        self.calls = self.library.algorithms[self.before:]
-
-
-@pytest.fixture
-def captures(stand_in, monkeypatch):
-    """Let candidates be captured on a CPU."""
-    monkeypatch.setattr(Capture, "library", stand_in)
-    for name, value in {"CUDAGraph": Capture, "stream": mock.MagicMock(), "empty_cache": lambda: None,
-                        "graph_pool_handle": lambda: "pool"}.items():
-        monkeypatch.setattr(torch.cuda, name, value)
-    monkeypatch.setattr(products, "side_stream", mock.MagicMock())
-
-
-@pytest.mark.parametrize("times, calls", [(0.5, 1), (3.5, 3), (9.5, 5)])
-def test_the_candidates_are_captured(captures, stand_in, monkeypatch, times, calls):
-    """FLOPS: `times` those of the product. 5 calls are the most. The library refuses the second proposal."""
-    product(*factors()["y"])
-    [plan] = cublas_lt.plans.values()
-    multiply = stand_in.cublasLtMatmul
-    stand_in.cublasLtMatmul = lambda *args: 15 if args[12]._obj[0] == 1 else multiply(*args)
-    monkeypatch.setattr(products, "FLOPS", times * 2 * 24 * 16 * 32)
-    monkeypatch.setattr(products, "MOST_CALLS", 5)
-    candidates = products.make_candidates(plan)
-    first, _, third = (proposal.name() for proposal in plan.proposals)
-    assert {name: graph.calls for name, graph in candidates.items()} == {
-        None: [], first: [0] * calls, third: [2] * calls}
-    assert plan.chosen is None  # so far
 
 
 @pytest.mark.parametrize("times, expected", [
@@ -456,25 +397,6 @@ def test_the_fastest_is_chosen(stand_in, monkeypatch, times, expected):
     monkeypatch.setattr(products, "make_candidates", lambda plan: {names[i]: ms for i, ms in times.items()})
     monkeypatch.setattr(products, "milliseconds", lambda graph: graph)
     assert products.fastest(plan) == ("" if expected is None else names[expected])
-
-
-@pytest.mark.parametrize("operation", ["product", "sum", "gelu", "gelu backward", "grad_w", "rows of a wider",
-                                       "columns of a wider"])
-def test_an_example_has_the_shape(stand_in, operation):
-    x, w1, w2, grad = matrices(HALF)
-    _, z = product_gelu(x, w1)
-    wide = zeros(24, 128)
-    cublas_lt.forget()
-    {"product": lambda: product(x, w1.T), "sum": lambda: sum_with_product(z, x, w1.T),
-     "gelu": lambda: product_gelu(x, w1), "gelu backward": lambda: product_gelu_backward(grad, w2, z),
-     "grad_w": lambda: product(z.T, x),
-     "rows of a wider": lambda: product(wide[:, 32:48], w1.T),
-     "columns of a wider": lambda: product(wide[:, 32:].T, x)}[operation]()
-    [shape] = cublas_lt.plans
-    state = torch.get_rng_state()
-    products.example(shape, CPU)()
-    assert list(cublas_lt.plans) == [shape]
-    assert torch.equal(torch.get_rng_state(), state)
 
 
 def choose_on(world):
@@ -527,12 +449,6 @@ def test_all_ranks_measure_or_none():
 
 # -----------------------------------------------------------------------------
 # The library itself
-
-def test_a_failure_of_the_library_is_told(stand_in):
-    stand_in.cublasLtMatmul = lambda *args: 13
-    x, w1, *_ = matrices(HALF)
-    with pytest.raises(RuntimeError, match="cuBLASLt: Matmul returned 13"):
-        gelu_mlp.product_gelu(x, w1)
 
 
 @only_on_hopper
