@@ -1,16 +1,12 @@
 """--compile: how many graphs a model has, and what a run says of its cost."""
 import contextlib
-import inspect
 import json
-import os
-import subprocess
-import sys
 from functools import partial
 from unittest import mock
 
 import pytest
 import torch
-from pool import ROOT, run_ranks
+from pool import run_ranks
 from runs import TINY as FLAGS
 from runs import rows, session
 
@@ -19,10 +15,8 @@ import moe
 import parallel
 from config import Config
 from fast import compile as compile_
-from fast.choose import Choice, choose
+from fast.choose import choose
 from fast.graph import make_step
-from ops import backend, gelu_mlp
-from ops.activations import ACTIVATIONS
 from runtime.launch import World
 from train import Step, build
 
@@ -135,23 +129,6 @@ def test_what_backward_runs_again_is_compiled_between_collectives(flags):
         check_same_training(compiled, eager)
 
 
-@pytest.mark.long  # A C++ compiler takes a minute.
-@pytest.mark.parametrize("flags", ["--tp=2 --recompute=full", "--pp=2"])
-def test_what_the_compiler_makes_of_it_trains_the_same(flags, tmp_path):
-    """By torch's own compiler, as on a GPU, and not by a stand-in that runs the graphs in eager mode."""
-    found = []
-    for more in (), ("--compile",):
-        out = tmp_path / f"out{len(found)}"
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
-                   ROOT / "train.py", *FLAGS, *flags.split(), *more, "--steps=3", "--save-every=0",
-                   "--prompt=", f"--out={out}"]
-        done = subprocess.run(command, capture_output=True, text=True,
-                              env=os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")})
-        assert done.returncode == 0, done.stdout + done.stderr
-        found.append([row["loss"] for row in rows(out)])
-    assert found[0] == pytest.approx(found[1], rel=1e-5)
-
-
 def test_a_run_says_what_compiling_cost(graphs, tmp_path):
     for out, more in ("eager", []), ("compiled", ["--compile"]):
         done = session(World(), [*FLAGS, *more, "--steps=3", "--save-every=0", "--prompt=",
@@ -161,19 +138,3 @@ def test_a_run_says_what_compiling_cost(graphs, tmp_path):
     assert [row["loss"] for row in plain] == pytest.approx([row["loss"] for row in compiled], rel=1e-6)
     first, *others = map(json.loads, (tmp_path / "compiled/metrics.jsonl").read_text().splitlines())
     assert 0 < first["compile_s"] < first["ms"] / 1e3 and all("compile_s" not in row for row in others)
-
-
-@pytest.mark.parametrize("mlp", ["swiglu", "gelu"])
-def test_what_is_installed_can_be_traced(mlp, monkeypatch):
-    """torch 2.11 refuses an autograd.Function's `apply` as an attribute of a module that it compiles."""
-    monkeypatch.setattr(backend, "TRITON_DEVICES", ("cpu",))
-    monkeypatch.setattr(gelu_mlp, "is_possible", lambda cfg, device: mlp == "gelu")
-    cfg = Config(n_layer=1, n_embd=16, n_head=2, ffn_hidden=24, mlp=mlp, bias=False, vocab_size=64,
-                 dtype="fp32")
-    model, _, _ = build(cfg, parallel.make_mesh(World()), 64, torch.device("cpu"))
-    Choice(False, False, False, False).install(model)
-    layer = model.blocks["0"].mlp
-    assert layer.products if mlp == "gelu" else layer.act is not ACTIVATIONS["swiglu"]
-    for module in model.blocks["0"].modules():
-        for value in vars(module).values():
-            assert not inspect.ismethod(value) or value.__name__ != "apply", module

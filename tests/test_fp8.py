@@ -96,14 +96,6 @@ def test_a_scale_moves_no_rounding(form, factor):
     assert small.scale * factor == large.scale and np.frexp(small.scale.item())[0] == 0.5
 
 
-def test_parts_have_one_scale():
-    parts = [torch.ones(2, 4), torch.full((3, 4), 960.0)]
-    q = fp8.quantise(parts, fp8.FORWARD)
-    assert q.scale == 2.0 ** (9 - 7) and torch.equal(q.rows.float() * q.scale, torch.cat(parts))
-    again = fp8.quantise(parts, fp8.FORWARD, q.scale, rows=False, transposed=True)
-    assert again.rows is None and torch.equal(again.columns.float(), q.rows.float().t())
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_zeros_and_the_smallest_numbers_give_zeros(dtype):
     for tiny in (0.0, torch.finfo(torch.float32).tiny, 1e-40):
@@ -159,14 +151,6 @@ def test_linear_is_near_the_plain_product():
     assert errors[3] == 0, "the gradient of the bias is a sum"
 
 
-def test_it_is_one_graph_of_the_compiler():
-    x, weights, bias, grad = case(torch.float32)
-    compiled = torch.compile(fp8.linear, backend="aot_eager", fullgraph=True)
-    pairs = zip(results(compiled, x, weights, bias, grad), results(fp8.linear, x, weights, bias, grad),
-                strict=True)
-    assert all(torch.equal(a, b) for a, b in pairs)
-
-
 @pytest.mark.parametrize("trains_weights,enabled", [(True, False), (False, True), (False, False)])
 def test_the_compiler_takes_an_evaluation(trains_weights, enabled):
     """In no_grad(), or where nothing trains, torch 2.11 to 2.13 know no needs_input_grad."""
@@ -178,15 +162,18 @@ def test_the_compiler_takes_an_evaluation(trains_weights, enabled):
         assert torch.equal(y, fp8.linear(x.detach(), weights, bias.detach())) and not y.requires_grad
 
 
-def test_the_compiler_takes_frozen_weights():
+@pytest.mark.parametrize("are_frozen", [False, True])
+def test_it_is_one_graph_of_the_compiler(are_frozen):
     x, weights, bias, grad = case(torch.float32)
-    weights = [weight.detach() for weight in weights]
+    trained = [x] if are_frozen else [x, *weights, bias]
+    if are_frozen:
+        weights, bias = [weight.detach() for weight in weights], bias.detach()
     compiled = torch.compile(fp8.linear, backend="aot_eager", fullgraph=True)
-    grads = []
+    found = []
     for function in (compiled, fp8.linear):
-        inputs = x.detach().requires_grad_()
-        grads += torch.autograd.grad(function(inputs, weights, bias.detach()), inputs, grad)
-    assert torch.equal(*grads)
+        y = function(x, weights, bias)
+        found.append([y, *torch.autograd.grad(y, trained, grad)])
+    assert all(map(torch.equal, *found))
 
 
 # -----------------------------------------------------------------------------
@@ -310,10 +297,6 @@ def test_a_resumed_run_has_the_bits_of_one_without_a_stop(tmp_path):
     go(2, tmp_path / "half", *flags, 4, "--resume=auto")
     same(tmp_path / "whole", tmp_path / "half", 4)
     assert rows(tmp_path / "whole") == rows(tmp_path / "half")
-    # The weights are those of a model without the flag: the change is printed, and not refused.
-    without = [flag for flag in flags if flag != "--fp8"]
-    out = go(2, tmp_path / "half", *without, 6, "--resume=auto")["out"]
-    assert "resume: fp8 True -> False" in out and rows(tmp_path / "half")[-1]["step"] == 6
 
 
 def test_a_model_is_sampled_without_it():
@@ -326,18 +309,13 @@ def test_a_model_is_sampled_without_it():
 # -----------------------------------------------------------------------------
 # What is refused
 
-def test_fp16_is_refused():
-    with pytest.raises(ValueError, match="--fp8 does not go with --dtype fp16; try --dtype bf16"):
-        check(Config(fp8=True, dtype="fp16"))
-    for dtype in ("fp64", "fp32", "bf16"):
-        check(Config(fp8=True, dtype=dtype))
-
-
 @pytest.mark.parametrize("kind,hip,capability,dtype,words", [
     ("cuda", None, (8, 0), "bf16", "capability 8.9"), ("cuda", "6.4", (9, 4), "bf16", "NVIDIA"),
     ("xpu", None, None, "bf16", "NVIDIA"), ("cuda", None, (9, 0), "fp32", "--dtype bf16"),
     ("cuda", None, (8, 9), "bf16", ""), ("cuda", None, (12, 0), "bf16", ""), ("cpu", None, None, "fp64", "")])
 def test_a_gpu_without_such_products_is_refused(kind, hip, capability, dtype, words, monkeypatch):
+    with pytest.raises(ValueError, match="--fp8 does not go with --dtype fp16"):
+        check(Config(fp8=True, dtype="fp16"))
     monkeypatch.setattr(torch.version, "hip", hip)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     device = torch.device(kind)
@@ -349,13 +327,9 @@ def test_a_gpu_without_such_products_is_refused(kind, hip, capability, dtype, wo
         fp8.check_device(Config(fp8=True, dtype=dtype), device)
 
 
-def test_the_plan_knows_it(capsys):
-    """It takes less time; the GPUs of BLOOM have no such products. What it saves of memory is not counted."""
+def test_the_plan_knows_it():
+    """It takes less time. What it saves of memory is not counted."""
     plans = [plan.estimate(parse(["smol-1.7b", "--global-batch=4", *flag]), 1, "h200", 49152)
              for flag in ([], ["--fp8"])]
     without, with_fp8 = (p["ms"] for p in plans)
     assert 0.15 < 1 - with_fp8 / without < 0.25
-    with pytest.raises(SystemExit) as e:
-        plan.main(["smol-1.7b", "--gpus=1", "--gpu=a100-80", "--fp8"])
-    assert e.value.code == 2
-    assert "a100-80 cannot multiply fp8 numbers; leave out --fp8" in capsys.readouterr().err

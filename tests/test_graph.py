@@ -18,7 +18,6 @@ from corpus.samples import Synthetic, micro_batches, trained_tokens
 from fast import buckets, choose, graph, symm_mem
 from fast.graph import WARMUP_STEPS, DeferredGather, GraphedStep
 from parallel import make_mesh
-from runtime import watch
 from runtime.launch import World
 
 MOE = ["--n-experts=4", "--top-k=1", "--aux-coef=0.01", "--ep=2"]
@@ -67,28 +66,11 @@ class EmulatedStep(GraphedStep):
             bucket.grad_total = held  # and it runs no Python.
 
 
-class GpuStragglers(watch.Stragglers):
-    """Stragglers that notes the first collective of a step as on a GPU: a captured event has no time."""
-
-    def begin(self):
-        self.cuda = True
-        super().begin()
-        first = self.world.calls.on_next_collective
-
-        def watched():
-            before = len(self.spans)
-            capturing = torch.cuda.is_current_stream_capturing()
-            first()
-            assert len(self.spans) == before + (not capturing)
-            self.seen["first"] += capturing
-        self.world.calls.on_next_collective = watched
-
-
 @contextlib.contextmanager
 def graphs_on_a_cpu(seen):
     """Give CPU tensors torch.cuda's graphs, and the copies between GPUs torch.cuda's streams.
 
-    seen: counts captures, replays, first collectives of captured steps.
+    seen: counts captures and replays.
     """
     if torch.cuda.is_available():
         torch.cuda.init()  # It sets default_generators, which would be set back below.
@@ -113,21 +95,20 @@ def graphs_on_a_cpu(seen):
 
     patches = [(choose, "static_shapes", lambda *_: True), (symm_mem, "SymmetricBuffer", SharedBuffer),
                (buckets, "SymmetricBuffer", SharedBuffer), (buckets, "stream_module", lambda device: streams),
-               (graph, "GraphedStep", EmulatedStep), (watch, "Stragglers", GpuStragglers),
+               (graph, "GraphedStep", EmulatedStep),
                (torch.cuda, "graph", capture), (torch.cuda, "CUDAGraph", new_graph),
                (torch.cuda, "default_generators", {None: generator}),
                (torch.cuda, "synchronize", lambda: None),
                (torch.cuda, "is_current_stream_capturing", lambda: generator.capturing)]
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(EmulatedStep, "latest", None))
-        stack.enter_context(mock.patch.object(GpuStragglers, "seen", seen, create=True))
         for patch in patches:
             stack.enter_context(mock.patch.object(*patch))
         yield
 
 
 def graphed_session(world, argv):
-    seen = {"captures": 0, "replays": 0, "first": 0}
+    seen = {"captures": 0, "replays": 0}
     with graphs_on_a_cpu(seen):
         return session(world, argv), seen
 
@@ -145,7 +126,7 @@ def test_a_run_with_a_graph_is_the_run_without(flags, tmp_path):
         for result, seen in run_ranks(2, graphed_session, argv):
             assert result["code"] == 0, result["err"]
             if "--ep-slack=1" not in flags:
-                assert seen == {"captures": 1, "replays": 6 - WARMUP_STEPS, "first": 1}
+                assert seen == {"captures": 1, "replays": 6 - WARMUP_STEPS}
     same(tmp_path / "plain", tmp_path / "graph", 14)
     assert rows(tmp_path / "plain") == rows(tmp_path / "graph")
 
@@ -180,7 +161,7 @@ def take_steps(world, flags, graphed, evaluated=(), kind=Synthetic):
     Return the StepStats and refused of each step; the validation losses; the final weights of the whole
     model, masters and moments; and the path of each step.
     """
-    cfg, seen, device = Config(**flags), {"captures": 0, "replays": 0, "first": 0}, torch.device("cpu")
+    cfg, seen, device = Config(**flags), {"captures": 0, "replays": 0}, torch.device("cpu")
     mesh = make_mesh(world, cfg.tp, cfg.pp, cfg.ep, cp=cfg.cp, shard=cfg.shard)
     data, val_data = (kind(cfg.vocab_size, cfg.seq_len, seed) for seed in (0, 1))
     batch = cfg.global_batch or cfg.micro_batch * mesh.dp.size
@@ -279,18 +260,13 @@ def in_small_buckets(*args):
 
 def in_lone_buckets(*args):
     """The same, where no rank adds anything to gradients. After a void step the buffers stay as they are, as
-    they do if the loss was not finite but no buffer overflowed. The graph's memory is free all the same."""
+    they do if the loss was not finite but no buffer overflowed."""
     real_choose = choose.choose
     real_resize = graph.BufferSizer.resize
-    real_plain = train.Step.__call__
     made = []
 
     def resize(sizer, overflowed):
         return not overflowed and real_resize(sizer, overflowed)
-
-    def plain(step, *arguments):
-        assert EmulatedStep.latest.graph is None and EmulatedStep.latest.output is None
-        return real_plain(step, *arguments)
 
     def choose_single(*arguments):
         return real_choose(*arguments)._replace(single_microbatch=True)
@@ -300,20 +276,13 @@ def in_lone_buckets(*args):
             super().reset()
             made.append(self.names)
 
-    def empty_cache():
-        """While it captures, torch gives no memory back: the last step's gradients must be gone before."""
-        buckets = [b for b in EmulatedStep.latest.data_parallel.buckets if type(b) is Counted]
-        kept.append([bucket.names for bucket in buckets if bucket.grad is not None])
-    kept = []
     with contextlib.ExitStack() as stack:
         for patch in ((choose, "choose", choose_single), (choose, "LoneBucket", Counted),
-                      (graph.BufferSizer, "resize", resize), (torch.cuda, "empty_cache", empty_cache),
-                      (train.Step, "__call__", plain)):
+                      (graph.BufferSizer, "resize", resize)):
             stack.enter_context(mock.patch.object(*patch))
         result = in_small_buckets(*args)
     experts = [names for names in made if "moe.w" in names[0]]
     assert experts and all(len(names) == 1 for names in made)
-    assert kept and not any(kept), kept
     return result
 
 
@@ -356,15 +325,14 @@ BEFORE = ("plain",) * WARMUP_STEPS + ("graph", "graph")  # the steps before Crow
 UNEVEN = dict(EXPERTS, top_k=1, ep=4, zero=1, ep_slack=3.0)
 
 
-def test_one_step_of_uneven_routing_keeps_the_graph():
-    """Over ep 4 all rows of a step go to one rank, over --ep-slack. That step alone is done again, with the
-    bits of the plain step, and the buffers grow."""
-    assert assert_same_bits(4, UNEVEN, Crowded) == (*BEFORE, "redone", "graph")
-
-
-@pytest.mark.long
-def test_it_is_kept_too_between_nodes():
-    assert assert_same_bits(4, UNEVEN, Crowded, through_messages) == (*BEFORE, "redone", "graph")
+@pytest.mark.parametrize("n, flags, kind, take", [
+    (4, UNEVEN, Crowded, None), pytest.param(4, UNEVEN, Crowded, through_messages, marks=pytest.mark.long),
+    pytest.param(8, dict(EXPERTS, n_experts=8, top_k=1, ep=8, ep_slack=2.5), CrowdedOver8, None,
+                 marks=pytest.mark.long)], ids=["ep4", "between-nodes", "ep8"])
+def test_one_step_of_uneven_routing_keeps_the_graph(n, flags, kind, take):
+    """All rows of a step go to one rank, over --ep-slack. That step alone is done again, with the bits of the
+    plain step, and the buffers grow."""
+    assert assert_same_bits(n, flags, kind, take) == (*BEFORE, "redone", "graph")
 
 
 @pytest.mark.parametrize("take", [in_lone_buckets, with_a_guard])
@@ -372,12 +340,6 @@ def test_gradients_that_are_not_copied_give_the_same_bits(take):
     """The optimizer reads the experts' gradients where backward, or the graph, wrote them. After
     a plain step the graph is captured again, and writes elsewhere."""
     assert assert_same_bits(4, UNEVEN, Crowded, take, in_small_buckets) == (*BEFORE, "redone", "graph")
-
-
-@pytest.mark.long
-def test_one_step_of_uneven_routing_keeps_the_graph_over_eight_ranks():
-    flags = dict(EXPERTS, n_experts=8, top_k=1, ep=8, ep_slack=2.5)
-    assert assert_same_bits(8, flags, CrowdedOver8) == (*BEFORE, "redone", "graph")
 
 
 def test_a_replay_divides_by_its_own_number_of_trained_tokens():
@@ -402,8 +364,8 @@ def test_no_reader_sees_stale_weights(flags):
 
 @pytest.mark.long
 @pytest.mark.parametrize("flags", [["--tp=2"], ["--ep=2", "--n-experts=4", "--top-k=1"], ["--zero=3"],
-                                   ["--cp=2"]],
-                         ids=["tp2", "ep2", "zero3", "cp2"])
+                                   ["--cp=2"], ["--pp=2"], ["--tp=2", "--recompute=full"]],
+                         ids=["tp2", "ep2", "zero3", "cp2", "pp2", "tp2-recompute"])
 def test_compiled_is_eager(flags, tmp_path):
     for out in ("eager", "compiled"):
         argv = [*TINY, *flags, "--steps=3", "--save-every=0", "--dtype=fp64", "--prompt=",

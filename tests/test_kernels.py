@@ -1,7 +1,6 @@
 """Each Triton kernel beside its torch twin, on the GPU if there is one, else in Triton's interpreter."""
 import dataclasses
 import math
-import typing
 from types import SimpleNamespace as Some
 
 import pytest
@@ -77,6 +76,13 @@ def randn(*shape, dtype=torch.bfloat16):
     return torch.randn(*shape, device=DEVICE).to(dtype)
 
 
+def with_gradients(f, leaves, *grads):
+    """Return f's output and the gradients of its leaves, for grads: that of the output, or ones."""
+    leaves = [leaf.clone().requires_grad_() for leaf in leaves]
+    y = f(*leaves)
+    return [y.detach(), *torch.autograd.grad(y, leaves, *grads)]
+
+
 # -----------------------------------------------------------------------------
 # Head and cross-entropy
 
@@ -96,14 +102,13 @@ def test_cross_entropy(width, used):
 def test_the_head_has_the_loss_and_the_gradients_of_autograd():
     x, w = torch.randn(6, 8, dtype=torch.float64), torch.randn(16, 8, dtype=torch.float64)
     target = torch.tensor([1, 2, -100, 4, 11, 0])
-    found = []
-    for is_fused in (True, False):
-        leaves = x.clone().requires_grad_(), w.clone().requires_grad_()
-        if is_fused:
-            loss = cross_entropy.LinearCrossEntropy.apply(*leaves, target, 12)
-        else:
-            loss = F.cross_entropy(F.linear(*leaves)[:, :12], target, reduction="sum")
-        found.append([loss.detach(), *torch.autograd.grad(loss, leaves)])
+
+    def plain_loss(x, w):
+        return F.cross_entropy(F.linear(x, w)[:, :12], target, reduction="sum")
+
+    def fused_loss(x, w):
+        return cross_entropy.LinearCrossEntropy.apply(x, w, target, 12)
+    found = [with_gradients(loss, (x, w)) for loss in (fused_loss, plain_loss)]
     for fused, plain in zip(*found, strict=True):
         torch.testing.assert_close(fused, plain, rtol=1e-12, atol=1e-12)
 
@@ -285,10 +290,8 @@ def test_grouped_mm(dtype, sizes, widths, by_ours):
         x[n:], dy[n:] = torch.nan, torch.nan
 
     def results(mm, x, w, dy, offs):
-        x, w = x.clone().requires_grad_(), w.clone().requires_grad_()
-        y = mm(x, w, offs)
-        dx, dw = torch.autograd.grad(y, (x, w), dy)
-        return y.detach()[:n], dx[:n], dw
+        y, dx, dw = with_gradients(lambda x, w: mm(x, w, offs), (x, w), dy)
+        return y[:n], dx[:n], dw
     got = results(grouped_mm.grouped_mm, x, w, dy, offs)
     want = torch_twin(results, grouped_mm.grouped_mm_loop, x[:n], w, dy[:n], offs)
     for mine, theirs in zip(got, want, strict=True):
@@ -312,31 +315,11 @@ def test_swiglu_experts_equal_their_products(dtype, by_ours):
     def ours(*leaves):
         return grouped_mm.SwiGLUExperts.apply(*leaves, ends)
 
-    def results(f, leaves, grad):
-        leaves = [leaf.clone().requires_grad_() for leaf in leaves]
-        y = f(*leaves)
-        return [y.detach(), *torch.autograd.grad(y, leaves, grad)]
-    got = results(ours, leaves, grad)
-    want = results(reference, [leaf.double() for leaf in leaves], grad.double())
+    got = with_gradients(ours, leaves, grad)
+    want = with_gradients(reference, [leaf.double() for leaf in leaves], grad.double())
     for mine, theirs in zip(got, want, strict=True):
         difference = (mine.double() - theirs).norm() / theirs.norm()
         assert difference < (1e-5 if dtype == torch.float32 else 3e-2)
-
-
-HALF, FULL = torch.bfloat16, torch.float32
-
-
-@pytest.mark.parametrize("capability, hip, dtype, width, by_torch", [
-    ((9, 0), None, HALF, 64, True), ((9, 0), "6.4", HALF, 64, False), ((9, 0), None, FULL, 64, False),
-    ((9, 0), None, HALF, 12, False), ((10, 0), None, HALF, 64, True), ((8, 0), None, HALF, 64, False)],
-    ids=str)
-def test_who_multiplies(capability, hip, dtype, width, by_torch, monkeypatch):
-    """By GPU, dtype and width."""
-    x = Some(dtype=dtype, device=torch.device("cuda", 0))
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(torch.version, "hip", hip)
-    monkeypatch.setattr(grouped_mm.F, "grouped_mm", lambda *_: None, raising=False)
-    assert grouped_mm.use_torch(x, (width, 64)) == by_torch
 
 
 # -----------------------------------------------------------------------------
@@ -625,11 +608,6 @@ def test_a_recomputed_block_has_the_same_gradients(recompute, few_programs, monk
         found.append([loss.detach(), *(p.grad for p in model.parameters())])
     for mine, without in zip(*reversed(found), strict=True):
         assert torch.equal(mine, without)
-
-
-def test_every_name_of_norm_has_a_formula():
-    in_one_place = set(typing.get_args(Config.__annotations__["norm"])) ^ set(NORMS)
-    assert not in_one_place, f"{in_one_place}: not in NORMS, or not in the list at `norm` in config.py"
 
 
 def norm_by_largest(x, gain, bias, eps):

@@ -13,10 +13,6 @@ from test_layouts import MOE, equality
 
 import train
 from config import Config
-from cost.memory import state_bytes
-from cost.parameters import Rank
-from fast.choose import Choice
-from interface.command_line import parse
 from ops.split_master import SplitMaster, joined, low_bits, whole
 from parallel import make_mesh
 from runtime.launch import World
@@ -64,15 +60,6 @@ def test_low_bits_that_belong_to_another_weight_do_not_change_it():
     for low in (-2**15 + 1, -1, 0, 1, 2**15 - 1):
         read = joined(own, torch.full(own.shape, low, dtype=torch.int16))
         assert torch.equal(read.to(torch.bfloat16), own), low
-
-
-def test_a_part_shares_memory_with_the_whole():
-    split = SplitMaster.of(torch.zeros(12, dtype=torch.bfloat16), torch.zeros(12))
-    part = split[2:8].view((2, 3))
-    part[1].copy_(torch.tensor([1.000001, -2.000001, 3e-9], dtype=torch.float64))
-    expected = torch.tensor([0, 0, 0, 0, 0, 1.000001, -2.000001, 3e-9, 0, 0, 0, 0])
-    assert part.shape == (2, 3) and part.numel() == 6 and [row.numel() for row in part] == [3, 3]
-    assert torch.equal(whole(split), expected) and torch.equal(split.own, expected.to(torch.bfloat16))
 
 
 # -----------------------------------------------------------------------------
@@ -184,24 +171,6 @@ def test_memory_is_as_planned(flags):
     opt = optimizer_as_planned(*BF16, *flags)
     n_split = sum(isinstance(master, SplitMaster) for master in opt.masters)
     assert 0 < n_split <= len(opt.masters) and (n_split < len(opt.masters)) == (opt.muon is not None)
-
-
-def masters_of(world, flags):
-    """Return whether all masters of this rank are split, their bytes with the moments', and those planned."""
-    cfg = parse(["tiny", "--data=synthetic", "--vocab-size=200", *BF16, *flags])
-    mesh = make_mesh(world)
-    _, data_parallel, opt = train.build(cfg, mesh, cfg.vocab_size, world.device)
-    used = sum(master.low.numel() * 2 for master in opt.masters if isinstance(master, SplitMaster))
-    for slices in opt.moments().values():
-        used += sum(piece.numel() * 4 for piece in slices)
-    planned = state_bytes(Rank(cfg, mesh, cfg.vocab_size, Choice(False, False, False, False)))
-    return all(isinstance(master, SplitMaster) for master in opt.masters), used, planned["optimizer"]
-
-
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
-def test_all_masters_are_split_under_every_zero(zero):
-    for all_split, used, planned in run_ranks(2, masters_of, [f"--zero={zero}"]):
-        assert all_split and used == pytest.approx(planned, rel=0.01), "padding is not planned"
 
 
 # -----------------------------------------------------------------------------

@@ -8,7 +8,6 @@ import dataclasses
 import functools
 import io
 import itertools
-from types import SimpleNamespace as Some
 from unittest import mock
 
 import numpy as np
@@ -25,7 +24,7 @@ from corpus.samples import Synthetic, micro_batches
 from ddp import BUCKET_ELEMENTS, Bucket
 from fast import buckets, choose, graph, padded, symm_mem
 from fast.buckets import PEER
-from fast.graph import BufferSizer, GraphedStep
+from fast.graph import GraphedStep
 from optim import Optimizer
 from parallel import Axis, make_mesh
 from zero import LEVELS
@@ -141,17 +140,6 @@ def steps_are_equal(got, want):
     return True
 
 
-@pytest.mark.parametrize("layout", [dict(ep=4), dict(ep=2, zero=1), dict(ep=2, tp=2, zero=1)], ids=str)
-def test_a_step_whose_buffers_overflowed_is_done_again(layout):
-    flags = dict(TINY, **layout)
-    want = run_ranks(4, three_steps, flags)
-    for slack, retried in ((1.0, True), (float(layout["ep"]), False)):
-        got = run_ranks(4, three_steps, flags, slack)
-        assert len({rows for *_, rows in got}) == 1  # the same on all ranks
-        assert all((n_retries > 0) == retried for *_, n_retries, _ in got)
-        assert_equal_steps(got, want)
-
-
 # -----------------------------------------------------------------------------
 # Several nodes: messages of a fixed size (fast/padded.py)
 
@@ -197,12 +185,16 @@ def padded_steps(world, flags, slack):
     return steps
 
 
-@pytest.mark.parametrize("layout", [dict(ep=4), dict(ep=2, zero=1, tp=2)], ids=str)
-def test_a_step_whose_messages_overflowed_is_done_again(layout):
+@pytest.mark.parametrize("steps, layout", [
+    (three_steps, dict(ep=4)), (three_steps, dict(ep=2, zero=1)), (three_steps, dict(ep=2, tp=2, zero=1)),
+    (padded_steps, dict(ep=4)), (padded_steps, dict(ep=2, zero=1, tp=2))],
+    ids=lambda value: value.__name__ if callable(value) else str(value))
+def test_a_step_that_overflowed_is_done_again(steps, layout):
+    """Of buffers in symmetric memory, and of messages of a fixed size."""
     flags = dict(TINY, **layout)
     want = run_ranks(4, three_steps, flags)
     for slack, retried in ((1.0, True), (float(layout["ep"]), False)):
-        got = run_ranks(4, padded_steps, flags, slack)
+        got = run_ranks(4, steps, flags, slack)
         assert len({rows for *_, rows in got}) == 1  # the same on all ranks
         assert all((n_retries > 0) == retried for *_, n_retries, _ in got)
         assert_equal_steps(got, want)
@@ -218,52 +210,6 @@ def test_a_late_rank_is_waited_for(without):
     got = run_ranks(2, three_steps, flags, 2.0, True, without)
     right = steps_are_equal(got, want) and not any(n_retries for *_, n_retries, _ in got)
     assert right == (not without)
-
-
-class SizerOfOneRank(BufferSizer):
-    """For ep 4, --ep-slack 2.5 and 100 balanced rows. others: what the fullest of the other ranks needed."""
-
-    def __init__(self):
-        self.dispatcher = Some(rows_needed=torch.zeros((), dtype=torch.int64))
-        self.others = torch.tensor(0)
-        world = Some(rank=0, all_reduce=lambda numbers, op: numbers.copy_(numbers.maximum(self.others)))
-        mesh = Some(world=world, tp=Axis("one"), cp=Axis("one"), ep=Some(size=4))
-        cfg = Some(micro_batch=1, seq_len=100, top_k=1)
-        with mock.patch.object(graph, "moe_layers", lambda _: {0: Some(dispatcher=self.dispatcher)}):
-            super().__init__(Some(cfg=cfg, mesh=mesh), 2.5)
-
-    def after(self, *needs, is_void=False):
-        """Take a step for each number of rows. Return whether the last one changed the buffers' rows, and
-        these."""
-        for needed in needs:
-            self.dispatcher.rows_needed.fill_(needed)
-            self.enable(True)
-            loss = self.nan_on_overflow(torch.zeros(()))
-            overflowed = needed > self.dispatcher.rows_in_use
-            assert loss.isnan() == overflowed
-            is_other = self.resize(is_void or overflowed)
-        return is_other, self.rows
-
-
-def test_buffers_follow_the_rows_that_are_needed(monkeypatch):
-    """They begin with --ep-slack; a third more after an overflow; every second step they may shrink."""
-    monkeypatch.setattr(graph, "INTERVAL", 2)
-    sizer = SizerOfOneRank()
-    assert sizer.rows == 256  # a multiple of 8
-    assert sizer.after(150) == (False, 256)
-    assert sizer.after(100) == (True, 168)  # a tenth more than the larger of both
-    assert sizer.after(100, 140) == (False, 168)  # 154 are not worth a new capture
-    assert sizer.after(171) == (True, 232)
-    assert sizer.after(390) == (True, 400)  # ep times the balanced number: nothing can overflow
-    assert sizer.after(100, is_void=True) == (False, 400)  # its loss was not finite for another reason
-    assert sizer.after(399, 399) == (False, 400) and sizer.n_retries == 3
-    assert sizer.after(100, 100) == (True, 112) and sizer.n_retries == 3
-
-
-def test_the_fullest_rank_decides():
-    sizer = SizerOfOneRank()
-    sizer.others = torch.tensor(300)
-    assert sizer.after(100, is_void=True) == (True, 400)
 
 
 # -----------------------------------------------------------------------------
@@ -359,5 +305,4 @@ def test_all_ranks_know_whether_gpus_reach_each_other(gpus, access, broken, answ
     allocation that fails. Rank 0 says why."""
     answers, (said, *others) = zip(*run_ranks(4, reach_on_gpus, gpus, access, broken), strict=True)
     assert answers == (answer,) * 4 and others == [""] * 3
-    said = said
     assert words in said and said.count("\n") == bool(words)
