@@ -20,10 +20,8 @@ import collectives
 import moe_layer
 import smoke
 import speed
-import training
-from training import Training
 
-from interface.command_line import command_line, parse
+from interface.command_line import parse
 from parallel import make_mesh
 from plan import estimate
 from runtime.launch import World
@@ -190,17 +188,6 @@ def test_smoke_under_mpiexec(tmp_path):
     assert "<html" in (out / "profile.html").read_text()[:500]
 
 
-def test_missing_or_failing_packages_cost_one_line(tmp_path, monkeypatch, capsys):
-    for name in ("plotext", "wandb"):
-        monkeypatch.setitem(sys.modules, name, None)  # import raises ImportError
-    rows = [dict.fromkeys(("iter", *smoke.METRICS), 1)]
-    smoke.plots(rows, tmp_path)
-    smoke.to_wandb(rows, smoke.Flags(out=tmp_path), 1)
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines] == ["plotext", "wandb"]
-    assert all("is not installed" in line for line in lines) and not list(tmp_path.iterdir())
-
-
 @pytest.mark.parametrize("main,argv,words", [
     (smoke.main, ["--itres", "5"], "perhaps you meant --iters"), (smoke.main, ["--iters", "0"], "at least 1"),
     (smoke.main, ["--lr", "nan"], "--lr nan"), (speed.main, ["W1", "--steps", "3"], "at least 4"),
@@ -237,13 +224,6 @@ def test_checkpoint_and_the_drills_say_what_they_do():
         assert max(map(len, job.stdout.splitlines())) <= 110
 
 
-def test_train_flags_of_a_workload_may_begin_with_dashes():
-    argv = speed.join_value(["W1", "--flags", "--ep 2", "--steps", "4", "W2b"], "--flags")
-    assert argv == ["W1", "--flags=--ep 2", "--steps", "4", "W2b"]
-    flags = command_line(speed.Flags, ["W1", "W2b", *argv[1:4]], "speed.py", "")
-    assert (flags.workloads, flags.flags, flags.steps) == (("W1", "W2b"), "--ep 2", 4)
-
-
 def test_young_routing_is_told_from_settled_routing():
     """Milliseconds and paths of steps 30 to 60 and 300 to 330; a step that was done again is named."""
     assert speed.counted_steps(0, has_experts=False) == (60, [(30, 60)])
@@ -257,24 +237,7 @@ def test_young_routing_is_told_from_settled_routing():
     assert speed.times_of(windows) == "90.00 ms in steps 30 to 60, 10% redone; 70.00 ms in steps 300 to 330"
 
 
-def test_a_model_of_a_benchmark_is_made_as_its_flags_say(monkeypatch):
-    """Deterministic or not, whatever the model before it was; without a way that is turned off."""
-    flags = "tiny --n-layer 1 --n-experts 2 --vocab-size 100 --micro-batch 1"
-    for extra, want in ((" --deterministic", True), ("", False)):
-        Training(parse((flags + extra).split(), data="synthetic"), World())
-        assert torch.are_deterministic_algorithms_enabled() is want
-    asked = []
-    monkeypatch.setattr(training.train, "build", lambda *_, choice: asked.append(choice.flex) or (None,) * 3)
-    monkeypatch.setattr(training, "make_step", lambda *_: None)
-    monkeypatch.setattr(training.train, "Step", lambda *_: None)
-    real = training.choose
-    monkeypatch.setattr(training, "choose", lambda *args: real(*args)._replace(flex=True))
-    for without in ((), ("flex",)):
-        Training(parse(flags.split(), data="synthetic"), World(), without)
-    assert asked == [True, False]
-
-
-def test_a_row_of_speed_has_the_time_that_plan_expects(monkeypatch, capsys):
+def test_a_row_of_speed_has_the_time_that_plan_expects(monkeypatch):
     """On a GPU that plan.py knows. On another one the row says nothing of a plan."""
     world = World(size=2)
     cfg = parse(["dense-210m", "--zero", "1", "--global-batch", "16"], data="synthetic")
@@ -282,13 +245,6 @@ def test_a_row_of_speed_has_the_time_that_plan_expects(monkeypatch, capsys):
     monkeypatch.setattr(speed, "device_name", lambda device: "NVIDIA H200")
     planned = speed.planned_ms(cfg, world, 128256)
     assert planned == estimate(cfg, 2, "h200", 128256)["ms"] and planned > 30
-    window = {"ms": 43.0, "steps": [30, 60], "paths": {"graph": 1.0}}
-    row = dict.fromkeys(("tok_s_gpu", "tflops", "tflops_causal", "mfu", "reserved_gib", "first_step_s"), 1.0)
-    row |= {"workload": "W1", "flags": "", "windows": [window], "windows_gib": 0, "slack": None,
-            "redone": None}
-    for planned, words in ((41.234, "(plan.py: 41.23 ms)"), (None, "in steps 30 to 60, 0.0 k")):
-        speed.show({**row, "planned_ms": planned}, {"matmul_tflops": 700})
-        assert words in capsys.readouterr().out.replace("\n     ", "")
 
 
 def test_all_rows_of_a_moe_layer_run(monkeypatch, capsys):
@@ -303,15 +259,6 @@ def test_all_rows_of_a_moe_layer_run(monkeypatch, capsys):
     moe_layer.measure("W2", torch.device("cpu"))
     labels = [line[2:16].strip() for line in capsys.readouterr().out.splitlines()[1:]]
     assert labels == ["dense, compile", "dropless", "same, pointers", "capacity 1.0", "loop over expe"]
-
-
-def test_one_rank_has_nothing_to_measure(capsys):
-    collectives.main([])
-    assert capsys.readouterr().out.splitlines()[-1].startswith("one rank: nothing to measure")
-
-
-def test_sizes():
-    assert [collectives.bytes_of(t) for t in ("64", "4K", "16m", "1G", "8B")] == [64, 4096, 2**24, 2**30, 8]
 
 
 # -----------------------------------------------------------------------------

@@ -138,13 +138,6 @@ def test_a_step_trains_on_the_next_tokens(hf):
     assert all(p.grad is None for p in peer.model.parameters())
 
 
-def test_a_peer_without_recomputation_refuses_it():
-    """All trainers get the same flags: one that ignored --recompute would compare another step."""
-    cfg = parse(f"dense-210m {TINY} --recompute full".split(), data="synthetic")
-    with pytest.raises(ValueError, match="--recompute full: Transformers keeps all activations here"):
-        peer_cell.Transformers(cfg, World(), 256, "")
-
-
 def test_the_8b_model_is_llamas_and_fits_one_gpu_by_prediction():
     """Of 139.8 GiB it needs 110 with full recomputation, and 119 with selective. Two GPUs use ZeRO-3."""
     def flags_of(trainer, gpus):
@@ -192,22 +185,3 @@ def test_a_cell_that_fails_or_takes_too_long(tmp_path):
                 "nanoshard: rank 0 lost a peer (Connection closed by peer): see its error\n")
     assert peers.reason(torchrun) == "torch.OutOfMemoryError: CUDA out of memory."
     assert peers.reason("") == "no output"
-
-
-def test_what_a_cell_is_started_with():
-    flags = peers.Flags(("W1",), torchtitan="P", steps=8)
-    command = peers.command(peers.Cell("W1", 2, "torchtitan-ddp"), flags, "row.json")
-    assert command[command.index("--nproc-per-node") + 1] == "2" and command[-2:] == ["--path", "P"]
-    assert "--nproc-per-node" not in peers.command(peers.Cell("W1", 1, "ours"), flags, "row.json")
-    on_text = peer_cell.train_flags(peer_cell.Flags("W1", "hf", data="text", flags="--steps 3"), 1)
-    assert on_text.endswith("--data text --steps 3")
-
-
-@pytest.mark.parametrize("argv, words", [
-    ([], "at least one workload"), (["G2", "--nanogpt", "nowhere"], "nowhere has no model.py"),
-    (["G2", "--gpus", "0"], "--gpus 0"), (["G2", "--gpus", "999"], "is more than the")])
-def test_wrong_flags_are_one_line(argv, words, capsys):
-    with pytest.raises(SystemExit) as end:
-        peers.main(argv)
-    said = capsys.readouterr().err
-    assert end.value.code == 2 and said.count("\n") == 1 and words in said

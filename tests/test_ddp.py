@@ -30,14 +30,13 @@ from corpus.samples import Synthetic
 from cost.memory import state_bytes
 from cost.parameters import Rank
 from ddp import Bucket, DataParallel, assign_buckets
-from fast.buckets import CopyBucket, LoneBucket
 from fast.choose import choose
 from ops import accelerator
 from ops.split_master import whole
 from parallel import make_mesh
 from pipeline import generate
 from runtime import agree
-from runtime.launch import CollectiveLog, World
+from runtime.launch import CollectiveLog
 from runtime.pieces import own_pieces, rectangles
 from runtime.resume import broadcast_and_verify
 from zero import ShardedBucket
@@ -214,21 +213,6 @@ def test_a_bucket_is_full_when_it_has_its_elements():
         assert sizes(zero, "dp") == [[1, 7, 2], [8], [3]]
         assert sizes(zero, "edp") == sizes(zero) == [[1, 7, 2, 8], [3]]
     assert sizes(2, "dp") == [[1, 7, 2, 8], [3]] and sizes(3, "dp") == [[1], [7], [2], [8], [3]]
-
-
-@pytest.mark.parametrize("ranks, single, width, kinds", [
-    (1, True, 8, [LoneBucket] * 3), (1, False, 8, [Bucket] * 3), (2, True, 8, [Bucket] * 2),
-    (1, True, 4, [CopyBucket])])
-def test_a_matrix_of_half_a_bucket_is_alone_where_nobody_sums(ranks, single, width, kinds):
-    """Three matrices of 64 elements in buckets of 128. On two ranks two of them share one, as three small
-    ones do on one rank. single: each step has one micro-batch."""
-    model = torch.nn.Sequential(*[torch.nn.Linear(width, width, bias=False) for _ in range(3)])
-    for p in model.parameters():
-        p.reduction_axis = "dp"
-    mesh = make_mesh(World(size=ranks), groups=False)
-    choice = choose(Config(), mesh, torch.device("cpu"))._replace(single_microbatch=single)
-    data_parallel = DataParallel(model, mesh, faster=choice.bucket_class, bucket_elements=128)
-    assert [type(bucket) for bucket in data_parallel.buckets] == kinds
 
 
 # -----------------------------------------------------------------------------

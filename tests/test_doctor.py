@@ -47,7 +47,6 @@ def fake(folder, text):
 
 @pytest.mark.parametrize("text,status,words", [
     ('echo "rank 0 1 Another MPI 1.0"; echo "rank 0 1 Another MPI 1.0"', "FAIL", "mpi4py sees 1"),
-    ("printf -- '----\\nno slots\\ntry fewer\\n----\\n' >&2; exit 1", "FAIL", "ends with 1: no slots"),
     ("printf '  File x\\nOSError: no MPI\\n--\\na rank ended\\n' >&2; exit 1", "FAIL", "1: OSError: no MPI"),
     ("exit 1", "FAIL", "no output"),
     ("echo root is refused, see --allow-run-as-root >&2; exit 1", "WARN", "refuses root"),
@@ -57,18 +56,6 @@ def test_mpiexec_that_does_not_fit(tmp_path, monkeypatch, text, status, words):
     fake(tmp_path, text)
     got = doctor.mpi()
     assert got[0] == status and words in got[1] and bool(got[2]) == (status != "OK"), got
-
-
-def test_mpiexec_hears_nothing_of_the_launcher_that_started_the_doctor(tmp_path, monkeypatch):
-    """Its two ranks would take themselves for ranks of torchrun, or of the other MPI's job."""
-    monkeypatch.setenv("PATH", os.environ["PATH"])
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
-                 "TORCHELASTIC_RUN_ID", "PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "PRTE_LAUNCHED"):
-        monkeypatch.setenv(name, "1")
-    theirs = "^(RANK|WORLD_SIZE|LOCAL_|MASTER_|TORCHELASTIC|PMI|OMPI_|PRTE)"
-    fake(tmp_path, f"env | grep -E '{theirs}' >&2 && exit 1; echo rank 0 2 an MPI; echo rank 1 2 an MPI")
-    got = doctor.mpi()
-    assert got[0] == "OK", got
 
 
 def test_triton_is_right_only_after_a_kernel_ran(monkeypatch):
@@ -87,29 +74,10 @@ def test_triton_is_right_only_after_a_kernel_ran(monkeypatch):
         assert got[0] == status and words in got[1], got
 
 
-def test_a_check_that_ends_in_an_exception_is_one_line():
-    status, text, _ = doctor.attempt(lambda: 1 / 0)
-    assert (status, text) == ("FAIL", "the check itself ends with ZeroDivisionError: division by zero")
-    assert doctor.torch_import(31.0)[0] == "WARN" and doctor.torch_import(9.0)[0] == "OK"
-
-
-@pytest.mark.parametrize("rows, status, words", [
-    ([(0, "a", 2), (1, "b", 2)], "OK", "each rank sees the same 2"),
-    ([(0, "a", 1), (0, "b", 1)], "WARN", "GPUs of its own only"),
-    ([(0, "a", 1), (1, "b", 2)], "WARN", "GPUs of its own only"),
-    ([(0, "a", 1), (0, "a", 1)], "FAIL", "2 ranks use 1 GPUs")])
-def test_which_habit_of_showing_gpus_a_site_has(rows, status, words):
-    """The second: a cgroup hides the other GPU from each rank, and calls its own number 0."""
-    got = reach.habit(rows)
-    assert got[0] == status and words in got[1] and bool(got[2]) == (status != "OK"), got
-
-
 @pytest.mark.parametrize("devices, env, libraries, status, words", [
     ([], {}, {}, "OK", "no fabric"),
     (["cxi/cxi0"], {}, {}, "WARN", "cxi/cxi0, but NCCL has no plugin"),
     (["cxi/cxi0"], {"LD_LIBRARY_PATH": "/none:{}"}, {}, "OK", "plugin {}/libnccl-net.so"),
-    (["cxi/cxi0"], {"NCCL_NET": "Socket", "NCCL_NET_PLUGIN": "ofi"}, {}, "WARN", "NCCL_NET=Socket"),
-    (["infiniband/efa_0"], {}, {"ibverbs": "x"}, "WARN", "no plugin"),
     (["infiniband/mlx5_0"], {}, {"ibverbs": "x"}, "OK", "own InfiniBand"),
     (["infiniband/mlx5_0"], {}, {}, "WARN", "no libibverbs")])
 def test_a_fabric_that_nccl_does_not_use(tmp_path, devices, env, libraries, status, words):

@@ -583,16 +583,3 @@ def test_a_rank_that_fails_fails_its_call_alone(how, words, monkeypatch):
     assert [value for value, _ in after] == [6.0] * 3
     assert (after[1] == before[1]) == (how == "raises"), "a worker that died or hung is replaced"
     assert [after[0], after[2]] == [before[0], before[2]]
-
-
-def test_quick_calls_keep_their_workers():
-    """A worker that leaves its group early would make another one wait in vain."""
-    pids = [pid for _, pid in run_ranks(4, total)]
-    for i in range(12):
-        n = 2 + i % 3
-        assert run_ranks(n, total) == [(n * (n + 1) / 2, pid) for pid in pids[:n]]
-    assert run_ranks(1, group_is_gone) == [True]
-
-
-def group_is_gone(world):
-    return not dist.is_initialized()

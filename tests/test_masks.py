@@ -236,12 +236,6 @@ def test_what_no_run_can_have_is_refused(mlm, tmp_path):
             (["--vocab-size=200", f"--init-from={mlm}"], "a vocabulary of"),
             (["--objective=causal", f"--resume={mlm}/step_000003"], "--objective mlm")]:
         assert_refused(session(World(), [*argv, *flags]), *words)
-    words = tokenizer.load(mlm).with_special(["<|user|>"])  # they would move [MASK]
-    (tmp_path / "tokenizer.json").write_text(json.dumps(words.spec))
-    text = str(mlm.parent / "text.txt")
-    prepare.main([text, "--name=more", f"--tokenizer={tmp_path}", f"--out={tmp_path}"])
-    flags = [*argv, f"--data={tmp_path / 'more'}", f"--init-from={mlm}"]
-    assert_refused(session(World(), flags), "are others than those of the run")
 
 
 def test_fill_prints_the_likeliest_tokens(mlm, capsys):
@@ -263,20 +257,6 @@ def test_fill_prints_the_likeliest_tokens(mlm, capsys):
     for argv, word in (([], "--fill"), (["--fill", "ab"], "[MASK]"), (["--fill", "[MASK]" * 17], "17 tokens"),
                        (["--fill", "[MASK]Q"], "'Q'")):
         refused(sample.main, [mlm, *argv], word)
-
-
-def test_a_gap_has_the_space_in_front_of_its_word(tmp_path):
-    """... of byte pairs, which begin with it; a character is a gap by itself."""
-    class Words:
-        kind, n_vocab = "bpe", 7
-
-        def encode(self, text):
-            return [text]
-    (tmp_path / "config.json").write_text('{"mask_token": 7, "vocab_size_used": 8}')
-    words, cfg = Words(), Config(seq_len=8)
-    assert sample.read_gaps(cfg, words, tmp_path, "a [MASK] b[MASK]") == (["a", 7, " b", 7, ""], 7)
-    words.kind = "char"
-    assert sample.read_gaps(cfg, words, tmp_path, "a [MASK] b")[0] == ["a ", 7, " b"]
 
 
 def test_a_plan_counts_the_symbol_of_the_mask():

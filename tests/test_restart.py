@@ -123,13 +123,6 @@ def test_a_host_that_answers_and_is_named(job, tmp_path, text):
     assert len(lines(tmp_path)) == (2 if host is None else 4)
 
 
-def test_named_hosts_without_a_spare_one_are_not_queued_again(job):
-    """The job might get the same host again, and so for ever."""
-    named = "echo nanoshard: host of rank 2: {}; exit 43"
-    said = end(job("srun", named.format("x1"), named.format("x2")), 43)
-    assert "x2 was named, and no spare host is left: exit code 43" in said
-
-
 @pytest.mark.parametrize("code", [0, 85])
 def test_ends_that_are_no_loss(job, tmp_path, code):
     end(job("srun", f"touch down.x1; exit {code}"), code)
@@ -148,9 +141,3 @@ def test_signals_of_the_scheduler(job, tmp_path):
         process.send_signal(number)
     assert "got it" in end(process, 9)
     assert len(lines(tmp_path)) == 1
-
-
-def test_spares_of_a_job_that_is_too_small(job):
-    for spares in ("3", "two"):
-        assert f"SPARES={spares}: this job has 3 host(s)" in end(job("srun", SPARES=spares), 2)
-    assert "nanoshard" not in end(job("srun", "exit 1", SPARES="0"), 1)

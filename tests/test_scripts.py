@@ -153,7 +153,6 @@ TCP = "nanoshard: NCCL without a plugin for Slingshot: TCP between the nodes, se
     ("", 2, "NCCL_CROSS_NIC= NCCL_NET= ", True),  # no plugin here: NCCL would not start with NCCL_NET set
     ("v1.6.0/lib", 2, "NCCL_CROSS_NIC=1 NCCL_NET=AWS Libfabric OFI_NCCL_PROGRESS_MODEL= ", False),
     ("v1.14.0/lib", 2, "NCCL_CROSS_NIC=1 NCCL_NET=AWS Libfabric OFI_NCCL_PROGRESS_MODEL=AUTO ", False),
-    ("*/lib", 2, "NCCL_CROSS_NIC=1 NCCL_NET=AWS Libfabric OFI_NCCL_PROGRESS_MODEL=AUTO ", False),
     ("nowhere", 2, "NCCL_CROSS_NIC= NCCL_NET= ", True)])
 def test_polaris_takes_the_network_plugin_that_is_there(site, given, nodes, settings, over_tcp):
     for version in ("v1.6.0", "v1.14.0"):
@@ -165,31 +164,11 @@ def test_polaris_takes_the_network_plugin_that_is_there(site, given, nodes, sett
     assert (TCP in said) == over_tcp
 
 
-@pytest.mark.parametrize("modules,python,code,say", [
-    ("", "exit 0", 85, "module load conda/2026-10-01 complained, but python finds torch: going on"),
-    ("", "exit 1", 2, "module load conda/2026-10-01 failed, and python finds no torch"),
-    ("cnoda", "exit 0", 2, "module load cnoda failed: 'module avail'")])
-@pytest.mark.parametrize("script", ["polaris.pbs", "sophia.pbs"])
-def test_a_module_that_complains_is_judged_by_python(site, script, modules, python, code, say):
-    """On Polaris `module load conda` returns non-zero since 2026-08, and the module works."""
-    (site[0] / "site.sh").write_text('''conda() { :; }
-        module() { [ "$1" = use ] || [ "$*" = "is-avail conda/2026-10-01" ]; }''')
-    (site[0] / "bin/python").write_text(f"#!/bin/bash\n{python}\n")
-    (site[0] / "bin/python").chmod(0o755)
-    submit(site, script=script)
-    said = run_job(site, 1, code=code, MODULES=modules)
-    assert said.count(f"nanoshard: {say}") == 1
-    assert (site[0] / "calls").exists() == (code == 85)
-
-
 PROXY = "https_proxy=http://proxy.alcf"
 HERE = {  # environment, GPUs that nvidia-smi lists, the line that is printed, some of the ranks' environment
     "nothing": ({}, 0, "python train.py tiny --prompt a\\ b"),
     "one node": ({}, 4, "mpiexec -n 4 python train.py"),
-    "RANKS": ({"RANKS": "2"}, 0, "mpiexec -n 2 python train.py"),
     "pbs": ({"PBS_NODEFILE": "nodes"}, 0, "mpiexec -n 4 -ppn 2 -hostfile nodes python train.py"),
-    "pals": ({"PBS_NODEFILE": "nodes", "VERSION": "mpiexec (PALS) 1.7.1"}, 0,
-             "mpiexec -n 4 --ppn 2 --hostfile nodes python train.py"),
     "open mpi": ({"PBS_NODEFILE": "nodes", "VERSION": OPEN_MPI}, 0,
                  "mpiexec -n 4 --npernode 2 --hostfile nodes --bind-to none -x "),
     "polaris": ({"PBS_NODEFILE": "nodes", "SITE": "polaris"}, 4, "mpiexec -n 8 -ppn 4 -hostfile nodes "
@@ -279,25 +258,6 @@ def test_the_job_that_is_submitted_again_has_all_of_the_first(site):
     assert words[0][-10:] == [*flags, "--resume", "auto", "--max-minutes"]
 
 
-def test_the_line_for_a_login_node_submits_the_same_job(site):
-    folder, env = site
-    typed = "tiny --data A:0.7,B:0.3 --steps 9"
-    submit(site, "-A", "PROJ", "-l", "select=1:ncpus=2:mpiprocs=2", "-v", "ARGS,NOTE",
-           env={"ARGS": typed, "NOTE": "it's"})
-    qsub = (folder / "bin/qsub").read_text()
-    (folder / "bin/qsub").write_text("#!/bin/bash\nexit 1\n")
-    said = run_job(site, 1)
-    (folder / "bin/qsub").write_text(qsub)
-    line = re.search("nanoshard: saved, but not submitted again. On a login node: (.*)", said)[1]
-    subprocess.run(line, shell=True, executable="/bin/bash", env=env, cwd="/", check=True)
-    first, again = record(site, 1), record(site, 2)
-    assert again["Variable_List"]["ARGS"] == typed
-    for job in (first, again):
-        del job["Submit_arguments"], job["Resource_List.walltime"]
-        del job["Variable_List"]["NOTE"]  # PBS takes out its quote
-    assert again == first
-
-
 @pytest.mark.parametrize("flags,given,minutes", [
     ("--max-minutes 7", {}, "7"), ("--max-minutes=7", {}, "7"), ("--max-minutes 7", {"MINUTES": "5"}, "5")])
 def test_minutes_that_are_typed_hold(site, flags, given, minutes):
@@ -317,16 +277,6 @@ def test_ranks_share_the_cores_of_their_chunk(site, chunk, ncpus, given, threads
     assert f"OMP_NUM_THREADS={threads}\n" in (site[0] / "calls").read_text()
 
 
-def test_open_mpi_under_pbs(site):
-    """It knows no -ppn, and gives the other nodes only what -x names."""
-    (site[0] / "nccl.sh").write_text("export NCCL_CROSS_NIC=1\n")
-    submit(site, "-l", "select=2:ncpus=2:mpiprocs=2")
-    run_job(site, 1, hosts=["a", "a", "b", "b"], NCCL_SETTINGS="nccl.sh", VERSION=OPEN_MPI, SECRET="x")
-    start = (site[0] / "calls").read_text()
-    assert start.startswith(f"mpiexec -n 4 --npernode 2 --hostfile {site[0]}/nodes --bind-to none -x ")
-    assert " -x NCCL_CROSS_NIC " in start and " -x PATH " in start and "SECRET" not in start
-
-
 def test_quotes_in_the_variable_args_are_refused_and_commas_arrive(site):
     """PBS takes the quotes out and leaves backslashes: no run may begin with such flags."""
     refused = submit(site, "-v", "ARGS=tiny --data A:0.7,B:0.3")
@@ -339,13 +289,8 @@ def test_quotes_in_the_variable_args_are_refused_and_commas_arrive(site):
     (site[0] / "flags").write_text("tiny --prompt 'a b")
     submit(site, "-v", "ARGS=@flags")
     assert "a quote is not closed" in run_job(site, 4, code=2)
-    (site[0] / "flags").write_text("# none\n")
-    assert "no flags in 'flags'" in run_job(site, 4, code=2)
     (site[0] / "flags").unlink()
-    assert run_job(site, 4, code=2) == f"nanoshard: no file 'flags' to read (from {site[0]})\n"
-    (site[0] / "flags").write_bytes(b"tiny --steps 7\r\n\r\n--out 'a b'\r\n")
-    run_job(site, 4)
-    assert "\ntiny\n--steps\n7\n--out\na b\n--resume\n" in (site[0] / "words").read_text()
+    assert "no file 'flags'" in run_job(site, 4, code=2)
 
 
 @pytest.mark.parametrize("given", [["--resume", "out/a/step_000002"], ["--resume=out/a/step_000002"]])
@@ -390,23 +335,14 @@ def test_a_job_of_an_array(site):
     assert "this is no job array" in run_job(site, 3, code=2)
 
 
-@pytest.mark.parametrize("script", ["generic.pbs", "generic.slurm"])
 @pytest.mark.parametrize("env,say", [
     ({"MODULES": "gcc nothere"}, "nanoshard: module load gcc nothere failed"),
-    ({"MODULES": "gcc", "BASH_ENV": ""}, "nanoshard: no command 'module' here, so gcc cannot be loaded"),
     ({"NCCL_SETTINGS": "nothere.sh"}, "nanoshard: no file NCCL_SETTINGS=nothere.sh (from ")])
-def test_modules_and_settings_that_are_not_there_stop_a_job(site, script, env, say):
-    folder, environment = site
+def test_modules_and_settings_that_are_not_there_stop_a_job(site, env, say):
+    folder, _ = site
     (folder / "site.sh").write_text('module() { [[ "$*" != *nothere* ]]; }\n')
-    if script == "generic.pbs":
-        submit(site)
-        said = run_job(site, 1, hosts=["a", "b"], code=2, **env)
-    else:
-        slurm = {"SLURM_SUBMIT_DIR": str(folder), "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_ID": "7"}
-        job = subprocess.run(["bash", ROOT / "scripts" / script], env={**environment, **slurm, **env},
-                             cwd=folder, capture_output=True, text=True)
-        assert job.returncode == 2
-        said = job.stderr
+    submit(site)
+    said = run_job(site, 1, hosts=["a", "b"], code=2, **env)
     assert said.startswith(say) and said.count("\n") == 1
     assert not (folder / "calls").exists()
 

@@ -1,6 +1,5 @@
 """scripts/stage.sh and scripts/sweep.sh, with stand-ins for mpiexec, srun, sbcast and python."""
 import os
-import shutil
 import subprocess
 import sys
 
@@ -96,13 +95,6 @@ def test_a_copy_that_is_not_the_same_is_no_copy(nodes):
     said = run("data/mine", code=2, CUT="x1", **PBS)
     assert "x0: copied" in said and "nanoshard: x1: not copied to" in said and "staged" not in said
     assert copies(folder)[1] == []
-    # The sum alone: an archive of which tar reads all, with another byte.
-    (folder / "data/mine/a file").write_bytes(bytes(20_000))
-    tar = subprocess.check_output(["tar", "-c", "data/mine"], cwd=folder)
-    (folder / "a.tar").write_bytes(tar)
-    wrong = "0" * 64 + ":1"
-    said = run("--unpack", f"{folder}/a.tar", wrong, "30", f"{folder}.x1/mine", code=2, **PBS)
-    assert "not copied" in said and copies(folder)[1] == []
 
 
 def test_what_stops_it_is_one_line(nodes):
@@ -112,21 +104,18 @@ def test_what_stops_it_is_one_line(nodes):
     assert "MB free for" in run("data/mine", code=2, **PBS) and copies(folder) == [[], []]
     assert "have all nodes" in run("data/mine", code=2, FULL="1", **SLURM)
     assert copies(folder) == [[], []]
-    for words in ([], ["nothing"], ["../repo"], ["/tmp"], ["-x"]):
+    for words in ([], ["nothing"], ["../repo"]):
         said = run(*words, code=2)
         assert said.startswith("nanoshard: ") and said.count("\n") == 1
-    assert "DISK=FOLDER" in run("data/mine", code=2, DISK="/nowhere")
 
 
-@pytest.mark.parametrize("absolute", [False, True])
-def test_a_job_script_copies_and_trains_from_the_copy(site, absolute):  # noqa: F811
+def test_a_job_script_copies_and_trains_from_the_copy(site):  # noqa: F811
     folder, env = site
     (folder / "data/mine").mkdir(parents=True)
     (folder / "data/mine/train.bin").write_bytes(b"x")
     env["DISK"] = str(folder / "disk")
     (folder / "disk").mkdir()
-    environment = f",VENV={folder}/.venv" if absolute else ""
-    submit(site, "-v", f"STAGE=data/mine,DISK={folder}/disk,ARGS=tiny --data {{disk}}/data/mine{environment}")
+    submit(site, "-v", f"STAGE=data/mine,DISK={folder}/disk,ARGS=tiny --data {{disk}}/data/mine")
     # BASH_SOURCE of the scripts leads to the real repository; here it is the folder of the stand-ins.
     (folder / "scripts").unlink()
     (folder / "scripts").mkdir()
@@ -138,12 +127,6 @@ def test_a_job_script_copies_and_trains_from_the_copy(site, absolute):  # noqa: 
     assert f"train.py tiny --data {copy}/data/mine --resume auto" in (folder / "calls").read_text()
     again = record(site, 2)["Variable_List"]
     assert again["STAGE"] == "data/mine" and again["DISK"] == env["DISK"]
-    if absolute:
-        elsewhere = folder.with_name("elsewhere")
-        shutil.copytree(folder / ".venv", elsewhere)
-        said = run_job(site, 1, VENV=str(elsewhere), code=2)
-        assert said == (f"nanoshard: STAGE copies what is below {folder}, and VENV={elsewhere} is not: "
-                        "leave out STAGE\n")
 
 
 PYTHON = """#!/bin/bash

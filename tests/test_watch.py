@@ -20,7 +20,6 @@ from config import Config, Outcome
 from ops import checksum
 from parallel import make_mesh
 from runtime import agree, watch
-from runtime.launch import World
 
 TIMEOUT = 2.0  # the ranks' --timeout from the fault on; until then PATIENT holds, so a slow start is no hang
 PATIENT = 200.0
@@ -106,14 +105,9 @@ ctypes.PyDLL(None).sleep(100)
 
 
 def test_a_start_that_hangs_in_c_is_ended_with_its_stacks():
-    """MPI_Init may hold the interpreter's lock; a run whose ranks have met is not ended so."""
+    """MPI_Init may hold the interpreter's lock."""
     done = subprocess.run([sys.executable, "-c", HELD], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1 and "Timeout" in done.stderr and '"<string>", line 4' in done.stderr
-    cancel = mock.Mock(wraps=watch.faulthandler.cancel_dump_traceback_later)
-    with mock.patch.object(watch.faulthandler, "cancel_dump_traceback_later", cancel), \
-            watch.Watch(0, PATIENT) as dog:
-        dog.started(World())
-        assert cancel.call_count == 1 and dog.limit == 2 * PATIENT
 
 
 # -----------------------------------------------------------------------------
@@ -196,21 +190,6 @@ def test_a_slow_rank_is_named(tmp_path):
     last = rows(tmp_path, ())[-1]
     assert (last["slowest_rank"], last["step_ms_min"], last["step_ms_max"]) == (1, 20.0, 70.0)
     assert "slow rank 1: 70.0 ms of its own per step, the median" in got[0]["out"], got[0]["out"]
-
-
-def report_of(rank, begun):
-    """What rank of four stages with a tied embedding reports: the ranks of its axes, what it has begun."""
-    seen = SimpleNamespace(heartbeat=lambda *_: None)
-    watch.Watch.set_mesh(seen, make_mesh(World(rank=rank, size=4), pp=4, groups=False))
-    return {"axes": seen.axes, "begun": begun}
-
-
-def test_the_late_rank_is_named_beside_a_tied_embedding():
-    """The stages between the first and the last have no part in its sums."""
-    ends, between = {"world": 7, "tied": 30}, {"world": 7}
-    reports = {0: report_of(0, ends), 1: report_of(1, between), 2: report_of(2, {"world": 6}),
-               3: report_of(3, ends)}
-    assert watch.late_ranks(reports) == [2]
 
 
 def test_nothing_is_timed_while_a_cuda_graph_is_recorded(monkeypatch):
@@ -325,43 +304,3 @@ def test_a_checksum_in_parts_equals_that_of_the_whole(dtype, monkeypatch):
     assert checksum.checksum(t).tolist() == want
     monkeypatch.setattr(checksum, "BLOCK", 64)
     assert checksum.checksum(t).tolist() == want
-
-
-# -----------------------------------------------------------------------------
-# The watchdog without its thread
-
-@pytest.fixture
-def quiet_watch(monkeypatch):
-    """A Watch that was made without its thread, and the times that it slept."""
-    slept = []
-    monkeypatch.setattr(watch.threading, "Thread", lambda **named: SimpleNamespace(start=lambda: None))
-    monkeypatch.setattr("time.monotonic", lambda: 1000.0)
-    monkeypatch.setattr("time.sleep", slept.append)
-    dog = watch.Watch(3, 32.0)
-    dog.started(World(rank=3, size=4))
-    return dog, slept
-
-
-@pytest.mark.parametrize("rank,naps", [(0, [8.0, 4.0]), (3, [8.0, 8.0])])
-def test_the_lowest_rank_speaks_and_leaves_first_after_a_hang(rank, naps, quiet_watch, tmp_path, capfd):
-    """mpiexec kills the others then. MPICH's ends with the code of the lowest rank, which must not be 9."""
-    dog, slept = quiet_watch
-    dog.set_folder(tmp_path, "run")
-    for dog.rank in (3, 0):
-        dog._report_hang()
-    dog.rank = rank
-    slept.clear()
-    capfd.readouterr()
-    dog._report_hang()
-    assert slept == naps
-    assert ("hung" in (said := capfd.readouterr().err)) == (rank == 0) == ("ranks 1-2 did not" in said)
-
-
-def test_a_rank_whose_partners_do_not_start_says_so(quiet_watch, capsys, monkeypatch):
-    dog, slept = quiet_watch
-    monkeypatch.setattr("os._exit", slept.append)
-    monkeypatch.setattr(watch.faulthandler, "dump_traceback", lambda *args, **how: None)
-    dog._end_hung_run()
-    watch.faulthandler.cancel_dump_traceback_later()
-    assert slept == [pytest.approx(0.9), 43]
-    assert re.match("nanoshard: rank 3 waited 0 s at the start, in .*: did all", capsys.readouterr().err)
