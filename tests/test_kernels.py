@@ -1,6 +1,7 @@
 """Each Triton kernel beside its torch twin, on the GPU if there is one, else in Triton's interpreter."""
 import dataclasses
 import math
+import typing
 from types import SimpleNamespace as Some
 
 import pytest
@@ -608,6 +609,11 @@ def test_a_recomputed_block_has_the_same_gradients(recompute, few_programs, monk
         found.append([loss.detach(), *(p.grad for p in model.parameters())])
     for mine, without in zip(*reversed(found), strict=True):
         assert torch.equal(mine, without)
+
+
+def test_every_name_of_norm_has_a_formula():
+    in_one_place = set(typing.get_args(Config.__annotations__["norm"])) ^ set(NORMS)
+    assert not in_one_place, f"{in_one_place}: not in NORMS, or not in the list at `norm` in config.py"
 
 
 def norm_by_largest(x, gain, bias, eps):

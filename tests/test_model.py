@@ -9,8 +9,10 @@ test_layouts.py has the layouts, dropout over dp among them.
 """
 import dataclasses
 import hashlib
+import inspect
 import itertools
 import math
+import typing
 from types import SimpleNamespace
 from unittest import mock
 
@@ -400,6 +402,19 @@ def test_init_is_independent_of_the_layout(name, layout):
 # An activation of one's own
 
 ONE_EXPERT = dict(SMALL, n_kv_head=2, n_experts=1, top_k=1, router="sigmoid")
+
+
+def test_every_name_of_mlp_has_a_function():
+    in_one_place = set(typing.get_args(Config.__annotations__["mlp"])) ^ set(ACTIVATIONS)
+    assert not in_one_place, f"{in_one_place}: not in ACTIVATIONS, or not in the list at `mlp` in config.py"
+    assert set(ACTIVATIONS) > GATED
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_a_function_of_two_products_is_gated(name):
+    takes = len(inspect.signature(ACTIVATIONS[name]).parameters)
+    gives = 2 if name in GATED else 1
+    assert takes == gives, f"ACTIVATIONS[{name!r}] takes {takes} products, by GATED it gets {gives}"
 
 
 @pytest.mark.parametrize("capacity_factor", [0.0, 2.0])

@@ -12,6 +12,7 @@ import dataclasses
 import itertools
 import json
 import math
+import typing
 from unittest import mock
 
 import numpy as np
@@ -174,6 +175,12 @@ MODES = [dict(), *(dict(capacity_factor=c, drop_policy=p) for c, p in (
 
 ROUTERS = [(router, K) for router in ("softmax", "softmax-topk", "sigmoid", "sigmoid bias")
            for K in (1, 2, 4) if (router, K) != ("softmax-topk", 1)]  # check() refuses this combination
+
+
+def test_every_router_has_a_plain_twin():
+    """If this fails, a new value of --router is not among ROUTERS, and route_token does not compute it."""
+    values = typing.get_args(Config.__annotations__["router"])
+    assert {router.split()[0] for router, _ in ROUTERS} == set(values)
 
 
 @pytest.mark.parametrize("router,K", ROUTERS)
