@@ -13,13 +13,13 @@ forkserver.ensure_running()  # it forks the pool's ranks, and imports torch whil
 # Seconds that the tests of the longest files take on a busy machine, those marked long included. These files
 # start first, so that none of them is left for the end.
 LONGEST = {
-    "test_cli": 160, "test_muon": 155, "test_gpu_matrix": 136,
-    "test_layouts": 300, "test_bench_peers": 103, "test_resume": 89,
+    "test_cli": 160, "test_muon": 155, "test_bench": 150,
+    "test_layouts": 300, "test_bench_peers": 103, "test_resume": 123,
     "test_symm_mem": 75, "test_launch": 71, "test_split_master": 70,
     "test_scripts": 58, "test_change_it": 57, "test_plan": 52,
-    "test_metrics": 51, "test_faults": 51, "test_layouts_bench": 49, "test_graph": 48,
+    "test_metrics": 51, "test_faults": 51, "test_graph": 48,
     "test_flex": 46, "test_malformed": 45, "test_tutorial": 43, "test_convert": 42,
-    "test_drills": 34, "test_watch": 28,
+    "test_watch": 28,
 }
 
 

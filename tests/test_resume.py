@@ -1,11 +1,12 @@
 """Stop and resume: a resumed run equals the uninterrupted one bit for bit, whatever stopped it.
 
-Also --train-range-to-skip, and one test that kills a rank under a real mpiexec.
+Also --train-range-to-skip, one test that kills a rank under a real mpiexec, and a few of the kill drills.
 """
 import contextlib
 import io
 import json
 import os
+import random
 import shutil
 import signal
 import subprocess
@@ -25,6 +26,9 @@ from interface import files
 from runtime import agree, resume
 from runtime.agree import Stop
 from runtime.launch import World
+
+sys.path.insert(0, str(Path(__file__).parent / "drills"))
+import kill
 
 
 @pytest.fixture(scope="module")
@@ -538,3 +542,40 @@ def test_the_checkpoint_with_the_lowest_validation_loss_is_kept(toy, tmp_path):
     # Without --keep-best only the newest are left.
     last = go(2, half, *flags, 13, "--resume=auto", "--no-keep-best")
     assert [p.name for p in checkpoint.steps(half)] == ["step_000013"] and "lowest" not in last["out"]
+
+
+# -----------------------------------------------------------------------------
+# Drills: runs that are killed and resumed. make drills does all of them
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("drills")
+
+
+@pytest.mark.parametrize("i,name", [
+    (8, "zero1"), pytest.param(11, "pp2-tied", marks=pytest.mark.long),
+    pytest.param(15, "ep2", marks=pytest.mark.long)])
+def test_a_killed_and_resumed_run_ends_with_the_same_bits(i, name, folder):
+    row = kill.drill(i, folder, name, typical=1.5)
+    assert row["ok"], row["why"]
+    assert row["kills"] > 0 or row["starts"] == 1
+
+
+def test_the_drill_detects_a_duplicate_row_and_another_loss(folder):
+    a, b = kill.reference("one", folder), folder / "second"
+    kill.one_run("one", b, 0, random.Random(0))
+    kill.assert_equal_runs(a, b)
+    rows = (b / "metrics.jsonl").read_text().splitlines()
+    (b / "metrics.jsonl").write_text("\n".join([*rows, rows[-1]]))
+    with pytest.raises(ValueError, match="zip"):
+        kill.assert_equal_runs(a, b)
+    (b / "metrics.jsonl").write_text("\n".join(rows).replace('"loss": 4', '"loss": 5', 1))
+    with pytest.raises(AssertionError):
+        kill.assert_equal_runs(a, b)
+
+
+@pytest.mark.long
+def test_a_killed_rank_under_mpiexec_ends_all_and_the_run_resumes(folder):
+    row = kill.drill(43, folder, "tp2", kill.MpiRanks, typical=6.0)  # kills one rank in the fourth save
+    assert row["ok"], row["why"]
+    assert row["kills"] == 1 and row["starts"] == 2
