@@ -15,6 +15,7 @@ import functools
 import itertools
 import json
 import math
+import shutil
 import string
 import sys
 import textwrap
@@ -47,7 +48,7 @@ from cost.traffic import bytes_between_nodes, reductions, traffic
 from fast.choose import needs_row_limit
 from interface.layout import check_layout
 from interface.serve import Server
-from interface.terminal import columns, say
+from interface.terminal import say
 from pipeline import timetable
 
 # -----------------------------------------------------------------------------
@@ -265,7 +266,7 @@ def scaling(cfg, counts, gpu, vocab):
 # 3) The tables of a terminal
 
 def page_width():
-    return min(100, columns())
+    return min(100, shutil.get_terminal_size((100, 24)).columns)
 
 
 def print_table(title, rows):

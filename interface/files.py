@@ -73,7 +73,7 @@ def remove_folder(folder, names):
     for path in Path(folder).iterdir():
         if names.fullmatch(path.name) or path.name.endswith(".part"):
             path.unlink()
-    with contextlib.suppress(OSError):
+    if not os.listdir(folder):
         os.rmdir(folder)
 
 
@@ -90,7 +90,7 @@ def set_aside(path, name, how=os.rename):
 
 @contextlib.contextmanager
 def best_effort(what, errors=OSError):
-    """Run the body. If a disk is full or a directory is missing, the run goes on without what is written."""
+    """Run the body. If it fails, one line says so, and the run goes on without what it writes."""
     try:
         yield
     except errors as e:
@@ -126,14 +126,11 @@ def check_schema(value, schema, where, path=""):
     be missing and "*" is every key; other keys are free.
     """
     name = path.removeprefix(".") or "the content"
-
-    def refuse(wanted):
-        raise ValueError(f"{where}: {name} is {repr(value)[:60]}, not {wanted}")
-
     if typing.get_origin(schema) is typing.Literal:
         choices = typing.get_args(schema)
         if value not in choices:
-            refuse(f"one of {', '.join(map(str, choices))}")
+            names = ", ".join(map(str, choices))
+            raise ValueError(f"{where}: {name} is {repr(value)[:60]}, not one of {names}")
     elif isinstance(schema, list):
         check_schema(value, list, where, path)
         for i, element in enumerate(value):
@@ -149,7 +146,8 @@ def check_schema(value, schema, where, path=""):
     else:
         kinds = schema if isinstance(schema, tuple) else (schema,)
         if not any(is_a(value, kind) for kind in kinds):
-            refuse(" or ".join(kind.__name__ for kind in kinds))
+            names = " or ".join(kind.__name__ for kind in kinds)
+            raise ValueError(f"{where}: {name} is {repr(value)[:60]}, not {names}")
 
 
 def is_a(value, kind):
@@ -171,13 +169,12 @@ def lock(out, wait=0.0):
     wait: seconds that another run has to leave. ValueError: another run works in OUT.
     """
     global _held
-    folder = out.resolve()
-    folder.mkdir(parents=True, exist_ok=True)
-    file = open(folder / ".lock", "a+")
+    out.resolve().mkdir(parents=True, exist_ok=True)
+    file = open(out.resolve() / ".lock", "a+")
     until = time.monotonic() + wait
     if wait and in_use(out):
         say(f"{out} is in use by {in_use(out)}: waiting up to {wait:.0f} s for it to leave")
-    while not is_taken(file, folder):
+    while not is_taken(file):
         if time.monotonic() >= until:
             raise ValueError(f"{out} is in use by {in_use(out)}; wait for it, stop it, or give another --out")
         time.sleep(0.1)
@@ -187,14 +184,14 @@ def lock(out, wait=0.0):
     file.flush()
 
 
-def is_taken(file, folder):
-    """Lock the file .lock of a folder, and return True; False: another process has it."""
+def is_taken(file):
+    """Lock the open file OUT/.lock, and return True; False: another process has it."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError as e:
-        warn(f"{folder} has no file locks ({e.strerror}): start no second run in it")
+        warn(f"{file.name}: the disk has no file locks ({e.strerror}); start no second run in this folder")
     return True
 
 
@@ -230,20 +227,18 @@ def sound_rows(path):
     damaged = 0
     text = Path(path).read_text(errors="replace") if Path(path).exists() else ""
     for line in filter(None, text.split("\n")):
-        row = None
-        with contextlib.suppress(ValueError):
+        try:
             row = json.loads(line)
-        if isinstance(row, dict) and "step" in row:
+            row["step"]
             rows.append(row)
-        else:
+        except (ValueError, TypeError, KeyError):
             damaged += 1
     return rows, damaged
 
 
 class Rows:
-    """Appends rows to the .jsonl file at path.
+    """Appends rows to the .jsonl file at path, of which those up to the step `until` stay.
 
-    An earlier part's rows stay up to the step `until`; later ones will be written again.
     create: make the file, also where there is no row yet.
     """
     is_full = False  # the disk: one of the files says so, once

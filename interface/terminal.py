@@ -2,16 +2,10 @@
 import contextlib
 import os
 import re
-import shutil
 import sys
 
 # What a terminal obeys, what turns the direction of a line, and halves of characters, which no file takes
 OBEYED = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
-
-
-def columns():
-    """Return the columns of the terminal, 120 at most; a file or a pipe has 120."""
-    return min(shutil.get_terminal_size((120, 24)).columns, 120)
 
 
 def say(line):
@@ -50,7 +44,7 @@ def open_streams():
 
 
 def drop_what_fails(stream):
-    """Print what waits in a stream. If that fails, the stream leads nowhere from now on."""
+    """Print what waits in a stream. If that fails, it leads nowhere from now on."""
     try:
         stream.flush()
     except OSError:

@@ -15,18 +15,17 @@ def reference(path, index):
 
 
 def base_path(base, moved_to=""):
-    """Return where a checkpoint of the content of the base is. FileNotFoundError, with the fix: nowhere.
+    """Return where the base, of which this is the reference(), is. FileNotFoundError, with the fix: nowhere.
 
-    base: its reference(). It may be in a run that train.py has renamed, RUN.DATE_stepN, because another one
-    began; or it is moved_to, or a checkpoint of the run moved_to.
+    moved_to: a checkpoint, or a run that has it, to look at besides the path that the reference has.
     """
     path = Path(base["path"])
-    run = path.parent
-    places = [path, *run.parent.glob(f"{run.name}.*/{path.name}")]
+    places = [path]
     if moved_to:
         places += [*checkpoint.steps(moved_to), Path(moved_to)]
-    for place in [place for place in places if (place / "index.json").exists()]:
-        if reference(place, checkpoint.read_index(place))["hash"] == base["hash"]:
+    for place in places:
+        is_there = (place / "index.json").exists()
+        if is_there and reference(place, checkpoint.read_index(place))["hash"] == base["hash"]:
             return place
     raise FileNotFoundError(f"the base of these adapters, {path}, is not there, or has other weights; put it "
                             "back, or a link to where it is, or tell train.py that with --init-from")
@@ -54,10 +53,7 @@ def adapter_names(name):
 
 
 class Merged(checkpoint.Reader):
-    """A Reader of W + scale B A, where `own`, a Reader, holds A and B, and of the base's other tensors.
-
-    cfg: of the run with --lora.
-    """
+    """A Reader of W + scale B A. own: a Reader of A and B, of a run with --lora and the flags cfg."""
 
     def __init__(self, own, base, cfg):
         weights = {name: entry for name, entry in base.index["tensors"].items() if "/" not in name}
@@ -77,13 +73,10 @@ class Merged(checkpoint.Reader):
         dtype = torch.promote_types(out.dtype, torch.float32)
         merged = torch.empty(out.shape, dtype=dtype)
         self.base.fill(name, merged, full, offset)
-        rank = self.own.index["tensors"][a_name]["shape"][0]
-        a_columns = torch.empty((rank, out.shape[1]), dtype=dtype)
-        b_rows = torch.empty((out.shape[0], rank), dtype=dtype)
-        self.own.fill(a_name, a_columns, (rank, full[1]), (0, offset[1]))
-        self.own.fill(b_name, b_rows, (full[0], rank), (offset[0], 0))
-        merged.addmm_(b_rows, a_columns, alpha=self.scale)
-        out.copy_(merged)
+        rows, columns = (slice(at, at + n) for at, n in zip(offset, out.shape, strict=True))
+        a = self.own.whole(a_name).to(dtype)[:, columns]
+        b = self.own.whole(b_name).to(dtype)[rows]
+        out.copy_(merged.addmm_(b, a, alpha=self.scale))
 
 
 def open_merged(cfg, own):

@@ -25,8 +25,7 @@ UNKNOWN = "no such flag"
 def differences(cfg, names, before, now=None):
     """Return {flag: [the checkpoint's value, this run's]} of those flags that differ and have an effect.
 
-    before: {flag: value} of the checkpoint. A flag that it does not name had its default: the default of a
-    flag that came later is the model without it. now: of this run, those of cfg.
+    before: {flag: value} of the checkpoint; a flag that it does not name had its default. now: those of cfg.
     """
     now = now or json.loads(json.dumps(dataclasses.asdict(cfg)))
     before = {**DEFAULTS, **before}
@@ -102,10 +101,8 @@ def init_from(model, opt, path):
     meta = index["meta"]
     upcycles = cfg.n_experts > 0 and not meta["shape"]["n_experts"]
     check_source(cfg, path, meta["shape"], upcycles)
-    symbols = meta.get("vocab_size")
-    if not symbols:  # an older checkpoint: it says no more than the rows, padding included
-        symbols = min(index["tensors"]["wte.weight"]["shape"][0], model.vocab_size)
-    symbols = count_symbols(model, path, symbols)
+    symbols = meta.get("vocab_size") or model.vocab_size
+    check_symbols(model, path, symbols)
     # The checkpoint's moments are not read. A router's bias is not a weight: its rate may differ here.
     unused = [name for name in index["tensors"] if "/" in name or name.endswith(".router.bias")]
     if cfg.lora and not meta["shape"].get("lora"):
@@ -123,10 +120,8 @@ def init_from(model, opt, path):
         notes.append(f"each of {cfg.n_experts} experts starts as that model's MLP, routers start fresh")
     if model.vocab_size > symbols:
         notes.append(f"{model.vocab_size - symbols} symbols are new")
-    # A flag of experts says nothing about a dense model.
-    source = dataclasses.replace(cfg, n_experts=0, capacity_factor=0.0) if upcycles else cfg
     names = [name for name in flags_of_kind("meaning") if name != "vocab_size"]
-    for name, (there, here) in differences(source, names, meta.get("flags", {})).items():
+    for name, (there, here) in differences(cfg, names, meta.get("flags", {})).items():
         notes.append(f"{name.replace('_', '-')} {there} -> {here}")
     return "; ".join(notes)
 
@@ -152,18 +147,14 @@ def check_source(cfg, path, shape, upcycles):
     refuse_other_model(cfg, path, shape, may_differ)
 
 
-def count_symbols(model, path, symbols):
-    """Return how many symbols the vocabulary of a checkpoint has. ValueError: this model has fewer."""
+def check_symbols(model, path, symbols):
+    """Raise ValueError if the model cannot start from a checkpoint with so many symbols."""
     # The last symbol of a masked language model is [MASK], so no new symbols can follow.
     is_cut = model.cfg.objective == "mlm" and symbols < model.vocab_size
-    if symbols > model.vocab_size or is_cut:
+    is_frozen = model.cfg.lora and symbols < model.vocab_size  # --lora trains no embedding
+    if symbols > model.vocab_size or is_cut or is_frozen:
         raise ValueError(f"--init-from {path} has a vocabulary of {symbols}, the data {model.vocab_size}; "
                          f"prepare the data with that run's tokenizer, or give --vocab-size {symbols}")
-    if model.cfg.lora and symbols < model.vocab_size:
-        raise ValueError(f"--init-from {path} has a vocabulary of {symbols}, the data {model.vocab_size}, "
-                         "and --lora trains no embedding; first give the base the new symbols, by a run "
-                         "without --lora, with --steps 1 --lr 0")
-    return symbols
 
 
 def weights_to_read(opt, symbols, upcycles):

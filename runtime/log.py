@@ -102,20 +102,16 @@ def metrics_row(cfg, world, state, clock, batch, stats, refusal):
     if steps:
         mean_batch = samples / steps  # the batch may have grown since the row before
         row.update(rates(cfg, world, mean_batch, ms, state.vocab_size))
-    nbytes = most_memory(world.device)
-    if nbytes is not None:
-        gib = nbytes / 2**30
+    held = peak_resident()  # the most bytes, of the host's memory
+    if world.device.type != "cpu":
+        _, held = peak_memory(world.device) or (None, None)  # allocated, reserved
+        if held is not None:
+            held += bytes_allocated()
+    if held is not None:
+        gib = held / 2**30
         most, least = world.everyone.maximum([gib, -gib])  # two numbers from each rank to all
         row.update(mem_gb=most, mem_gb_min=-least)
     return row
-
-
-def most_memory(device):
-    """Return the most bytes that this rank has held, on a CPU of the host's memory. None: not known."""
-    if device.type == "cpu":
-        return peak_resident()
-    peaks = peak_memory(device)  # allocated, reserved
-    return None if peaks is None else peaks[1] + bytes_allocated()
 
 
 def step_statistics(stats, refusal):
@@ -147,8 +143,8 @@ def rates(cfg, world, batch, ms, vocab_size):
 def phase_times(timers, steps, mesh):
     """Return {t_PHASE: ms per step of the slowest rank}, for --timers. Collective over the world.
 
-    With several stages, the result also has the bubble: the fraction by which all micro-batches take longer
-    than the forward and backward of the slowest stage. It is the bubble of cost/step_time.py, plus messages.
+    Of several stages also the bubble: by how much all micro-batches take longer than forward and backward of
+    the slowest stage.
     """
     own = timers.per_step(steps)
     busy = own["forward"] + own["backward"]
@@ -161,17 +157,15 @@ def phase_times(timers, steps, mesh):
 
 
 def expert_metrics(layers):
-    """{layer: {load, dropped, aux, z, entropy}} -> {key of metrics.jsonl: number}.
-
-    The numbers are means over the layers, and the load of the busiest expert of any layer (1.0 is balanced).
-    """
-    names = {"aux_loss": "aux", "z_loss": "z", "dropped": "dropped"}
-    means = {key: statistics.fmean(layer[name] for layer in layers.values()) for key, name in names.items()}
-    busiest = max(max(layer["load"]) * len(layer["load"]) for layer in layers.values())
-    return {**means, "expert_load_max": busiest}
+    """Return means over the layers, and the load of the busiest expert of any layer (1.0 is balanced)."""
+    row = {}
+    for key, name in (("aux_loss", "aux"), ("z_loss", "z"), ("dropped", "dropped")):
+        row[key] = statistics.fmean(layer[name] for layer in layers.values())
+    row["expert_load_max"] = max(max(layer["load"]) * len(layer["load"]) for layer in layers.values())
+    return row
 
 
-def report_traffic(predicted, sent, mesh=None, nodes=()):
+def report_traffic(predicted, sent, mesh, nodes):
     """Print the bytes that this rank sent in the first step, by axis: predicted, and counted (Axis.sent).
 
     predicted, sent: {axis name: bytes}. nodes: the node of each rank of the mesh. Return {axis name, or on
@@ -184,9 +178,8 @@ def report_traffic(predicted, sent, mesh=None, nodes=()):
         pairs["to other nodes"] = leaving
     if pairs:
         say("comm per step, MB sent by rank 0, predicted / measured:")
-    width = max([6, *map(len, pairs)])
     for axis, (expected, counted) in pairs.items():
-        say(f"  {axis:{width}}{expected / 1e6:10.4g} / {counted / 1e6:.4g}")
+        say(f"  {axis:14}{expected / 1e6:10.4g} / {counted / 1e6:.4g}")
     return pairs
 
 
@@ -249,11 +242,12 @@ def git_revision():
 def started(cfg, model, resumed, batch, source, skip):
     """Print what kind of run begins. batch: sequences per step, after the ramp."""
     n_parameters = sum(p.numel() for p in model.parameters())
+    n_trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     how = f"resumed {resumed}" if resumed else "started"
     cp = f" cp {cfg.cp}" if cfg.cp > 1 else ""
     here = " on this rank" if model.mesh.world.size > 1 else ""
     if cfg.lora:
-        here += f", of which {sum(p.numel() for p in model.parameters() if p.requires_grad):,} train"
+        here += f", of which {n_trained:,} train"
     say(f"{how}: {n_parameters:,} parameters{here}, dp {model.mesh.dp.size} "
         f"tp {cfg.tp}{cp} pp {cfg.pp} ep {cfg.ep} zero {cfg.zero}")
     samples = "synthetic data without end"
@@ -261,8 +255,6 @@ def started(cfg, model, resumed, batch, source, skip):
         samples = f"{source.n_samples:,} training samples"
     skipping = f", skipping steps {skip}" if skip.pairs else ""
     say(f"  {batch} x {cfg.seq_len} tokens per step, {samples}{skipping}")
-    if source.has_documents:
-        say("  each document attends to itself alone (--doc-mask)")
 
 
 def say_what_has_no_effect(cfg):
@@ -350,7 +342,7 @@ class Log:
         return f"{steps} steps in {took}, median {ms:.0f} ms, {tok_s:,.0f} tok/s"
 
     def experts(self, step, layers):
-        """Write experts.jsonl: per layer the load of each expert, dropped, aux, z and router entropy."""
+        """Write a row of experts.jsonl. layers: of moe.expert_stats()."""
         self.expert_rows.add({"step": step, "layers": layers})
         self.last_experts = layers
 

@@ -111,14 +111,11 @@ def dump_grads(path, world, data_parallel, opt, vocab_size):
     found = own_pieces(data_parallel, opt, {"": opt.masters, "grad/": grads})
     found = [(name, whole(piece).cpu(), *place) for name, piece, *place in found]
     folder = Path(f"{path}.{run_id(world.everyone)}.parts")  # new: all in it is this function's
-    tmp = folder / "step_000001.tmp"
     try:
         with world.everyone.input(), files.must_write(path, "--dump-grads"):
-            checkpoint.write_part(tmp, world.rank, found)
-            world.everyone.barrier()
+            step = checkpoint.save(folder, 1, found, {}, world.rank, world.size)
             if world.rank == 0:
-                checkpoint.commit(tmp, 1, {}, world.size, timeout=60)
-                full = checkpoint.full_tensors(folder / "step_000001")
+                full = checkpoint.full_tensors(step)
                 for name, tensor in full.items():
                     if name.split("/")[-1] in VOCABULARY and tensor.size(0) == pad_vocab(vocab_size):
                         full[name] = tensor[:vocab_size]
@@ -134,7 +131,6 @@ def dump_grads(path, world, data_parallel, opt, vocab_size):
 
 def run_id(everyone):
     """Return a short random word, the same on all ranks and on no other run's. Collective."""
-    # It comes from the system's randomness, because the run's own generators must not advance.
     return everyone.broadcast(secrets.token_hex(4))  # one short string from the first rank to all
 
 
