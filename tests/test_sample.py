@@ -241,6 +241,8 @@ def test_wrong_inputs_are_one_line(run, tmp_path):
     refused(sample.main, [run, "--score", tmp_path, "--prompt=a"], "prompt does not read --score")
     go(1, tmp_path / "run", "--data=synthetic", "--steps=1", "--save-every=1", base=TINY)
     refused(sample.main, [tmp_path / "run", "--prompt", "a"], "no tokenizer.json", "--data data/stdlib")
+    tokenizer.train_char(["one line"]).save(tmp_path / "run/tokenizer.json")
+    refused(sample.main, [tmp_path / "run"], "no line break to begin with; give --prompt")
 
 
 @pytest.mark.parametrize("ramp", [[], ["--rampup-batch-size", "2", "2", "4"]], ids=str)
