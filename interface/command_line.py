@@ -234,8 +234,6 @@ def format_tyro_error(box, cls):
     meant = re.findall("^ +(--[a-z0-9-]+)", "".join(parts[2:]), re.M)
     if meant:
         what += f"; perhaps you meant {' or '.join(meant)}"
-    if set(re.split("[ ,]+", what)) & PRESETS.keys():
-        what += "; a preset is the first word"
     return what
 
 

@@ -85,7 +85,6 @@ WRONG = [
     ("train.py --kernels plain", "--kernels: leave it out"), ("plan.py gpt2 --kernels=x", "leave it out"),
     # Slips
     ("train.py tinny", "the first word is one of tiny, tiny-moe"),
-    ("train.py --n-layer 3 gpt2", "a preset is the first word"),
     ("train.py n_layer=3", "python train.py --n-layer 3"),
     ("train.py --stepz 3", "perhaps you meant --steps"),
     ("train.py --no-plots", "perhaps you meant --plot"),
