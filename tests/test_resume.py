@@ -92,19 +92,6 @@ def test_a_resume_of_an_earlier_step_moves_what_is_later_aside(tmp_path):
     assert len(list(tmp_path.glob("step_000004.aside*"))) == 2
 
 
-def test_going_on_from_another_folder_keeps_the_run_that_is_in_out(tmp_path):
-    """Its checkpoints and rows would otherwise be deleted or mixed with those of the new run."""
-    go(1, tmp_path / "a", "--steps=2", "--save-every=2")
-    go(1, tmp_path / "b", "--steps=4", "--save-every=2", "--keep=0", "--seed=5")
-    flags = "--steps=3", "--decay-steps=2", "--save-every=0", "--keep=1", f"--resume={tmp_path}/a/step_000002"
-    out = go(1, tmp_path / "b", *flags)["out"]
-    (old,) = tmp_path.glob("b.*")
-    assert f"{tmp_path}/b held another run: it is now {old} " in out
-    assert [r["step"] for r in rows(old)] == [1, 2, 3, 4]
-    assert {path.name for path in old.glob("step_*")} == {"step_000002", "step_000004"}
-    assert [r["step"] for r in rows(tmp_path / "b")] == [3]
-
-
 def test_a_new_run_renames_the_directory_of_an_older_one(tmp_path):
     out = tmp_path / "run"
     go(1, out, "--steps=2")
