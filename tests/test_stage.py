@@ -178,12 +178,6 @@ def test_each_job_of_an_array_has_its_line(site):  # noqa: F811
     line = "train.py\ntiny\n--seed\n2\n--lr\n0.2\n--prompt\na b\n--out\nout/rates/2\n"
     assert (folder / "words").read_text().count(line) == 2
     slurm = {"SLURM_SUBMIT_DIR": str(folder), "SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_ID": "7",
-             "SWEEP": "rates.txt"}
-
-    def start(**more):
-        return subprocess.run(["bash", ROOT / "scripts/generic.slurm", "tiny"], env={**env, **slurm, **more},
-                              cwd=folder, capture_output=True, text=True)
-    start(SLURM_ARRAY_TASK_ID="1")
+             "SWEEP": "rates.txt", "SLURM_ARRAY_TASK_ID": "1"}
+    subprocess.run(["bash", ROOT / "scripts/generic.slurm", "tiny"], env={**env, **slurm}, cwd=folder)
     assert "tiny\n--lr\n0.1\n--out\nout/rates/1\n" in (folder / "words").read_text()
-    assert "has no run 3" in start(SLURM_ARRAY_TASK_ID="3").stderr
-    assert "this is no job array" in start().stderr

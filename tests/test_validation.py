@@ -19,7 +19,6 @@ from config import Config
 from corpus.samples import Synthetic, open_data
 from interface.command_line import parse
 from parallel import make_mesh
-from runtime.launch import World
 
 T = 16  # of SHAPE
 GPT2 = ["--n-kv-head=2", "--norm=layer", "--mlp=gelu", "--pos=learned", "--bias", "--tied"]
@@ -97,20 +96,6 @@ def test_validation_loss_is_that_of_the_val_split_without_dropout(name, folders,
         assert seen[step]["val_loss"] == pytest.approx(losses[-1], rel=1e-12, abs=0)
         assert f"val_loss={losses[-1]:.4f}" in printed
     assert max(losses) - min(losses) > 1e-3 * losses[0], "weights that hardly change show no wrong step"
-
-
-@pytest.mark.parametrize("samples, batch, iters, n", [(11, 8, 1000, 1), (11, 4, 1000, 2), (11, 4, 1, 1),
-                                                      (11, 12, 5, 1), (11, 4, 0, 1)])
-def test_how_many_batches_an_evaluation_has(samples, batch, iters, n, monkeypatch):
-    cfg = Config(eval_iters=iters, n_layer=1, n_embd=16, n_head=2, n_kv_head=1, ffn_hidden=32, seq_len=16)
-    mesh = make_mesh(World())
-    model, _, _ = train.build(cfg, mesh, 100, torch.device("cpu"))
-    source = Synthetic(100, 16, 0)
-    source.n_samples = samples
-    firsts = []
-    monkeypatch.setattr(train, "micro_batches", lambda *args: firsts.append(args[3]) or [source.batch(0, 1)])
-    train.evaluate(cfg, model, source, batch, torch.device("cpu"))
-    assert firsts == [i * batch for i in range(n)]
 
 
 def test_no_evaluation_without_eval_every_and_one_at_the_end_with_a_large_one(tmp_path):
