@@ -1,9 +1,8 @@
 """Plots of runs as text:   python plot.py RUN [RUN ...] [--metric loss,val_loss] [--log] [--steps A B]
 
 RUN is the --out directory of a run of train.py, or its metrics.jsonl. All runs share one plot per metric,
-with the legend below it. --follow draws again while the runs train; --png FILE also writes a picture, and
---html FILE a page with the runs side by side. A point is a logged row: train with --log-every 1 to see every
-step.
+with the legend below it. --follow draws again while the runs train; --html FILE also writes a page with the
+runs side by side. A point is a logged row: train with --log-every 1 to see every step.
 """
 # runtime/ calls at_end() for the plots that a run leaves, and print_runs() for train.py --list.
 import contextlib
@@ -26,13 +25,12 @@ import tyro
 import checkpoint
 from interface import paths, report
 from interface.command_line import command_line, wrong_input
-from interface.files import best_effort, in_use, load_json, must_write, new_part, sound_rows, write_whole
+from interface.files import best_effort, in_use, load_json, must_write, sound_rows, write_whole
 from interface.terminal import printable
 
 AT_END = ("loss", "val_loss", "grad_norm", "lr", "tok_s", "ms", "mem_gb")  # a text file for each, in OUT
 NO_PLOTEXT = "plotext is not installed: no plots (pip install 'plotext<6')"
 THIN_LINE = "\u28c0"  # in the legend: a piece of plotext's finest line
-CLEAR_SCREEN = "\x1b[H\x1b[J"
 Runs = tyro.conf.Positional[Annotated[tuple[str, ...], tyro.conf.arg(metavar="RUN...")]]
 
 
@@ -45,7 +43,6 @@ class Flags:
     steps: tuple[int, int] = (0, 10**15)  # first and last step to draw
     follow: bool = False  # draw again every few seconds, until Ctrl-C
     every: float = 5.0  # seconds between two drawings of --follow
-    png: str = ""  # FILE: also write the plots as a picture (needs matplotlib)
     html: str = ""  # FILE: also write a page of all runs: curves, samples, flags
     width: int = 90  # columns
     height: int = 24  # lines of each plot
@@ -99,14 +96,12 @@ def load_bars(layers, width=40):
     layers: {layer: {"load": [a share per expert]}}.
     """
     by_expert = list(zip(*(layer["load"] for layer in layers.values()), strict=True))  # E x L
-    n_experts = len(by_expert)
-    means = [sum(load) / len(load) * n_experts for load in by_expert]
-    longest = max(*means, 1.0)
+    means = [sum(load) / len(load) * len(by_expert) for load in by_expert]
     lines = ["expert load, 1.00 is balanced"]
     for expert, (mean, load) in enumerate(zip(means, by_expert, strict=True)):
-        bar = "#" * round(width * mean / longest)
+        bar = "#" * round(width * mean / max(*means, 1.0))
         lines.append(f"expert {expert:3d} {bar:{width}s} {mean:.2f}  "
-                     f"(heaviest layer {max(load) * n_experts:.2f})")
+                     f"(heaviest layer {max(load) * len(by_expert):.2f})")
     return "\n".join(lines)
 
 
@@ -188,63 +183,40 @@ def read(flags):
     metrics = flags.metric.split(",")
     found = {}
     for run, letter in zip(flags.runs, itertools.cycle(string.ascii_lowercase), strict=False):
-        path = metrics_file(run)
+        path = metrics_of(run)
         rows, _ = sound_rows(path)
         for metric in metrics:
             if not flags.follow and metric != "val_loss" and not any(metric in row for row in rows):
                 known = sorted({key for row in rows for key in row})
                 raise ValueError(f"{path} has no {metric}; it has {', '.join(known) or 'no rows'}")
-            shares_plot = metric == "val_loss" and "loss" in metrics  # with the loss
-            mark, label = "x" if shares_plot else "", metric
+            title, mark, label = metric, "", metric
             if len(flags.runs) > 1:
-                mark, label = letter.upper() if shares_plot else letter, f"{run} {metric}"
-            values = points(rows, metric, flags.steps)
-            found.setdefault("loss" if shares_plot else metric, []).append((label, mark, values))
+                mark, label = letter, f"{run} {metric}"
+            if metric == "val_loss" and "loss" in metrics:  # it shares the plot of the loss
+                title, mark = "loss", mark.upper() or "x"
+            found.setdefault(title, []).append((label, mark, points(rows, metric, flags.steps)))
     return found
 
 
-def metrics_file(run):
+def metrics_of(run):
     """Return the path of a run's metrics. run: its directory, or the file. ValueError: there is none."""
-    path = Path(run)
-    if not path.is_file():
-        path = path / "metrics.jsonl"
-    if not path.exists():
-        raise ValueError(f"{run} holds no metrics.jsonl; {paths.meant_run(run)}")
-    return path
-
-
-def picture(found, path, log):
-    """Write the plots to a file of matplotlib's kinds (png, svg, pdf). ValueError: no matplotlib."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ValueError("--png needs matplotlib (pip install matplotlib)") from None
-    figure = Figure(figsize=(9, 4 * len(found)), layout="constrained")
-    column = figure.subplots(len(found), squeeze=False)[:, 0]
-    for axes, (title, series) in zip(column, found.items(), strict=True):
-        for label, mark, values in series:
-            axes.plot(*zip(*values, strict=True), marker=mark and "x", label=label)
-        axes.set(title=title, xlabel="step", yscale="log" if log else "linear")
-        axes.legend()
-    with must_write(path, "--png"), new_part(path) as part:
-        figure.savefig(part, format=path.suffix[1:])
+    for path in (Path(run), Path(run) / "metrics.jsonl"):
+        if path.is_file():
+            return path
+    raise ValueError(f"{run} holds no metrics.jsonl; {paths.meant_run(run)}")
 
 
 def show_once(flags):
-    """Print the plots of all runs as they are now, and write those of --png and --html."""
+    """Print the plots of all runs as they are now, and write the page of --html."""
     found = read(flags)
-    size = flags.width, flags.height
     if flags.follow and sys.stdout.isatty():
-        sys.stdout.write(CLEAR_SCREEN)
+        sys.stdout.write("\x1b[H\x1b[J")  # clears the screen
     for title, series in found.items():
-        text = draw(title, series, size, flags.log)
+        text = draw(title, series, (flags.width, flags.height), flags.log)
         print(text or f"no {title} to draw\n", end="", flush=True)
-    if flags.png:
-        picture(found, Path(flags.png), flags.log)
     if flags.html:
         with must_write(flags.html, "--html"):
-            folders = [metrics_file(run).parent for run in flags.runs]
-            report.write_report(flags.html, list(map(report.read_run, folders)))
+            report.write_report(flags.html, [report.read_run(metrics_of(run).parent) for run in flags.runs])
 
 
 def main(argv=None):

@@ -47,7 +47,7 @@ def arguments(argv):
     if needed > 1 and not (given(argv, "gpus") or cfg.scaling or cfg.search):
         raise ValueError(f"--gpus is missing, the number of GPUs, which this layout needs {needed} of; try "
                          f"--gpus {needed}")
-    if not (cfg.scaling or cfg.search):
+    if not (cfg.scaling or cfg.search or cfg.serve):
         check_flags(cfg, cfg.gpus)
     counts = []
     if cfg.scaling is not None:

@@ -118,19 +118,6 @@ def test_each_collective_stands_where_it_starts(flags, expected, page, table):
     assert_called([readings(page)[table]], lines)
 
 
-@pytest.mark.parametrize("argv,words", [
-    (["--tp", "2"], "2 ranks: mpiexec -n 2 python bench/one_step.py tiny --data synthetic --tp 2\n"),
-    (["--np", "2", "--lr", "1"],
-     "words: python bench/one_step.py tiny --data synthetic --lr 1\n")])
-def test_a_proposed_command_is_the_one_that_was_typed(argv, words, capsys, monkeypatch):
-    import one_step
-    argv = ["tiny", "--data", "synthetic", *argv]
-    monkeypatch.setattr(sys, "argv", ["bench/one_step.py", *argv])
-    with pytest.raises(SystemExit) as end:
-        one_step.main()
-    assert end.value.code == 2 and capsys.readouterr().err.endswith(words)
-
-
 def test_what_repeats_stands_once():
     import one_step
     a, b = one_step.Call("a"), one_step.Call("b")

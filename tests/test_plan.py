@@ -2,14 +2,12 @@
 import dataclasses
 import json
 import statistics
-import warnings
 from unittest import mock
 
 import pytest
 import torch
 from pool import run_ranks
 from shared import Documents
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import attention
@@ -96,19 +94,7 @@ def test_flops_give_the_published_figures():
 # -----------------------------------------------------------------------------
 # Memory: what saved_activations says against what autograd keeps, on a GPU's code paths with CPU tensors
 
-def fewest_kv_heads():
-    """1; 4, as many as heads, where torch's flash attention for CPUs knows no grouped heads (2.8): then plain
-    matrix products stand in for it, and keep what no GPU does, (T, T) probabilities in fp32."""
-    q = torch.zeros(1, 4, 2, 16)
-    try:
-        with warnings.catch_warnings(action="ignore"), sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-            model_.F.scaled_dot_product_attention(q, q[:, :1], q[:, :1], is_causal=True, enable_gqa=True)
-        return 1
-    except RuntimeError:
-        return 4
-
-
-HEADS = dict(n_head=4, n_kv_head=fewest_kv_heads())
+HEADS = dict(n_head=4, n_kv_head=1)
 FAMILY = {"swiglu": {}, "gelu": dict(norm="layer", mlp="gelu", pos="learned", n_kv_head=4),
           "moe": dict(n_experts=8, top_k=2), "capacity": dict(n_experts=8, top_k=2, capacity_factor=1.25)}
 FAMILY.update({"wide heads": dict(head_dim=24), "norms after": dict(norm_place="after"),
@@ -525,5 +511,3 @@ def test_eight_gpus_are_one_node_or_two(capsys):
     flags = "smol-1.7b", "--gpus", "8", "--zero", "1", "--micro-batch", "1"
     one, two = (planned(capsys, *flags, "--gpu", gpu) for gpu in ("a100-40", "a100-40x4"))
     assert one["between_nodes_mb"] == 0 < two["between_nodes_mb"] and one["ms"] < two["ms"]
-
-

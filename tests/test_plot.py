@@ -81,16 +81,6 @@ def test_follow_draws_a_run_that_has_no_row_yet(runs, capsys, monkeypatch):
     assert seen[0][0] == 7 and "no loss to draw" in seen[0][1] and "\u28c0 loss" in seen[1][1]
 
 
-def test_a_picture_needs_matplotlib(runs):
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        refused(plot.main, ["a", "b", "--png", "x.png"], "pip install matplotlib")
-    else:
-        plot.main(["a", "b", "--png", "x.png"])
-        assert (runs / "x.png").read_bytes()[1:4] == b"PNG"
-
-
 def test_the_plots_that_a_run_leaves(runs, capsys):
     for show in (True, False):
         plot.at_end(runs / "a", {0: {"load": [0.5, 0.5]}}, show)
