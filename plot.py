@@ -189,7 +189,8 @@ def read(flags):
             if not flags.follow and metric != "val_loss" and not any(metric in row for row in rows):
                 known = sorted({key for row in rows for key in row})
                 raise ValueError(f"{path} has no {metric}; it has {', '.join(known) or 'no rows'}")
-            title, mark, label = metric, "", metric
+            title = label = metric
+            mark = ""
             if len(flags.runs) > 1:
                 mark, label = letter, f"{run} {metric}"
             if metric == "val_loss" and "loss" in metrics:  # it shares the plot of the loss
