@@ -13,6 +13,7 @@ import gzip
 import importlib
 import io
 import json
+import re
 import zlib
 from pathlib import Path
 from typing import NamedTuple
@@ -89,7 +90,9 @@ def kind_of(name, path, key):
         say(f"{path}: its first line is a JSON object, so each line is read as one")
         return "records"
     is_json = first in (b"{", b"[") or first.startswith((b'{"', b"[{"))
-    if name.endswith((".json", ".csv", ".tsv")) or (is_json and not name.endswith(".txt")):
+    fields = re.split(rb'"?[,\t]"?', first.strip(b'"'))
+    is_table = len(fields) > 1 and key.encode() in fields
+    if not name.endswith(".txt") and (is_table or is_json or name.endswith((".json", ".csv", ".tsv"))):
         raise ValueError(f"{path} would be trained on with its brackets or separators; write a JSON object "
                          f"on each line (jq -c '.[]') with the text under --text-key {key}, or name it .txt")
     if packed.endswith(".zst"):  # zstandard does not tell that a text is cut short; a record is broken then

@@ -22,6 +22,12 @@ PATTERN = (
     r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+"
     r"|\s++$|\s*[\r\n]|\s+(?!\S)|\s"
 )
+# The classes of transformers that give the pre-tokenizer of tokenizer.json the add_prefix_space of
+# tokenizer_config.json, and the model_types that stand for them where no class is named.
+SET_PREFIX_SPACE = ("GPT2Tokenizer", "Qwen2Tokenizer", "GPTNeoXTokenizer", "CohereTokenizer",
+                    "CodeGenTokenizer")
+CLASS_OF_MODEL = {"gpt2": "GPT2Tokenizer", "qwen2": "Qwen2Tokenizer", "qwen3": "Qwen2Tokenizer",
+                  "qwen3_moe": "Qwen2Tokenizer"}
 UNKNOWN = "\ufffd"  # what decoding gives for an id without a token, such as padding
 
 
@@ -246,8 +252,23 @@ def spec_of_theirs(content, path):
     for name in ("tokenizer_config.json", "config.json"):
         file = path.with_name(name)
         beside[name] = load_json(file) if file.is_file() else {}
-    eos_id = beside["config.json"].get("eos_token_id")
-    return {"kind": "hf", "json": content, "config": beside["tokenizer_config.json"], "eos_id": eos_id}
+    config, of_model = beside["tokenizer_config.json"], beside["config.json"]
+    set_prefix_space(content, config, of_model.get("model_type"))
+    return {"kind": "hf", "json": content, "config": config, "eos_id": of_model.get("eos_token_id")}
+
+
+def set_prefix_space(content, config, model_type):
+    """Let a tokenizer.json put a space before a text as transformers does: some classes ignore its value.
+
+    content, config: of tokenizer.json and tokenizer_config.json.
+    """
+    name = config.get("tokenizer_class") or CLASS_OF_MODEL.get(model_type, "")
+    if name.removesuffix("Fast") not in SET_PREFIX_SPACE:
+        return
+    first = content.get("pre_tokenizer") or {}
+    for step in first.get("pretokenizers", [first]):
+        if step.get("type") == "ByteLevel":
+            step["add_prefix_space"] = bool(config.get("add_prefix_space"))
 
 
 # -----------------------------------------------------------------------------

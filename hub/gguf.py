@@ -32,6 +32,7 @@ def open_writer(path, cfg, kind):
         "a --no-rope-every other than 4": kind == "smollm3" and cfg.no_rope_every != 4,
         "--tied with --qk-norm all": kind == "olmo2" and cfg.tied,
         "--router softmax with --qk-norm head": kind == "qwen3_moe" and cfg.router == "softmax",
+        "a Gemma 3 of 62 layers": kind == "gemma3_text" and cfg.n_layer == 62,  # scores are scaled otherwise
     }
     for part, is_there in refused.items():
         if is_there:

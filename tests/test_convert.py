@@ -350,6 +350,32 @@ def test_a_first_special_token_is_put_before_a_prompt_alone(hf, trained, tmp_pat
     assert hf.AutoTokenizer.from_pretrained(tmp_path)("def f")["input_ids"] == [trained.eod, *ids]
 
 
+@pytest.mark.parametrize("name,model_type", [
+    ("GPT2Tokenizer", ""), ("Qwen2TokenizerFast", ""), ("CohereTokenizerFast", ""), (None, "qwen3"),
+    ("PreTrainedTokenizerFast", ""), (None, "llama")])
+def test_a_space_before_a_text_is_put_where_transformers_puts_it(name, model_type, hf, trained, tmp_path):
+    """Some classes heed tokenizer_config.json, also where it says nothing, and others tokenizer.json."""
+    library(hf, trained, tmp_path)
+    *steps, last = json.loads((tmp_path / "tokenizer.json").read_text())["pre_tokenizer"]["pretokenizers"]
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type} if model_type else {}))
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    config.pop("tokenizer_class")
+    config |= {"tokenizer_class": name} if name else {}
+    seen = set()
+    for own in (False, True):
+        for said in (False, True, None):
+            bytes_last = {**last, "add_prefix_space": own}
+            change(tmp_path / "tokenizer.json",
+                   pre_tokenizer={"type": "Sequence", "pretokenizers": [*steps, bytes_last]})
+            more = {} if said is None else {"add_prefix_space": said}
+            (tmp_path / "tokenizer_config.json").write_text(json.dumps({**config, **more}))
+            ids = tokenizer.load(tmp_path).encode("def")
+            seen.add(tuple(ids))
+            theirs = hf.AutoTokenizer.from_pretrained(tmp_path)
+            assert theirs("def", add_special_tokens=False)["input_ids"] == ids
+    assert len(seen) == 2
+
+
 def test_data_by_a_tokenizer_of_theirs(hf, trained, tmp_path):
     """prepare.py --tokenizer hf:DIR gives the tokens of the same vocabulary of ours. It is refused without an
     end-of-document."""

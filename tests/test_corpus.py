@@ -128,6 +128,7 @@ PRETTY = json.dumps({"text": TEXTS[0]}, indent=1).encode()
 WHOLE = json.dumps([{"text": text} for text in TEXTS[:40]]).encode()
 BROKEN = {  # what: (name, content, words of the one line)
     "a table": ("x.csv", TABLE, "with its brackets or separators"),
+    "a table, other name": ("part-00000", TABLE.replace(b",", b"\t"), "with its brackets or separators"),
     "one list": ("x.json", WHOLE, "with its brackets"), "a list, other name": ("x.data", WHOLE, "brackets"),
     "lines of a list": ("x.jsonl", WHOLE, "no JSON object; mend it"),
     "indented": ("f", PRETTY, "with its brackets"), "indented lines": ("x.jsonl", PRETTY, "row 1 is no JSON"),

@@ -235,7 +235,10 @@ def test_what_llama_cpp_has_not_is_refused(gguf, text, tmp_path, monkeypatch):
     ([*GPT2[:3], "--n-kv-head=4", "--objective=mlm"], "the family megatron-bert"),
     (["--qkv-bias", "--window=4"], "--window"), (["--head-dim=8", "--qkv-bias"], "--head-dim"),
     (["--rope-scaling", "4", "0.5", "2", "16"], "--rope-scaling"),
-    (["--n-experts=2", "--qk-norm=head"], "--router softmax with --qk-norm head")])
+    (["--no-rope-every=2"], "--no-rope-every other than 4"),
+    (["--qk-norm=all", "--norm-place=after", "--tied"], "--tied with --qk-norm all"),
+    (["--n-experts=2", "--qk-norm=head"], "--router softmax with --qk-norm head"),
+    ([*GEMMA3, "--n-layer=62"], "a Gemma 3 of 62 layers")])
 def test_a_model_that_llama_cpp_has_not_is_refused(flags, word, gguf):
     cfg = parse(["tiny", *flags])
     with pytest.raises(ValueError, match=word):
