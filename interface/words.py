@@ -79,9 +79,15 @@ SAID = {
         "local_rank master_addr master_port hostfile num_gpus",
     "leave it out, flash-attn-4 attends where it is installed": "kernels",
     "leave it out, it is done, derived or logged without a flag":
-        "backend ddp framework sequence_parallel use_flash_attn init_from=scratch do_train "
-        "group_query_attention always_save_checkpoint gradient_accumulation_fusion data_parallel_size "
-        "dataloader_num_workers"}
+        "backend ddp framework sequence_parallel overlap_grad_reduce overlap_param_gather "
+        "gradient_accumulation_fusion split_masters data_parallel_size accumulate_allreduce_grads_in_fp32 "
+        "init_from=scratch disable_bias_linear embed_layernorm untie_embeddings_and_output_weights "
+        "group_query_attention init_method_std use_flash_attn moe_grouped_gemm moe_token_dispatcher_type "
+        "use_dist_ckpt dist_ckpt_format auto_detect_ckpt_format ckpt_fully_parallel_save "
+        "use_checkpoint_opt_param_scheduler always_save_checkpoint do_train overwrite_output_dir "
+        "eval_strategy save_strategy tensorboard_dir tensorboard_log_interval logging_dir log_throughput "
+        "log_progress log_memory_to_tensorboard log_validation_ppl_to_tensorboard "
+        "log_world_size_to_tensorboard dataloader_num_workers per_device_eval_batch_size"}
 
 
 def key_of(word):

@@ -157,7 +157,8 @@ class Stop:
 
         begun: when this step began. If it was skipped, this is collective over the world.
         """
-        self.longest_step = max(self.longest_step, time.monotonic() - begun)
+        now = time.monotonic()
+        self.longest_step = max(self.longest_step, now - begun)
         sums = self.sums
         before = self.copied
         self.sums = None
@@ -175,6 +176,8 @@ class Stop:
                 copy, event = before
                 event.synchronize()  # the host waits for the step before at most
                 found = copy.tolist()
+        steps = 1 if self.copied is None else 2  # the votes of a step are read in this one or in the next
+        session.signals.leaves = now + steps * (now - begun) + self.longest_save
         return next((reason for reason, asked in zip(REASONS, found, strict=True) if asked), None)
 
 

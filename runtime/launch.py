@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 from config import Outcome, ceil_div
 from interface.command_line import wrong_input
-from interface.terminal import one_line, printable, say
+from interface.terminal import complain, one_line, printable, say
 from runtime.everyone import Everyone
 
 # Read when torch is imported: waiting threads sleep, and leave the core to others.
@@ -392,7 +392,11 @@ def select_device(local_rank, local_size):
     kind = "cpu"
     if torch.accelerator.is_available():
         kind = torch.accelerator.current_accelerator().type
-    if kind not in ("cpu", "mps"):  # on Apple's machines the CPU trains
+    if kind == "mps":
+        kind = "cpu"
+        if local_rank == 0:
+            complain("nanoshard: Apple's GPU is not used, the CPU trains")
+    if kind != "cpu":
         index = local_rank % torch.accelerator.device_count()  # a process may see only one device
         torch.accelerator.set_device_index(index)
         return torch.device(kind, index), torch.get_num_threads()

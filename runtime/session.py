@@ -23,7 +23,7 @@ from interface import files
 from interface.command_line import INTERRUPTED, given, parse, wrong_input
 from interface.layout import check_alone, check_flags
 from interface.paths import meant_run
-from interface.terminal import Stream, one_line, open_streams
+from interface.terminal import Stream, clock, one_line, open_streams
 from runtime import launch
 
 STOPPING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
@@ -49,6 +49,7 @@ class Signals:
         self.came = {}  # {signal: when it came first}
         self.number = 0
         self.can_save = False
+        self.leaves = None  # when the run will leave after a signal, by the steps before; None: not known
 
     def __enter__(self):
         if self.previous or threading.current_thread() is not threading.main_thread():
@@ -77,7 +78,10 @@ class Signals:
             self._leave(INTERRUPTED, f"a second {name}: left at once, the last checkpoint stands")
         self.number = self.number or number
         if self.rank == 0 and since == 0:
-            say_at_once(f"{name}: finishes this step, saves and leaves")
+            wait = ", however long the first step takes"
+            if self.leaves is not None:
+                wait = f", in about {clock(max(1, self.leaves - now))}"
+            say_at_once(f"{name}: finishes this step, saves and leaves{wait}")
 
     def _leave(self, code, text):
         time.sleep(min(0.3 * self.rank, 3))  # one line: a launcher ends the others after it

@@ -191,6 +191,7 @@ def test_smoke_under_mpiexec(tmp_path):
         assert f"{name} by iter" in (out / f"{name}.txt").read_text()
     assert re.findall(r"(\w+) by iter", text) == ["dt"]
     assert "smoke.py" in (out / "profile.txt").read_text()
+    assert re.search(r"^the hottest lines.*\n +[\d.]+ s  \w+.*\.py:\d+ \w+$", text, re.M)
     assert "<html" in (out / "profile.html").read_text()[:500]
 
 

@@ -236,6 +236,14 @@ def test_checkpoints_are_ordered_by_their_numbers(tmp_path):
     assert [int(p.name[5:]) for p in checkpoint.steps(tmp_path)] == [1000000, 999999]
 
 
+def test_resume_auto_with_only_damaged_checkpoints_is_refused(tmp_path):
+    two_writers(tmp_path, 1)
+    flip(tmp_path / "step_000001/rank_00001.safetensors", -1)
+    for code, _, line in run_ranks(2, find, tmp_path):
+        assert code == 2 and (line == "" or "--resume none" in line)
+    assert checkpoint.steps(tmp_path)
+
+
 def test_unknown_names_other_shapes_and_missing_elements_are_refused(tmp_path):
     want = two_writers(tmp_path, 1)
     path, out = tmp_path / "step_000001", torch.empty(2, 2)

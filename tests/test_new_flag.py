@@ -199,7 +199,7 @@ def check_that_it_is_read(name):
     assert compared, f"no model of BASES in tests/test_new_flag.py can have {typed(name)}"
 
 
-@pytest.mark.parametrize("name", flags_of_kind("meaning"))
+@pytest.mark.parametrize("name", [*flags_of_kind("meaning"), "optimizer", "lr_schedule", "qk_norm"])
 def test_no_model_ignores_a_flag(name):
     check_that_it_is_read(name)
 
