@@ -255,6 +255,8 @@ def started(cfg, model, resumed, batch, source, skip):
         samples = f"{source.n_samples:,} training samples"
     skipping = f", skipping steps {skip}" if skip.pairs else ""
     say(f"  {batch} x {cfg.seq_len} tokens per step, {samples}{skipping}")
+    if source.has_documents:
+        say("  each document attends to itself alone (--doc-mask)")
 
 
 def say_what_has_no_effect(cfg):
