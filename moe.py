@@ -19,7 +19,6 @@ a letter is the expert that a row visits:
 Here | stands between receivers, then between senders, then between local experts. Rank 0 sends
 [2, 3] rows and receives [2, 4], and its experts' rows end at [4, 6]. The results go the same way
 back, after which each stands where its row came from.
-The shapes are in the letters of model.py's legend.
 """
 import math
 from typing import NamedTuple

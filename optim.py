@@ -141,7 +141,8 @@ class Optimizer:
         counts 1/k on each.
         """
         loss = loss.double() / self.data_parallel.mesh.tp.size  # Every tp rank has the same loss.
-        grad_squares = (self.squares(self.grads) * self.count_factors).sum()
+        grads = [bucket.grad_total for bucket in self.data_parallel.buckets]
+        grad_squares = (self.squares(grads) * self.count_factors).sum()
         num_zeros = param_squares = torch.zeros_like(loss)
         if full:
             num_zeros = self.num_zeros()
