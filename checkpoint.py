@@ -27,7 +27,7 @@ if sys.flags.safe_path:  # python -I leaves out the program's own folder
 from interface.command_line import wrong_input
 from interface.files import load_json, remove_folder, sync, write_whole
 from interface.paths import meant_run
-from interface.terminal import one_line, say
+from interface.terminal import one_line, say, warn
 
 FORMAT = 2
 HINT = "use an older step_N"
@@ -163,8 +163,10 @@ def prune(root, keep, best=None):
     for old in steps(root)[keep:]:
         if step_of(old) != best:
             doomed = old.with_name(old.name + ".del")  # a half-deleted directory never has a valid name
-            with suppress(OSError):
+            try:
                 os.rename(old, doomed)
+            except OSError as e:
+                warn(f"{old} could not be removed: {e}")
             discard(doomed)
 
 

@@ -7,6 +7,7 @@ runs side by side. A point is a logged row: train with --log-every 1 to see ever
 # runtime/ calls at_end() for the plots that a run leaves, and print_runs() for train.py --list.
 import contextlib
 import itertools
+import os
 import string
 import sys
 import time
@@ -216,6 +217,9 @@ def show_once(flags):
         text = draw(title, series, (flags.width, flags.height), flags.log)
         print(text or f"no {title} to draw\n", end="", flush=True)
     if flags.html:
+        page = Path(flags.html)
+        if os.path.lexists(page) and report.GENERATOR.encode() not in page.read_bytes():
+            raise ValueError(f"--html {page} is there already and is no page of ours; give a new file")
         with must_write(flags.html, "--html"):
             report.write_report(flags.html, [report.read_run(metrics_of(run).parent) for run in flags.runs])
 

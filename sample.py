@@ -422,6 +422,8 @@ def reply(asked, *, model, vocabulary, flags, seeds):
     """Return the pieces of the answer to what a page asks, as interface.serve.ASKED says."""
     if not asked["messages"]:
         raise ValueError("there is no message")
+    if not 0 <= asked["temperature"] <= 100:
+        raise ValueError("the temperature must be from 0 to 100")
     flags = dataclasses.replace(flags, temperature=round(asked["temperature"], 6), system=asked["system"],
                                 seed=next(seeds))
     *before, question = asked["messages"]

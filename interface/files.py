@@ -211,8 +211,9 @@ def unlock():
     if _held is None:
         return
     folder = Path(_held.name).parent
-    if os.listdir(folder) == [".lock"]:
-        shutil.rmtree(folder, ignore_errors=True)
+    with contextlib.suppress(OSError):  # somebody renamed or removed it
+        if os.listdir(folder) == [".lock"]:
+            shutil.rmtree(folder)
     with contextlib.suppress(OSError):  # a full disk
         _held.close()
     _held = None
@@ -229,7 +230,7 @@ def sound_rows(path):
     for line in filter(None, text.split("\n")):
         try:
             row = json.loads(line)
-            row["step"]
+            row["step"] + 0  # a number
             rows.append(row)
         except (ValueError, TypeError, KeyError):
             damaged += 1

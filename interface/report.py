@@ -143,7 +143,9 @@ def summary(run):
         step, lowest = min(validation, key=lambda point: point[1])
         said.append(f"lowest validation loss {lowest:.4f} at step {step}")
     said += [f"{name} {run.config.get(name)}" for name in ("world", "launcher", "machine", "torch", "git")]
-    line = command_of(run.config) if "argv" in run.config else ""
+    line = ""
+    if "argv" in run.config:
+        line = f"{command_of(run.config)}\nto go on:  {command_of(run.config, {'resume': 'auto'})}"
     return f"<p>{escape(' · '.join(said))}</p><pre>{escape(line)}</pre>"
 
 

@@ -36,7 +36,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
             self.write(200, self.server.page.replace("NONCE", secrets.token_hex()), "text/html")
 
     def do_POST(self):
-        length = int(self.headers.get("Content-Length", 0))
+        length = self.headers.get("Content-Length", "0")
+        length = int(length) if re.fullmatch("[0-9]{1,9}", length) else -1
         if not self.is_ours():
             return
         if not 0 <= length <= MOST_BYTES:

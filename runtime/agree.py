@@ -72,9 +72,9 @@ def compare(world, values, cure):
     texts = {name: repr(value) for name, value in values.items()}
     theirs = world.everyone.broadcast(texts)  # a few words per value, from rank 0 to all, over the world
     for name, text in texts.items():
-        if text != theirs[name]:
+        if text != theirs.get(name):
             raise ValueError(f"rank {world.rank} has --{name.replace('_', '-')} {text}, rank 0 has "
-                             f"{theirs[name]}; {cure}")
+                             f"{theirs.get(name)}; {cure}")
 
 
 def make_mesh(cfg, world):

@@ -72,7 +72,12 @@ def detect(env):
         if rank is None or size is None or local_rank is None:
             continue
         if launcher == "srun" and local_size is not None:
-            local_size = ranks_of_nodes(local_size)[int(env.get("SLURM_NODEID", 0))]
+            try:
+                local_size = ranks_of_nodes(local_size)[int(env.get("SLURM_NODEID", 0))]
+            except IndexError:
+                raise ValueError("SLURM_NODEID does not fit SLURM_STEP_TASKS_PER_NODE: unset them") from None
+        if size != "-1" and not 0 <= int(rank) < int(size):
+            raise ValueError(f"{names[0]}={rank} and {names[1]}={size} describe no rank: unset them")
         return Start(launcher, int(rank), int(size), int(local_rank), int(local_size or 1))
     if "RANK" in env and env.get("WORLD_SIZE", "1") != "1":  # each rank would train the whole model alone
         raise ValueError(f"RANK={env['RANK']} in the environment has no LOCAL_RANK: unset it, or start the "
@@ -293,7 +298,9 @@ def _meet(start, comm, n_nodes, wait):
     if start.rank == 0:
         # It listens only where the others connect, as it trusts everybody who reaches it; on all interfaces
         # if this host's name leads only to itself.
-        address = socket.gethostbyname(host)
+        address = "127.0.0.1"
+        with contextlib.suppress(OSError):  # a host whose own name leads nowhere
+            address = socket.gethostbyname(host)
         if n_nodes > 1 and address.startswith("127."):
             address = ""
         server = socket.create_server((address, port), backlog=4096)

@@ -1,6 +1,8 @@
 """Where the elements of a rank's slices are in the full tensors: what it saves, and what it reads."""
 import math
+import time
 import zlib
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -96,6 +98,10 @@ def chosen_rank(name, axis):
 
 def damage(everyone, path):
     """Return what is wrong with a checkpoint, or None. Each file is verified by one rank. Collective."""
+    is_there = everyone.any(everyone.rank == 0 and Path(path).exists())  # one bool, from rank 0 to all
+    until = time.monotonic() + 30  # NFS shows a new folder late
+    while is_there and not Path(path).exists() and time.monotonic() < until:
+        time.sleep(0.1)
     return everyone.first(checkpoint.damage(path, everyone.rank, everyone.size))  # a short text
 
 

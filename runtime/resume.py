@@ -204,10 +204,10 @@ def set_aside(cfg, out, state, found):
     """Rename the run in --out if this one does not continue it, or else its checkpoints of later steps."""
     if found is not None and found.resolve().is_relative_to(out.resolve()):
         later = [path for path in checkpoint.steps(out) if checkpoint.step_of(path) > state.step]
-        if later and (out / "metrics.jsonl").exists():
-            # first: a kill between the two loses no row
-            copy = files.set_aside(out / "metrics.jsonl", "metrics.jsonl.aside", shutil.copy2)
-            say(f"going on from {found}: all rows until now are also in {copy}")
+        for name in ("metrics.jsonl", "experts.jsonl", "notes.jsonl"):
+            if later and (out / name).exists():  # first: a kill between the two loses no row
+                copy = files.set_aside(out / name, f"{name}.aside", shutil.copy2)
+                say(f"going on from {found}: its rows until now are also in {copy}")
         for path in later:
             say(f"{path} is now {files.set_aside(path, f'{path.name}.aside')}")
     elif is_run(out):

@@ -68,7 +68,24 @@ class Signals:
             signal.signal(number, handler)
         self._reset()
 
+    def answer_in_a_thread(self):
+        """Answer signals also while the main thread is inside a C call, such as one that waits for others."""
+        read, write = os.pipe()
+        os.set_blocking(write, False)
+        signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+        self.is_program = True
+        threading.Thread(target=self._listen, args=(read,), name="signals", daemon=True).start()
+
+    def _listen(self, read):
+        while number := os.read(read, 1)[0]:
+            if signal.getsignal(number) == self._handle:  # pdb may have set its own
+                self._answer(number)
+
     def _handle(self, number, frame):
+        if not self.is_program:
+            self._answer(number)
+
+    def _answer(self, number):
         name = signal.Signals(number).name
         now = time.monotonic()
         since = now - self.came.setdefault(number, now)  # the first time 0
@@ -102,7 +119,7 @@ def say_at_once(text):
 def start_program():
     """Prepare this process, and parse its arguments, before torch is imported."""
     open_streams()
-    signals.is_program = True
+    signals.answer_in_a_thread()
     with surround():
         signals.parsed = parse_flags(sys.argv[1:])
 
