@@ -47,7 +47,7 @@ from corpus import chat, shards, text, tokenizer
 from corpus.order import draw_keys, permute
 from corpus.shards import SPLITS
 from interface.command_line import command_line, wrong_input
-from interface.files import must_write, remove_folder, set_aside, whole_folder
+from interface.files import must_write, remove_folder, set_aside, sync, whole_folder
 from interface.terminal import say, warn
 
 VOCAB_SIZE = 4096  # for bpe: an id stands for 3.5 characters of Python, and does not dwarf a small model
@@ -386,6 +386,8 @@ def main(argv=None):
         with must_write(folder), whole_folder(folder) as work:
             meta, said = make(flags, files, val_files, work)
             (work / "meta.json").write_text(json.dumps({**meta, "command": command}, indent=1))
+            for path in [*work.iterdir(), work]:
+                sync(path)  # before the old data go, so that a full disk leaves them
             if folder.exists():
                 old = set_aside(folder.resolve(), f"{folder.name}.old")
         if old:

@@ -84,12 +84,13 @@ def kind_of(name, path, key):
     if name.endswith(RECORDS):
         return "records"
     record = None
-    with contextlib.suppress(ValueError):
+    with contextlib.suppress(ValueError, RecursionError):
         record = json.loads(first)
     if isinstance(record, dict) and (key in record or "messages" in record):
         say(f"{path}: its first line is a JSON object, so each line is read as one")
         return "records"
-    is_json = first in (b"{", b"[") or first.startswith((b'{"', b"[{"))
+    first = first.removeprefix(b"\xef\xbb\xbf")
+    is_json = isinstance(record, dict) or re.match(rb'\[?\s*\{\s*("|$)|\[$', first)
     fields = re.split(rb'"?[,\t]"?', first.strip(b'"'))
     is_table = len(fields) > 1 and key.encode() in fields
     if not name.endswith(".txt") and (is_table or is_json or name.endswith((".json", ".csv", ".tsv"))):

@@ -19,6 +19,7 @@ CONTEXT = 1.2 * GIB  # CUDA context, buffers of cuBLAS and NCCL: on the card, bu
 PROCESS = 0.25 * GIB  # Python with torch, on a CPU
 # Of what a step allocates and frees, the part that torch's allocator reserves without using it.
 FRAGMENTS = 0.05
+IMBALANCE = 1.44  # rows of the fullest rank's experts over the mean, in exact messages
 GRADIENTS = 1 / 3  # of what a block keeps for backward, the largest gradients that are alive at once
 
 # -----------------------------------------------------------------------------
@@ -111,7 +112,8 @@ def _expert_activations(rank, load_factor):
     n = rank.split_rows
     held = rank.expert_rows()  # rows of this rank's experts
     if needs_row_limit(cfg, rank.mesh):
-        held *= load_factor or allocated_row_factor(cfg, rank.mesh)
+        allocated = allocated_row_factor(cfg, rank.mesh) if rank.choice.graph else IMBALANCE
+        held *= load_factor or max(IMBALANCE, allocated)
     # Of the router: its tensors, their input widened, and which copy goes where, in int64
     router = 2 * n * cfg.n_experts * rank.sum_bytes + 8 * n * cfg.top_k * 3
     if rank.sum_bytes > rank.weight_bytes:

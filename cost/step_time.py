@@ -335,7 +335,8 @@ def stage_time(rank, gpu, saved, sent, *, uneven=False):
 
     per_micro_batch = {axis: nbytes / micro_batches(cfg, rank.mesh) for axis, nbytes in sent.items()}
     if "ep" in per_micro_batch:
-        per_micro_batch["ep"] *= load
+        is_padded = needs_row_limit(cfg, rank.mesh) and rank.choice.graph and not rank.choice.symm_mem
+        per_micro_batch["ep"] *= row_limit_factor(cfg, rank.mesh, uneven) if is_padded else load
     return seconds + communication_seconds(rank, gpu, per_micro_batch)
 
 

@@ -40,6 +40,8 @@ def compile_block(block, whole):
     """
     if whole:
         block.compile(fullgraph=block.moe is None)
+        if block.moe is not None and block.moe.shared is not None:
+            block.moe.shared.compile()
         return
     if block.cfg.recompute != "selective":  # It looks for single operations.
         compile_method(block, "compute" if block.moe is None else "attention_half")

@@ -43,7 +43,10 @@ def choose_products(everyone):
 
 def fastest(plan):
     """Return the name of the algorithm that is fastest for a Plan, "" if it is torch's."""
-    candidates = make_candidates(plan)
+    try:
+        candidates = make_candidates(plan)
+    except torch.OutOfMemoryError:
+        return ""
     if None not in candidates:
         return ""  # torch itself has failed: there is nothing to compare with
     times = {name: [] for name in candidates}
@@ -83,9 +86,11 @@ def captured(call, n_calls, pool):
     """Return calls as a CUDA graph: the host may take longer than the GPU for a single call."""
     graph = torch.cuda.CUDAGraph()
     graph.capture_begin(pool)
-    for _ in range(n_calls):
-        call()
-    graph.capture_end()
+    try:
+        for _ in range(n_calls):
+            call()
+    finally:
+        graph.capture_end()
     return graph
 
 

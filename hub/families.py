@@ -197,9 +197,13 @@ def config_json(cfg, kind, vocab_size, eod, dtype):
               "layer_types": layer_types(cfg),
               "rope_local_base_freq": cfg.window_rope_base or cfg.rope_base}
     out |= {field: window[field] for field in family.window}
+    if cfg.window and family.window is LAYERED:
+        out["max_window_layers"] = 0  # for versions that read no layer_types
 
     if kind == "glm4_moe":
         out |= {"norm_topk_prob": cfg.top_k > 1, "partial_rotary_factor": 1.0}
+    elif kind == "smollm3" and not cfg.no_rope_every:
+        out["no_rope_layers"] = [1] * cfg.n_layer
     elif kind == "qwen3_moe":
         out["norm_topk_prob"] = cfg.router == "softmax-topk"
     elif kind == "gemma3_text":

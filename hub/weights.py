@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import checkpoint
 from hub.families import FAMILIES, read_config
+from interface.files import load_json
 from interface.paths import FROM_HUB
 
 
@@ -150,7 +151,9 @@ class HuggingFace(checkpoint.Reader):
         self.path = Path(folder)
         files = [self.path / "model.safetensors"]
         if not files[0].exists():
-            files = sorted(self.path.glob("model-*.safetensors")) or files
+            index = self.path / "model.safetensors.index.json"
+            if index.exists():
+                files = [self.path / name for name in sorted(set(load_json(index)["weight_map"].values()))]
         self.slices = {}
         for file in files:
             self.slices |= open_slices(file)

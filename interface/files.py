@@ -5,6 +5,7 @@ import fcntl
 import json
 import math
 import os
+import re
 import secrets
 import shutil
 import socket
@@ -71,7 +72,8 @@ def sync(path):
 def remove_folder(folder, names):
     """Delete the files in a folder whose names match a pattern, and then the folder, if it is empty."""
     for path in Path(folder).iterdir():
-        if names.fullmatch(path.name) or path.name.endswith(".part"):
+        ours = names.fullmatch(path.name) or re.fullmatch(r"\..+\.[0-9a-z_]{8}\.part", path.name)
+        if ours and path.is_file():
             path.unlink()
     if not os.listdir(folder):
         os.rmdir(folder)
