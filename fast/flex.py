@@ -70,8 +70,6 @@ def block_mask(q, k, window, places):
     from torch.nn.attention.flex_attention import BlockMask  # This takes a while.
     n_queries = q.size(2)
     n_keys = k.size(2)
-    if places is not None:
-        places = places.clamp(min=1)  # padding, whose place is 0, sees itself
     some, every = seen_blocks(first_keys(q, k, window, places), n_keys)
     return BlockMask((n_queries, n_keys), *listed(some), *listed(every), *listed(some.mT), *listed(every.mT),
                      BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=pair_rule(n_queries, n_keys, window, places))
@@ -87,7 +85,7 @@ def pair_rule(n_queries, n_keys, window, places):
         return (key <= own) & (key > own - window)
 
     def in_document(b, h, query, key):
-        return in_window(b, h, query, key) & (key > query + before - places[b, query])
+        return in_window(b, h, query, key) & (key > query + before - places[b, query].clamp(min=1))
 
     return in_window if places is None else in_document
 
@@ -98,7 +96,7 @@ def first_keys(q, k, window, places):
     n_keys = k.size(2)
     windows = torch.full((q.size(0), n_queries), window or n_keys, device=q.device)
     if places is not None:
-        windows = torch.minimum(places, windows)
+        windows = torch.minimum(places.clamp(min=1), windows)  # padding, of place 0, sees itself
     ends = torch.arange(n_keys - n_queries + 1, n_keys + 1, device=q.device)  # after each query's own key
     return (ends - windows).clamp(min=0)
 

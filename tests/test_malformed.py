@@ -414,7 +414,7 @@ def sound(tmp_path_factory):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("first", [0, pytest.param(FEW, marks=pytest.mark.long)])
+@pytest.mark.parametrize("first", [0])
 def test_random_wrong_input_ends_with_0_or_2(kind, first, sound):
     found = [problem(kind, i, sound) for i in range(first, first + max(FEW, 2 * first))]
     assert not any(found), "\n".join(filter(None, found))
