@@ -7,6 +7,7 @@ samples. A split of a data set is one stream of tokens (corpus/shards.py), cut i
     2) several data sets  Blend: --data A:0.7,B:0.3, or A,B in proportion to their tokens
     3) a run              open_data, batch_size, trained_tokens, micro_batches
 """
+import json
 from bisect import bisect_right
 from fractions import Fraction
 from math import lcm
@@ -118,8 +119,9 @@ class Tokens:
         self.stride = self.seq_len + 1
         self.n_samples = self.n_tokens // self.stride
         self.masks = open_shards(folder, self.split, meta, "masks")
-        from corpus import tokenizer  # not at the top: most data sets have no conversations
-        self.end = tokenizer.load(folder).special[END]
+        spec = json.loads(Path(folder, "tokenizer.json").read_text())
+        theirs = spec.get("json", {}).get("added_tokens", [])  # of Hugging Face, which may have END itself
+        self.end = ({token["content"]: token["id"] for token in theirs} | spec.get("special", {}))[END]
         trained = np.concatenate(self.masks).reshape(-1, self.stride)  # (windows, T+1)
         self.counts = trained[:, 1:].sum(1, dtype=np.int64)
 
