@@ -101,6 +101,10 @@ def parse(argv):
     if flags.sources[:1] == ("chat",) and (len(flags.sources) == 1 or flags.tokenizer in ("char", "bpe")):
         raise ValueError("chat needs FILE.jsonl, with a conversation on each line, and --tokenizer, that of "
                          "the model: --tokenizer data/stdlib")
+    if flags.sources[:1] == ("chat",) and (flags.shuffle or flags.no_shuffle or flags.split_at):
+        raise ValueError("--shuffle, --no-shuffle and --split-at are for texts, not for conversations")
+    if flags.shuffle and flags.no_shuffle:
+        raise ValueError("--shuffle and --no-shuffle: give one of the two")
     if flags.sources != ("stdlib",) and not flags.name:
         raise ValueError(f"--name NAME is missing, the folder under {flags.out}/")
     if re.search(r"^[.-]|[/\\]|\s", flags.name):

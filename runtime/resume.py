@@ -207,7 +207,7 @@ def set_aside(cfg, out, state, found):
         for name in ("metrics.jsonl", "experts.jsonl", "notes.jsonl"):
             if later and (out / name).exists():  # first: a kill between the two loses no row
                 copy = files.set_aside(out / name, f"{name}.aside", shutil.copy2)
-                say(f"going on from {found}: its rows until now are also in {copy}")
+                say(f"going on from {found}: all rows until now are also in {copy}")
         for path in later:
             say(f"{path} is now {files.set_aside(path, f'{path.name}.aside')}")
     elif is_run(out):

@@ -56,7 +56,8 @@ def speak(own):
     rank = own.rank
     return [own.any(rank == 5), own.any(False), own.maximum([rank, -rank]),
             own.first(rank if rank in (3, 4) else None), own.first(None),
-            own.gather(f"{rank}" * 9999), own.union({"all": rank, f"{rank}": rank}), own.broadcast({"of": rank})]
+            own.gather(f"{rank}" * 9999), own.union({"all": rank, f"{rank}": rank}),
+            own.broadcast({"of": rank})]
 
 
 @pytest.mark.parametrize("size", [1, 2, 6])

@@ -382,6 +382,24 @@ def test_a_signal_during_start_up(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="waits in the C library")
+def test_a_signal_while_a_start_is_inside_a_c_call():
+    """As in MPI_Init, or while ranks wait for each other: Python runs no handler of the main thread there."""
+    code = ("import ctypes; from runtime.session import signals; signals.__enter__(); "
+            "signals.answer_in_a_thread(); mutex = ctypes.create_string_buffer(64); "
+            "lock = ctypes.CDLL(None).pthread_mutex_lock; lock(mutex); print('ready', flush=True); "
+            "lock(mutex)")
+    inside = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env=clean_env(), text=True,
+                              stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert inside.stdout.readline() == "ready\n"
+    inside.send_signal(signal.SIGTERM)
+    try:
+        said = inside.communicate(timeout=20)[1]
+    finally:
+        inside.kill()
+    assert inside.returncode == 85 and "stopped by SIGTERM during start-up" in said, said
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 def test_a_stream_that_fails_never_ends_a_run(tmp_path):
     command = " ".join(map(str, [sys.executable, ROOT / "train.py", *FLAGS]))

@@ -79,6 +79,7 @@ def test_resumed_equals_uninterrupted(n, zero, model, toy, tmp_path):
 def test_a_resume_of_an_earlier_step_moves_what_is_later_aside(tmp_path):
     """Its rows are copied: with other flags they would never be written again."""
     go(1, tmp_path, "--steps=4", "--save-every=2")
+    (tmp_path / "notes.jsonl").write_text('{"step": 4, "sample": "x"}\n')
     losses = []
     for lr, copy in (("0.5", "metrics.jsonl.aside"), ("0.1", "metrics.jsonl.aside.1")):
         losses.append([row["loss"] for row in rows(tmp_path)])
@@ -88,6 +89,7 @@ def test_a_resume_of_an_earlier_step_moves_what_is_later_aside(tmp_path):
         copied, damaged = files.sound_rows(tmp_path / copy)
         assert [row["loss"] for row in copied] == losses[-1] and not damaged
         assert [row["step"] for row in rows(tmp_path)] == [1, 2, 3, 4]
+        assert (tmp_path / copy.replace("metrics", "notes")).exists()  # of later steps, too
     assert losses[0][:2] == losses[1][:2] and losses[0][3] != losses[1][3]
     assert len(list(tmp_path.glob("step_000004.aside*"))) == 2
 
