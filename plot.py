@@ -221,7 +221,7 @@ def show_once(flags):
         if os.path.lexists(page) and report.GENERATOR.encode() not in page.read_bytes():
             raise ValueError(f"--html {page} is there already and is no page of ours; give a new file")
         with must_write(flags.html, "--html"):
-            report.write_report(flags.html, [report.read_run(metrics_of(run).parent) for run in flags.runs])
+            report.write_report(flags.html, [report.Run(metrics_of(run).parent) for run in flags.runs])
 
 
 def main(argv=None):

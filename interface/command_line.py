@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import inspect
 import io
+import itertools
 import os
 import re
 import sys
@@ -35,7 +36,7 @@ def parse(argv, cls=Config, prog="train.py", about="Train a GPT; --list [DIR]: s
 
     defaults: values that replace the preset's. ValueError: one line that says what is wrong.
     """
-    argv = list(argv)
+    argv = split_values(argv)
     preset = "tiny"
     has_preset = bool(argv) and not argv[0].startswith("-") and "=" not in argv[0]
     if has_preset and argv[0] not in PRESETS:
@@ -63,7 +64,7 @@ def no_preset(word):
     """Return what to say of the first word of a command line, which is no preset."""
     if Path(word, "config.json").is_file():
         return f"{word} holds flags: --config {word}"
-    if Path(word).suffix != ".py" and Path(word).exists():
+    if Path(word).exists():
         return f"{word} is no preset; {paths.meant_data(word)}"
     return f"no preset {word!r}; the first word is one of {', '.join(PRESETS)}"
 
@@ -76,8 +77,7 @@ def command_line(cls, argv, prog, about, default=None):
     if issubclass(cls, Config) and {"-h", "--help", "--help-all"} & set(argv):
         sys.stdout.write(format_help(cls, prog, about, default, "--help-all" in argv))
         raise SystemExit(Outcome.DONE)
-    home = os.path.expanduser("~")  # no shell puts it into --out=~/run
-    argv = [re.sub("^(--[a-z_-]+=)?~(?=/|$)", rf"\g<1>{home}", word) for word in argv]
+    argv = [os.path.expanduser(word) for word in split_values(argv)]  # no shell does it in --out=~/run
     program = prog.split()[0]
     words.refuse_foreign(argv, cls, program)
     import tyro
@@ -135,7 +135,7 @@ def read_flags(path):
     if isinstance(saved, dict) and "model_type" in saved and "preset" not in saved:
         raise ValueError(f"{path} is of a model of Hugging Face; make a run of it: python convert.py import "
                          f"{path.parent} --out out/NAME, then --init-from out/NAME")
-    check_schema(saved, {f"{field.name}?": schema_of(field) for field in dataclasses.fields(Config)}, path)
+    check_schema(saved, {f"{field.name}?": field.type for field in dataclasses.fields(Config)}, path)
     unknown = config.unknown_flags(saved, OF_THE_RUN)
     if unknown:
         raise ValueError(f"{path} has {config.as_typed(unknown)}, which this code does not know; "
@@ -146,19 +146,10 @@ def read_flags(path):
     return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
 
 
-def schema_of(field):
-    """Return what a flag is in JSON, for check_schema."""
-    if typing.get_origin(field.type) is tuple:
-        return [typing.get_args(field.type)[0]]
-    return typing.get_args(field.type) if field.name == "min_lr" else field.type
-
-
 def read_run_config(path):
     """Return (Config, vocabulary size) from a run's config.json. ValueError: it is none of train.py."""
-    # Flags that say nothing about the model are left out: they may have been changed, or their files moved.
-    left_out = ("min_lr", "init_from", "resume", "resume_changed", "dump_grads")
     try:
-        cfg = Config(**{name: value for name, value in read_flags(path).items() if name not in left_out})
+        cfg = Config(**read_flags(path))
         config.check(cfg)
         saved = load_json(path)
         check_schema(saved, {"vocab_size_used": int}, "flags")
@@ -170,12 +161,24 @@ def read_run_config(path):
 # -----------------------------------------------------------------------------
 # Words
 
+def split_values(argv):
+    """Return argv with --flag value for each --flag=value: tyro proposes a flag for --stepz 3 alone."""
+    split = []
+    for word in argv:
+        flag, equals, value = word.partition("=")
+        if equals and flag.startswith("--") and not value.startswith("-"):
+            split += [flag, value]
+        else:
+            split.append(word)
+    return split
+
+
 def given(argv, flag):
     """Return the value of a flag in argv, or ""."""
     found = ""
-    for word, following in zip(argv, [*argv[1:], ""], strict=False):
+    for word, following in itertools.pairwise([*split_values(argv), ""]):
         if word.startswith("--") and words.key_of(word) == flag:
-            found = word.partition("=")[2] if "=" in word else following
+            found = following
     return found
 
 
@@ -203,23 +206,15 @@ def change_words(argv, changes):
 
 
 def plain_switches(argv, cls):
-    """Return argv as tyro expects it: it knows --x and --no-x; --x True, --x False and --x=true are ours."""
-    switches = {typed(field.name) for field in dataclasses.fields(cls) if field.type in (bool, "bool")}
+    """Return argv as tyro expects it: it knows --x and --no-x; --x True and --x False are ours, too."""
+    switches = {typed(field.name) for field in dataclasses.fields(cls) if field.type is bool}
     plain = []
     for word in argv:
-        flag, equals, value = word.partition("=")
-        if word.lower() in ("true", "false") and plain and plain[-1] in switches:
-            flag = plain.pop()
-            value = word
-        switch = flag.replace("_", "-")
-        if switch in switches and value.lower() in ("", "true"):
-            plain.append(switch)
-        elif switch in switches and value.lower() == "false":
-            plain.append(switch.replace("--", "--no-", 1))
-        elif equals and flag.startswith("--") and not value.startswith("-"):
-            plain += [flag, value]  # tyro proposes a flag for --stepz 3, not for --stepz=3
-        else:
+        switch = plain[-1].replace("_", "-") if plain else ""
+        if switch not in switches or word.lower() not in ("true", "false"):
             plain.append(word)
+        elif word.lower() == "false":
+            plain[-1] = switch.replace("--", "--no-", 1)
     return plain
 
 

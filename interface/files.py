@@ -5,7 +5,6 @@ import fcntl
 import json
 import math
 import os
-import re
 import secrets
 import shutil
 import socket
@@ -20,23 +19,12 @@ LOCK_WAIT = 60.0  # seconds that --resume auto waits for a run that is just leav
 NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
 
 
-# -----------------------------------------------------------------------------
-# Files and folders
-
 def write_whole(path, content):
     """Write a small file, str or bytes, so that a reader finds all of it."""
-    with new_part(path) as part:
+    part = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
+    try:
         part.write_bytes(content.encode() if isinstance(content, str) else content)
         sync(part)
-
-
-@contextlib.contextmanager
-def new_part(path):
-    """Yield the path of a new, empty file beside `path`, whose name it gets if the body succeeds."""
-    part = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
-    part.touch(exist_ok=False)
-    try:
-        yield part
         os.replace(part, path)
     finally:
         part.unlink(missing_ok=True)
@@ -48,13 +36,10 @@ def whole_folder(out, only=""):
     out = out.resolve()
     folder = out.with_name(f"{out.name}.tmp")
     if folder.exists():
-        raise ValueError(f"{folder} is there: another command writes it, or one was killed; in that case "
-                         "delete it, or give another --out")
+        raise ValueError(f"{folder} is there: another command writes it, or one was killed: then delete it")
     folder.mkdir(parents=True)
     try:
         yield folder
-        for path in [*folder.rglob("*"), folder]:
-            sync(path)
         os.rename(folder / only, out)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -72,8 +57,7 @@ def sync(path):
 def remove_folder(folder, names):
     """Delete the files in a folder whose names match a pattern, and then the folder, if it is empty."""
     for path in Path(folder).iterdir():
-        ours = names.fullmatch(path.name) or re.fullmatch(r"\..+\.[0-9a-z_]{8}\.part", path.name)
-        if ours and path.is_file():
+        if names.fullmatch(path.name) and path.is_file():
             path.unlink()
     if not os.listdir(folder):
         os.rmdir(folder)
@@ -124,36 +108,35 @@ def load_json(path):
 def check_schema(value, schema, where, path=""):
     """Raise ValueError, one line that starts with `where`, unless a value from JSON is as the schema says.
 
-    schema: a type, a tuple of types, a Literal, [schema] for each element, or {key: schema}, where "key?" may
-    be missing and "*" is every key; other keys are free.
+    schema: a type, a union or a Literal, [schema] for each element, or {key: schema}, where "key?" may be
+    missing; other keys are free.
     """
     name = path.removeprefix(".") or "the content"
-    if typing.get_origin(schema) is typing.Literal:
-        choices = typing.get_args(schema)
-        if value not in choices:
-            names = ", ".join(map(str, choices))
-            raise ValueError(f"{where}: {name} is {repr(value)[:60]}, not one of {names}")
-    elif isinstance(schema, list):
+    if typing.get_origin(schema) is tuple:  # of a flag with several values
+        schema = [typing.get_args(schema)[0]]
+    if isinstance(schema, list):
         check_schema(value, list, where, path)
         for i, element in enumerate(value):
             check_schema(element, schema[0], where, f"{path}[{i}]")
     elif isinstance(schema, dict):
         check_schema(value, dict, where, path)
         for key, inner in schema.items():
-            required = key.removesuffix("?")
-            if required == key != "*" and key not in value:
+            asked = key.removesuffix("?")
+            if asked in value:
+                check_schema(value[asked], inner, where, f"{path}.{asked}")
+            elif asked == key:
                 raise ValueError(f"{where}: {name} lacks {key}")
-            for found in value if key == "*" else {required} & value.keys():
-                check_schema(value[found], inner, where, f"{path}.{found}")
     else:
-        kinds = schema if isinstance(schema, tuple) else (schema,)
-        if not any(is_a(value, kind) for kind in kinds):
-            names = " or ".join(kind.__name__ for kind in kinds)
-            raise ValueError(f"{where}: {name} is {repr(value)[:60]}, not {names}")
+        choices = typing.get_args(schema) or (schema,)
+        if not any(is_a(value, choice) for choice in choices):
+            wanted = " or ".join(getattr(choice, "__name__", str(choice)) for choice in choices)
+            raise ValueError(f"{where}: {name} is {repr(value)[:60]}, not {wanted}")
 
 
 def is_a(value, kind):
-    """Whether a value is of a type: true is no number, 1 is a finite number."""
+    """Whether a value is of a type, or equal to a choice: true is no number, 1 is a finite number."""
+    if not isinstance(kind, type):
+        return value == kind
     if kind in (int, float):
         return type(value) in (int, kind) and -math.inf < value < math.inf
     return isinstance(value, kind)
@@ -171,30 +154,28 @@ def lock(out, wait=0.0):
     wait: seconds that another run has to leave. ValueError: another run works in OUT.
     """
     global _held
-    out.resolve().mkdir(parents=True, exist_ok=True)
-    file = open(out.resolve() / ".lock", "a+")
+    folder = out.resolve()  # a link may lead to a folder that comes later
+    folder.mkdir(parents=True, exist_ok=True)
+    file = open(folder / ".lock", "a+")
     until = time.monotonic() + wait
     if wait and in_use(out):
         say(f"{out} is in use by {in_use(out)}: waiting up to {wait:.0f} s for it to leave")
-    while not is_taken(file):
-        if time.monotonic() >= until:
-            raise ValueError(f"{out} is in use by {in_use(out)}; wait for it, stop it, or give another --out")
-        time.sleep(0.1)
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            if time.monotonic() >= until:
+                raise ValueError(f"{out} is in use by {in_use(out)}; wait for it, stop it, or give another "
+                                 "--out") from None
+            time.sleep(0.1)
+        except OSError as e:
+            warn(f"{out}: the disk has no file locks ({e.strerror}); start no second run in this folder")
+            break
     _held = file
     file.truncate(0)
     file.write(f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%F %T')}")
     file.flush()
-
-
-def is_taken(file):
-    """Lock the open file OUT/.lock, and return True; False: another process has it."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError as e:
-        warn(f"{file.name}: the disk has no file locks ({e.strerror}); start no second run in this folder")
-    return True
 
 
 def in_use(out):

@@ -46,6 +46,7 @@ def check_layout(cfg, mesh, batch):
     if cfg.pdb >= mesh.world.size:
         raise ValueError(f"--pdb {cfg.pdb}: the ranks are 0 to {mesh.world.size - 1}")
     tp = mesh.tp.size
+    cp = mesh.cp.size
     stage = mesh.world.size // mesh.pp.size  # ranks of a stage
     must_divide("n-experts", cfg.n_experts, "ep", mesh.ep.size, stage)
     must_divide("n-head", cfg.n_head, "tp", tp, stage)
@@ -53,19 +54,14 @@ def check_layout(cfg, mesh, batch):
         must_divide("n-kv-head", cfg.n_kv_head, "tp", tp, stage)
     must_divide("ffn-hidden", cfg.ffn_hidden, "tp", tp, stage)
     must_divide("the padded vocabulary, a multiple of", 128, "tp", tp, stage)
-    check_sequence(cfg, mesh.cp.size, tp)
-    check_batch(cfg, mesh.dp.size, batch)
-    check_pipeline(cfg, mesh.pp.size, mesh.cp.size)
-
-
-def check_sequence(cfg, cp, tp):
-    """Raise ValueError unless a sequence divides by cp, and a rank's tokens by tp."""
     if cp > 1 and cfg.seq_len % (2 * cp):
         raise ValueError(f"seq-len {cfg.seq_len} does not divide by 2 * cp {cp} segments; "
                          f"try --seq-len {next_multiple(cfg.seq_len, 2 * cp)}")
     if cfg.micro_batch * cfg.seq_len // cp % tp:
         raise ValueError(f"micro-batch {cfg.micro_batch} * seq-len {cfg.seq_len} tokens do not divide by "
                          f"cp {cp} * tp {tp}; try --micro-batch {tp}")
+    check_batch(cfg, mesh.dp.size, batch)
+    check_pipeline(cfg, mesh.pp.size, cp)
 
 
 def check_batch(cfg, dp, batch):
@@ -75,21 +71,11 @@ def check_batch(cfg, dp, batch):
         raise ValueError(f"global-batch {batch} does not divide by micro-batch {cfg.micro_batch} * dp {dp}; "
                          f"try --global-batch {next_multiple(batch, unit)}")
     if cfg.rampup_batch_size:
-        check_ramp(batch, cfg.rampup_batch_size, unit)
-
-
-def check_ramp(full, ramp, unit):
-    """Raise ValueError if the batch of some phase of the ramp does not divide by unit = micro-batch * dp."""
-    start, increment, over = ramp
-    said = f"--rampup-batch-size {start} {increment} {over}"
-    if start % unit or min(full, start + increment) % unit:  # if these two divide, all that follow do
-        raise ValueError(f"{said} has phases that do not divide by micro-batch * dp = {unit}; try "
-                         f"--rampup-batch-size {next_multiple(start, unit)} {next_multiple(increment, unit)} "
-                         f"{over}")
-    if start > full or (full - start) % increment:
-        reached = start + next_multiple(max(0, full - start), increment)
-        raise ValueError(f"{said} does not reach global-batch {full} in whole increments; try "
-                         f"--global-batch {reached}")
+        start, increment, over = cfg.rampup_batch_size
+        if start % unit or increment % unit or start > batch or (batch - start) % increment:
+            raise ValueError(f"--rampup-batch-size {start} {increment} {over} does not lead to global-batch "
+                             f"{batch} in multiples of micro-batch * dp = {unit}; "
+                             f"try --rampup-batch-size {unit} {unit} {over}")
 
 
 def check_pipeline(cfg, pp, cp):
@@ -172,10 +158,8 @@ def stage_layers(cfg, stages):
 
 
 def balanced_counts(n_layer, stages):
-    """Return each stage's number of blocks, such that the largest stage is as small as possible.
-
-    The embedding and the head each count as a block.
-    """
+    """Return each stage's number of blocks, with the largest as small as possible: the embedding and the head
+    each count as a block."""
     counts = [1] * stages
 
     def load(stage):

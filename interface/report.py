@@ -3,10 +3,10 @@
 train.py writes OUT/report.html when a run ends, and plot.py --html the page of several runs.
 """
 import html
+import itertools
 import math
 import shlex
 from pathlib import Path
-from typing import NamedTuple
 
 from config import typed
 from interface import paths
@@ -20,7 +20,6 @@ CURVES = (("loss", "Loss, nats per token; dots: validation, refused steps"), ("l
           ("mem_gb", "Memory, GB"))
 LEFT, RIGHT, TOP, BOTTOM = 60, 468, 30, 204  # of the curves in a picture of 480 x 230
 MOST_POINTS = 1000  # of a curve
-MOST_SAMPLES = 12
 COLOURS = "#3f8ae0", "#e0662a", "#2fa05a", "#a05ad8"  # of the runs, on white and on black
 STYLE = """
 :root{color-scheme:light dark}
@@ -40,22 +39,16 @@ FRAME = """<!DOCTYPE html>
 """
 
 
-class Run(NamedTuple):
-    """What the files of a run say."""
-    path: str
-    rows: list    # of metrics.jsonl
-    notes: list   # of notes.jsonl: samples of text
-    config: dict
-    ending: str   # how the run ended, in words; "" if that is not known
+class Run:
+    """What the files of a run say; those that are not there are empty. ending: how it ended, in words."""
 
-
-def read_run(path, ending=""):
-    """Return the Run in a directory. Files that are not there count as empty."""
-    path = Path(path)
-    config = load_json(path / "config.json") if (path / "config.json").exists() else {}
-    rows, _ = sound_rows(path / "metrics.jsonl")
-    notes, _ = sound_rows(path / "notes.jsonl")
-    return Run(str(path), rows, notes, config, ending)
+    def __init__(self, path, ending=""):
+        path = Path(path)
+        self.path = str(path)
+        self.ending = ending
+        self.config = load_json(path / "config.json") if (path / "config.json").exists() else {}
+        self.rows, _ = sound_rows(path / "metrics.jsonl")
+        self.notes, _ = sound_rows(path / "notes.jsonl")
 
 
 def write_report(path, runs):
@@ -63,12 +56,9 @@ def write_report(path, runs):
     title = " and ".join(run.path for run in runs)
     legend = [f'<b style="color:{colour_of(i)}">&#9632;</b> {escape(run.path)}' for i, run in enumerate(runs)]
     body = [f"<h1>{escape(title)}</h1><p>{' &#160; '.join(legend)}</p>", grid(map(summary, runs))]
-    curves = []
-    for key, heading in CURVES:
-        dots = []
-        if key == "loss":
-            dots = [values_of(run, "val_loss") + values_of(run, "spike_loss") for run in runs]
-        curves.append(chart(heading, [values_of(run, key) for run in runs], dots))
+    dots = [values_of(run, "val_loss") + values_of(run, "spike_loss") for run in runs]
+    curves = [chart(heading, [values_of(run, key) for run in runs], dots if key == "loss" else ())
+              for key, heading in CURVES]
     body.append(f"<h2>Curves</h2>{grid(curves)}")
     body.append(f"<h2>Samples</h2>{grid(map(samples, runs))}")
     body.append(f"<h2>Flags</h2>{flags(runs)}")
@@ -117,8 +107,7 @@ def chart(title, lines, dots=()):
         text = " ".join("{:.1f},{:.1f}".format(*place(*point)) for point in values)
         drawn.append(f'<polyline stroke="{colour_of(i)}" points="{text}"/>')
     for i, values in enumerate(dots):
-        for point in values:
-            x, y = place(*point)
+        for x, y in itertools.starmap(place, values):
             drawn.append(f'<circle fill="{colour_of(i)}" cx="{x:.1f}" cy="{y:.1f}" r="3.2"/>')
     for x, y, word in ((LEFT - 5, TOP + 4, f"{high:.4g}"), (LEFT - 5, BOTTOM + 4, f"{low:.4g}"),
                        (LEFT + 40, BOTTOM + 20, f"step {first}"), (RIGHT, BOTTOM + 20, last)):
@@ -132,14 +121,13 @@ def chart(title, lines, dots=()):
 
 def summary(run):
     """Return how far a run came, on what machine, and its command."""
-    steps = max((row["step"] for row in run.rows), default=0)
-    said = [run.ending or f"step {steps} of {run.config.get('steps', '?')}"]
-    loss, tokens, validation = (values_of(run, key) for key in ("loss", "tokens", "val_loss"))
-    if loss:
-        said.append(f"loss {loss[-1][1]:.4f}")
-    if tokens:
-        said.append(f"{short(tokens[-1][1])} tokens")
-    if validation:
+    last = run.rows[-1] if run.rows else {"step": 0}
+    said = [run.ending or f"step {last['step']} of {run.config.get('steps', '?')}"]
+    if "loss" in last:
+        said.append(f"loss {last['loss']:.4f}")
+    if "tokens" in last:
+        said.append(f"{short(last['tokens'])} tokens")
+    if validation := values_of(run, "val_loss"):
         step, lowest = min(validation, key=lambda point: point[1])
         said.append(f"lowest validation loss {lowest:.4f} at step {step}")
     said += [f"{name} {run.config.get(name)}" for name in ("world", "launcher", "machine", "torch", "git")]
@@ -153,7 +141,7 @@ def samples(run):
     """Return the last texts that a run wrote while it trained."""
     rows = [row for row in run.notes if "sample" in row]
     return "".join(f'<p class="soft">step {row["step"]}</p><pre>{escape(row["sample"].rstrip())}</pre>'
-                   for row in rows[-MOST_SAMPLES:])
+                   for row in rows[-12:])
 
 
 def flags(runs):
@@ -171,13 +159,10 @@ def flags(runs):
 # Commands
 
 def command_of(config, changes=None):
-    """Return the command line that a config.json tells, with {flag: value} in the place of its own values."""
+    """Return the command line that a config.json tells, or with {flag: value} the one that goes on."""
     program, *argv = map(str, config["argv"])
-    changes = dict(changes or {})
-    if "resume" in changes:
-        changes["dump_grads"] = None  # the first step is behind a run that goes on
-        changes["max_minutes"] = None  # a job script gave what was left of its own job
-    argv = change_words(argv, changes)
+    if changes:  # the first step is behind it, and a job script gave what was left of its own job
+        argv = change_words(argv, {**changes, "dump_grads": None, "max_minutes": None})
     program = paths.program(Path(program).name)
     if config.get("world", 1) == 1:
         return shlex.join(["python", program, *argv])
@@ -189,16 +174,11 @@ def sample_command(out, config):
     if config.get("data") == "synthetic":
         return ""
     words = ["python", paths.program("sample.py"), str(out)]
+    data = Path(out) / "meta.json"
     if config.get("objective") == "mlm":
         words += ["--fill", "a [MASK] in a text"]
-    elif is_of_conversations(out):
+    elif data.exists() and "masks" in load_json(data):  # of conversations
         words += ["--chat"]
     elif config.get("prompt"):
         words += ["--prompt", str(config["prompt"])]
     return shlex.join(words)
-
-
-def is_of_conversations(out):
-    """Whether a run was trained on conversations: its meta.json, which is the data's, names their masks."""
-    path = Path(out) / "meta.json"
-    return path.exists() and "masks" in load_json(path)

@@ -53,12 +53,10 @@ def drop_what_fails(stream):
 
 
 class Stream:
-    """Takes the place of sys.stdout or sys.stderr: if its reader leaves (| head), the run goes on."""
+    """Stands before stdout or stderr: if the reader leaves (| head), a run goes on."""
 
-    def __init__(self, name):
-        self.name = name
-        self.stream = getattr(sys, name)
-        setattr(sys, name, self)
+    def __init__(self, stream):
+        self.stream = stream
 
     def __getattr__(self, attribute):
         return getattr(self.stream, attribute)
@@ -69,11 +67,6 @@ class Stream:
 
     def flush(self):
         drop_what_fails(self.stream)
-
-    def put_back(self):
-        """Give the stream its place back."""
-        if getattr(sys, self.name) is self:
-            setattr(sys, self.name, self.stream)
 
 
 def short(number):
@@ -89,8 +82,7 @@ def clock(seconds):
     seconds = round(seconds)
     if seconds >= 2 * 86400:
         return f"{seconds / 86400:.1f}d"
-    minutes, seconds = divmod(seconds, 60)
-    hours, minutes = divmod(minutes, 60)
+    hours, rest = divmod(seconds, 3600)
     if hours:
-        return f"{hours}:{minutes:02d}:{seconds:02d}"
-    return f"{minutes}:{seconds:02d}"
+        return f"{hours}:{rest // 60:02d}:{rest % 60:02d}"
+    return f"{rest // 60}:{rest % 60:02d}"

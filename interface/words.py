@@ -2,7 +2,6 @@
 
 A word is looked up without its dashes and dotted prefixes, with _ for -: model.block-size=64 is block_size.
 """
-import dataclasses
 import re
 import shlex
 import sys
@@ -109,21 +108,9 @@ def table_of(cls, prog):
     return known | dict(pair.split(":") for pair in pairs.split())
 
 
-def answer_to(flag, value, known, ours):
-    """Return the table's answer to a flag, or None if it is typed as one of ours."""
-    key = key_of(flag)
-    if f"{key}={value}" in known:
-        return known[f"{key}={value}"]
-    if key.removeprefix("no_") not in ours:
-        return known.get(key, known.get(key.removeprefix("no_")))
-    is_typed = flag.startswith("--") and "." not in flag
-    return None if is_typed else key
-
-
 def refuse_foreign(argv, cls, prog):
     """Raise ValueError, with the command in our words, if argv has words of others. cls: of its flags."""
     known = table_of(cls, prog)
-    ours = {field.name for field in dataclasses.fields(cls)} - {"preset"}  # which is the first word
     rest = []
     said = []
     left = list(argv)
@@ -136,7 +123,14 @@ def refuse_foreign(argv, cls, prog):
         if not equals and left and not left[0].startswith("-"):
             value = left.pop(0)
             words.append(value)
-        answer = answer_to(flag, value, known, ours)
+        key = key_of(flag)
+        name = key.removeprefix("no_")
+        is_ours = name in cls.__dataclass_fields__ and name != "preset"
+        answer = known.get(f"{key}={value}")
+        if answer is None and not is_ours:
+            answer = known.get(key, known.get(name))
+        elif answer is None and ("." in flag or not flag.startswith("--")):
+            answer = key  # our flag in the form of others
         if answer is None:
             rest += words
         elif answer == "FIRST":

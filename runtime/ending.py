@@ -27,7 +27,7 @@ def report_ending(run):
     how = f"{how} after step {state.step}"
     if run.cfg.report:
         with best_effort(out / "report.html", Exception):
-            report.write_report(out / "report.html", [report.read_run(out, how)])
+            report.write_report(out / "report.html", [report.Run(out, how)])
 
     held = [name for name in (*HELD, f"step_{run.saver.saved:06d}") if (out / name).exists()]
     say(f"{how}: {out}/ holds {', '.join(held) or 'nothing'}")

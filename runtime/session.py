@@ -127,15 +127,15 @@ def start_program():
 @contextlib.contextmanager
 def surround():
     """Surround a run, and put back what the caller, for example a notebook, had before it."""
-    both = [Stream("stdout"), Stream("stderr")]
-    try:
-        with signals:
-            yield
-    finally:
-        for stream in both:
-            stream.flush()
-            stream.put_back()
-        files.unlock()
+    streams = Stream(sys.stdout), Stream(sys.stderr)
+    with contextlib.redirect_stdout(streams[0]), contextlib.redirect_stderr(streams[1]):
+        try:
+            with signals:
+                yield
+        finally:
+            for stream in streams:
+                stream.flush()
+            files.unlock()
 
 
 # -----------------------------------------------------------------------------

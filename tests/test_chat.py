@@ -173,10 +173,10 @@ def test_fill_windows_opens_no_more_than_it_must():
 
 
 @pytest.mark.parametrize("line,words", [
-    ('{"messages": [{"role": "bot", "content": "x"}]}', "'bot', not one of system, user, assistant"),
+    ('{"messages": [{"role": "bot", "content": "x"}]}', "'bot', not system or user or assistant"),
     ('{"messages": [{"role": "user", "content": "x"}]}', "no assistant speaks"), ("[]", "no JSON object"),
     ('{"text": "x"}', "lacks messages; write {"),
-    ('{"messages": [{"role": "assistant", "content": "x", "weight": 0.5}]}', "weight is 0.5, not one of 0"),
+    ('{"messages": [{"role": "assistant", "content": "x", "weight": 0.5}]}', "weight is 0.5, not 0 or 1"),
     ('{"messages": [{"role": "assistant", "content": "x", "tool_calls": []}]}', "has 'tool_calls', which")])
 def test_a_line_that_is_no_conversation_is_named(line, words, data):
     good = json.dumps({"messages": conversation(1)})

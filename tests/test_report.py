@@ -55,7 +55,7 @@ def elements_of(text):
 
 def test_a_page_holds_all_of_a_run_and_no_markup_of_its_texts(tmp_path):
     run = make_run(tmp_path / "a<b", seed=7)
-    report.write_report(tmp_path / "x.html", [report.read_run(run, "stopped by SIGTERM after step 40")])
+    report.write_report(tmp_path / "x.html", [report.Run(run, "stopped by SIGTERM after step 40")])
     text = (tmp_path / "x.html").read_text()
     tree = elements_of(text)
     said = " ".join("".join(tree.itertext()).split())
@@ -83,10 +83,10 @@ def test_a_curve_goes_through_its_points():
 
 
 def test_missing_files_give_a_page_too_and_long_runs_a_small_one(tmp_path):
-    report.write_report(tmp_path / "x.html", [report.read_run(tmp_path / "none")])
+    report.write_report(tmp_path / "x.html", [report.Run(tmp_path / "none")])
     elements_of((tmp_path / "x.html").read_text())
     write_rows(tmp_path / "metrics.jsonl", [{"step": i, "loss": 1.0, "lr": math.nan} for i in range(10**4)])
-    report.write_report(tmp_path / "x.html", [report.read_run(tmp_path)])
+    report.write_report(tmp_path / "x.html", [report.Run(tmp_path)])
     [line] = elements_of((tmp_path / "x.html").read_text()).iter(f"{SVG}polyline")
     assert len(line.get("points").split()) <= report.MOST_POINTS
 
@@ -121,9 +121,9 @@ def test_a_run_leaves_its_page_also_after_a_stop_and_never_fails_for_it(tmp_path
 
 @pytest.mark.long
 def test_pages_fit_into_three_widths_and_ask_for_nothing(tmp_path):
-    run = report.read_run(make_run(tmp_path / "a"))
+    run = report.Run(make_run(tmp_path / "a"))
     report.write_report(tmp_path / "one.html", [run])
-    report.write_report(tmp_path / "two.html", [run, report.read_run(make_run(tmp_path / "b", seed=8))])
+    report.write_report(tmp_path / "two.html", [run, report.Run(make_run(tmp_path / "b", seed=8))])
     pages = [tmp_path / "one.html", tmp_path / "two.html"]
     with browser() as chromium:
         for path, width in itertools.product(pages, (375, 800, 1400)):

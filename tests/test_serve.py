@@ -109,7 +109,7 @@ def test_pages_of_others_are_refused(host, origin, status, echo):
 
 
 @pytest.mark.parametrize("content,words", [
-    ({**ASKS, "temperature": "x"}, "temperature is 'x', not float"), ({**ASKS, "mode": "x"}, "chat, text"),
+    ({**ASKS, "temperature": "x"}, "temperature is 'x', not float"), ({**ASKS, "mode": "x"}, "chat or text"),
     ({**ASKS, "messages": "x"}, "not list"), ([], "not dict"),
     ({**ASKS, "messages": ["no"]}, "I cannot say this"), ({}, "lacks mode")])
 def test_a_wrong_message_is_told_in_one_line(content, words, echo):
