@@ -37,7 +37,7 @@ if __name__ == "__main__":  # --help and wrong flags are answered before torch i
         PARSED = arguments(sys.argv[1:])
 
 from config import ceil_div
-from corpus.samples import batch_size, load_blend_meta, settled_doc_mask
+from corpus.samples import batch_size, load_blend_meta
 from cost import plan_page
 from cost.advice import idle_warnings
 from cost.gpus import GPUS
@@ -49,7 +49,7 @@ from fast.choose import needs_row_limit
 from interface.layout import check_layout
 from interface.serve import Server
 from interface.terminal import say
-from pipeline import timetable
+from pipeline import DURATION, timetable
 
 # -----------------------------------------------------------------------------
 # 1) The plan of one layout
@@ -141,43 +141,34 @@ def batch_schedule(samples, full, ramp=()):
 
 
 def training_cost(cfg, plan, vocab):
-    """Return {"steps", "days", "gpu_hours"} of --tokens.
+    """Return {"steps", "days", "gpu_hours"} of --tokens. plan: what estimate returned for cfg, a PlanFlags.
 
-    A step of the batch ramp costs what a plan of its own batch costs. plan: what estimate returned for
-    a layout of cfg, a PlanFlags.
+    A step of the batch ramp costs what a plan of its own batch costs.
     """
-    layout = {name: plan["layout"][name] for name in LAYOUT}
-    gpus = plan["layout"]["gpus"]
-    steps = batch_schedule(math.ceil(cfg.tokens / cfg.seq_len), layout["global_batch"], cfg.rampup_batch_size)
-    ms = 0
-    for batch, count in steps.items():
-        of_this_batch = plan
-        if batch != layout["global_batch"]:
-            smaller = dataclasses.replace(cfg, **{**layout, "global_batch": batch})
-            of_this_batch = estimate(smaller, gpus, cfg.gpu, vocab)
-        ms += count * of_this_batch["ms"]
+    steps = batch_schedule(math.ceil(cfg.tokens / cfg.seq_len), cfg.global_batch, cfg.rampup_batch_size)
+    ms = steps[cfg.global_batch] * plan["ms"]
+    for batch in steps.keys() - {cfg.global_batch}:
+        smaller = dataclasses.replace(cfg, global_batch=batch)
+        ms += steps[batch] * estimate(smaller, cfg.gpus, cfg.gpu, vocab)["ms"]
     hours = ms / 3.6e6
-    return {"steps": sum(steps.values()), "days": hours / 24, "gpu_hours": hours * gpus}
+    return {"steps": sum(steps.values()), "days": hours / 24, "gpu_hours": hours * cfg.gpus}
 
 
-def from_data(cfg):
-    """Return (cfg with the --doc-mask of its data, number of symbols, where that number is from).
-
-    A masked language model adds [MASK] to the symbols of the data.
-    """
-    mask = 1 if cfg.objective == "mlm" else 0
-    symbols, source = 50257 + mask, "GPT-2's; --data DIR or --vocab-size says another"
-    if cfg.data == "synthetic":
-        symbols, source = 256 + mask, "synthetic data"
-    elif cfg.data:
-        try:
-            symbols, source = load_blend_meta(cfg.data)["vocab_size"] + mask, cfg.data
-            cfg = dataclasses.replace(cfg, doc_mask=settled_doc_mask(cfg.data, cfg.doc_mask))
-        except OSError:
-            source = f"GPT-2's, because {cfg.data} is not there; --vocab-size says another"
+def vocabulary(cfg):
+    """Return (number of symbols, where that number is from)."""
     if cfg.vocab_size:
-        return cfg, cfg.vocab_size, "--vocab-size, or the preset's"
-    return cfg, symbols, source
+        return cfg.vocab_size, "--vocab-size, or the preset's"
+    symbols = 50257
+    source = "GPT-2's; --data DIR or --vocab-size says another"
+    if cfg.data == "synthetic":
+        symbols = 256
+        source = "synthetic data"
+    elif cfg.data:
+        symbols = load_blend_meta(cfg.data)["vocab_size"]
+        source = cfg.data
+    if cfg.objective == "mlm":
+        symbols += 1  # [MASK]
+    return symbols, source
 
 
 # -----------------------------------------------------------------------------
@@ -194,7 +185,7 @@ def layouts(cfg, gpus, gpu):
     """Yield cfg with each layout that train.py accepts on `gpus` GPUs, all with one global batch.
 
     cp is that of cfg if it is above 1, or else any size that leaves each rank at least SHORTEST_SHARE
-    positions of a sequence.
+    positions of a sequence. ZeRO shares among all replicas or, with --shard, among those of a node.
     """
     batch = cfg.global_batch or cfg.micro_batch * gpus
     sizes = divisors(gpus)
@@ -208,12 +199,17 @@ def layouts(cfg, gpus, gpu):
     for tp, cp, pp in itertools.product(tp_sizes, cp_sizes, pp_sizes):
         if gpus % (tp * cp * pp):
             continue
-        dp = gpus // (tp * cp * pp)
+        replicas = gpus // (tp * pp)
+        dp = replicas // cp
         ep_sizes = [ep for ep in divisors(gpus // pp) if cfg.n_experts % ep == 0] if cfg.n_experts else [1]
         mbs_sizes = [size for size in (1, 2, 4, 8, 16, 32, 64, 128) if batch % (size * dp) == 0]
         chunks = [1, 2] if pp > 1 else [1]
+        shares = [(zero, 0) for zero in range(4)]
+        inside = max(size for size in divisors(replicas) if size == 1 or size * tp <= node)
+        if 1 < inside < replicas:
+            shares += [(zero, inside) for zero in (1, 2, 3)]
         for ep, micro_batch, recompute, (zero, shard), pp_chunks in itertools.product(
-                ep_sizes, mbs_sizes, ("none", "selective", "full"), _shares(tp, dp * cp, node), chunks):
+                ep_sizes, mbs_sizes, ("none", "selective", "full"), shares, chunks):
             layout = dataclasses.replace(cfg, tp=tp, cp=cp, pp=pp, ep=ep, micro_batch=micro_batch,
                                          recompute=recompute, zero=zero, shard=shard, pp_chunks=pp_chunks,
                                          global_batch=batch)
@@ -224,27 +220,19 @@ def layouts(cfg, gpus, gpu):
             yield layout
 
 
-def _shares(tp, replicas, node):
-    """Return the pairs (zero, shard): all replicas share, or those of a node if they are on several."""
-    pairs = [(zero, 0) for zero in range(4)]
-    inside = max(size for size in divisors(replicas) if size == 1 or size * tp <= node)
-    if 1 < inside < replicas:
-        pairs += [(zero, inside) for zero in (1, 2, 3)]
-    return pairs
-
-
 def search(cfg, vocab):
     """Return the plans of all layouts that the GPU's memory holds, fastest first. ValueError: none."""
     cfg = dataclasses.replace(cfg, pp_layers="")  # each layout has its own balance
     found = list(layouts(cfg, cfg.gpus, cfg.gpu))
     print(f"{len(found):,} layouts are tried", file=sys.stderr, flush=True)
-    plans = [estimate(layout, cfg.gpus, cfg.gpu, vocab) for layout in found]
-    plans = sorted((plan for plan in plans if plan["fits"]), key=lambda plan: plan["ms"])
+    plans = []
+    for layout in found:
+        plan = estimate(layout, cfg.gpus, cfg.gpu, vocab)
+        if plan["fits"]:
+            plans.append({**plan, **training_cost(layout, plan, vocab)})
     if not plans:
         raise ValueError(f"no layout of {cfg.preset} on {cfg.gpus} {cfg.gpu} fits; try more --gpus")
-    for plan in plans:
-        plan.update(training_cost(cfg, plan, vocab))
-    return plans
+    return sorted(plans, key=lambda plan: plan["ms"])
 
 
 def scaling(cfg, counts, gpu, vocab):
@@ -265,22 +253,20 @@ def scaling(cfg, counts, gpu, vocab):
 # -----------------------------------------------------------------------------
 # 3) The tables of a terminal
 
-def page_width():
-    return min(100, shutil.get_terminal_size((100, 24)).columns)
+WIDTH = min(100, shutil.get_terminal_size((100, 24)).columns)
 
 
 def print_table(title, rows):
-    """Print lists of strings: the first column is aligned left, the others right, closer if it is narrow."""
+    """Print lists of strings: the first column is aligned left, the others right."""
     print(f"\n{title}")
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    gap = 2 if sum(widths) + 2 * len(widths) <= page_width() else 1
     for first, *others in rows:
         cells = [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
-        print((gap * " ").join(["", first.ljust(widths[0]), *cells]))
+        print("  ".join(["", first.ljust(widths[0]), *cells]))
 
 
 def print_filled(text):
-    print(textwrap.fill(text, page_width(), subsequent_indent="    ", break_on_hyphens=False))
+    print(textwrap.fill(text, WIDTH, subsequent_indent="    ", break_on_hyphens=False))
 
 
 def draw_schedule(ranks, chunks, num_micro_batches, width=100):
@@ -292,7 +278,7 @@ def draw_schedule(ranks, chunks, num_micro_batches, width=100):
     num_micro_batches = min(num_micro_batches, max(width, ranks))  # A line has no room for more.
     table = timetable(ranks, chunks, num_micro_batches)
     unit = len(f"F{num_micro_batches - 1} ") + (chunks > 1)  # columns of a forward
-    rows = [[" " * unit for _ in range(max(table))] for _ in range(ranks)]
+    rows = [[" "] * unit * max(table) for _ in range(ranks)]
     for end, ops in table.items():
         for row, op in zip(rows, ops, strict=True):
             if op is None:
@@ -300,10 +286,9 @@ def draw_schedule(ranks, chunks, num_micro_batches, width=100):
             name = f"{op.kind}{op.micro_batch}"
             if chunks > 1:
                 name += string.ascii_lowercase[op.chunk % 26]
-            row[end - 1] = name.ljust(unit)
-            if op.kind == "B":  # its text fills two units
-                row[end - 2] = name.ljust(2 * unit - 1, "-") + " "
-                row[end - 1] = ""
+            columns = unit * DURATION[op.kind]
+            fill = " " if op.kind == "F" else "-"
+            row[unit * end - columns:unit * end] = name.ljust(columns - 1, fill) + " "
 
     lines = [f"  rank {rank:<4}" + "".join(row).rstrip() for rank, row in enumerate(rows)]
     return [line if len(line) <= width else f"{line[:width - 4]} ..." for line in lines]
@@ -311,20 +296,17 @@ def draw_schedule(ranks, chunks, num_micro_batches, width=100):
 
 def print_schedule(cfg):
     count = micro_batches(cfg, stage_mesh(cfg, cfg.gpus, 0))
-    in_chunks = f" in {cfg.pp_chunks} chunks" if cfg.pp_chunks > 1 else ""
     idle = bubble(cfg.pp, cfg.pp_chunks, count)
+    in_chunks = f" in {cfg.pp_chunks} chunks" if cfg.pp_chunks > 1 else ""
     print(f"\nschedule of {count} micro-batches{in_chunks} over {cfg.pp} ranks:")
     print(f"  predicted bubble {100 * idle:.1f} % of the work: the ranks idle "
           f"{100 * idle / (1 + idle):.1f} % of the step")
-    print("\n".join(draw_schedule(cfg.pp, cfg.pp_chunks, count, page_width())))
+    print("\n".join(draw_schedule(cfg.pp, cfg.pp_chunks, count, WIDTH)))
 
 
 def print_plan(cfg, plan):
     """Print what plan_one() returns."""
-    layout = {name: value for name, value in plan["layout"].items() if name != "gpus"}
-    if not cfg.shard:
-        del layout["shard"]
-    flags = ", ".join(f"{name} {value}" for name, value in layout.items())
+    flags = ", ".join(f"{name} {plan['layout'][name]}" for name in ("dp", *LAYOUT))
     print_filled(f"{cfg.preset} on {cfg.gpus} {cfg.gpu}: {flags}")
     print_table("parameters", [(name, f"{n:,}") for name, n in plan["parameters"].items()])
 
@@ -361,18 +343,15 @@ def print_plan(cfg, plan):
 
 def print_search(cfg, plans):
     """Print what search() returns."""
-    first = "; the first 20" if len(plans) > 20 else ""
-    print(f"{cfg.preset} on {cfg.gpus} {cfg.gpu}: {len(plans)} layouts fit{first}")
-    names = ["dp", "cp", "tp", "pp", "pp_chunks", "ep", "zero", "shard", "micro_batch", "recompute"]
-    if not any(plan["layout"]["shard"] for plan in plans):
-        names.remove("shard")
-    short = {"pp_chunks": "chunks", "micro_batch": "mbs"}
-    rows = [("#", *(short.get(name, name) for name in names), "GiB", "ms", "TFLOP/s/GPU", "days")]
+    print(f"{cfg.preset} on {cfg.gpus} {cfg.gpu}: {len(plans)} layouts fit; the first {min(20, len(plans))}")
+    columns = {"dp": "dp", "cp": "cp", "tp": "tp", "pp": "pp", "pp_chunks": "chunks", "ep": "ep",
+               "zero": "zero", "shard": "shard", "micro_batch": "mbs", "recompute": "recompute"}
+    rows = [("#", *columns.values(), "GiB", "ms", "TFLOP/s/GPU", "days")]
     for i, plan in enumerate(plans[:20], 1):
-        flags = [str(plan["layout"][name]) for name in names]
+        flags = [str(plan["layout"][name]) for name in columns]
         days = f"{plan['days']:,.2f}" if cfg.tokens else "-"
-        rows.append((str(i), *flags, f"{plan['memory']:.1f}", f"{plan['ms']:,.1f}",
-                     f"{plan['tflops']:.1f}", days))
+        rows.append((str(i), *flags, f"{plan['memory']:.1f}", f"{plan['ms']:,.1f}", f"{plan['tflops']:.1f}",
+                     days))
     print_table("fastest first", rows)
 
 
@@ -410,13 +389,8 @@ def plan_one(cfg, vocab):
 
 def answer(asked):
     """Return the plan of the words that the page of --serve sends, as JSON. ValueError: they are wrong."""
-    words = asked["words"]
-    if {"-h", "--help", "--help-all"} & set(words):
-        raise ValueError("--help is for the terminal; leave it out")
-    cfg, counts = arguments([*words, "--json"])
-    if counts or cfg.search:
-        raise ValueError("--search and --scaling are for the terminal; leave them out")
-    cfg, vocab, _ = from_data(cfg)
+    cfg, _ = arguments(asked["words"])
+    vocab, _ = vocabulary(cfg)
     cfg, plan = plan_one(cfg, vocab)
     return [json.dumps({"plan": plan, "schedule": plan_page.schedule(cfg)})]
 
@@ -424,11 +398,14 @@ def answer(asked):
 @wrong_input()
 def main(argv=None, parsed=None):
     """Print a plan. parsed: arguments(argv), where that was done already."""
-    cfg, counts = parsed or arguments(sys.argv[1:] if argv is None else argv)
+    if argv is None:
+        argv = sys.argv[1:]
+    cfg, counts = parsed or arguments(argv)
     if cfg.serve:
-        Server("127.0.0.1", cfg.port).run(answer, plan_page.settings(cfg), "plan.html", {"words": [str]})
+        page = plan_page.settings(cfg, argv)
+        Server("127.0.0.1", cfg.port).run(answer, page, "plan.html", {"words": [str]})
         return
-    cfg, vocab, source = from_data(cfg)
+    vocab, source = vocabulary(cfg)
     if not cfg.json:
         say(f"vocabulary of {vocab:,} symbols: {source}")
     if counts:

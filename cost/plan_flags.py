@@ -1,15 +1,12 @@
 """The flags of plan.py, without torch: so --help and wrong flags are answered at once."""
 import dataclasses
 import math
-import re
 from typing import Literal
 
 from config import Config
 from cost.gpus import GPUS
 from interface.command_line import given, parse
 from interface.layout import check_flags
-
-MOST_GPUS = 2**17
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,38 +17,31 @@ class PlanFlags(Config):
     gpu: Literal[tuple(GPUS)] = "h200"
     tokens: float = 0.0  # tokens to train on: prints the steps and days that they take; 0 prints none
     search: bool = False  # rank every layout that fits into memory, fastest first
-    scaling: str | None = None  # numbers of GPUs such as 1,8,64: a plan for each, with the same work per GPU
+    scaling: str = ""  # numbers of GPUs such as 1,8,64: a plan for each, with the same work per GPU
     json: bool = False  # print the numbers as JSON
     serve: bool = False  # show the plan in the browser, at http://127.0.0.1:8000, where its flags are a form
     port: int = 8000  # serve: the port; 0 finds a free one
 
-    RANGES = {"gpus": (1, MOST_GPUS), "tokens": (0, 10**18), "port": (0, 65535)}
+    RANGES = {"gpus": (1, 2**17), "tokens": (0, 10**18), "port": (0, 65535)}
 
 
 def arguments(argv):
-    """Return (PlanFlags, [numbers of GPUs of --scaling]).
-
-    ValueError: one line that says what is wrong.
-    """
+    """Return (PlanFlags, [numbers of GPUs of --scaling]). ValueError: one line that says what is wrong."""
     # Without --data, the plan is that of no data: it must not depend on what lies in a folder.
     no_data = {} if given(argv, "config") else {"data": ""}
     about = ("Predict what a training run will cost before it runs: parameters, memory, bytes sent and "
              "milliseconds per step.")
     cfg = parse(argv, cls=PlanFlags, prog="plan.py", about=about, **no_data)
-    if cfg.search and cfg.scaling is not None:
-        raise ValueError("--search ranks the layouts of one number of GPUs, and --scaling plans one layout; "
-                         "leave out one of them")
-    if cfg.serve and (cfg.json or cfg.search or cfg.scaling is not None or given(argv, "config")):
-        raise ValueError("--serve shows a preset's plan; leave out --json, --search, --scaling and --config")
-    needed = cfg.pp * math.lcm(cfg.tp * cfg.cp, cfg.ep)
-    if needed > 1 and not (given(argv, "gpus") or cfg.scaling or cfg.search):
-        raise ValueError(f"--gpus is missing, the number of GPUs, which this layout needs {needed} of; try "
-                         f"--gpus {needed}")
-    if not (cfg.scaling or cfg.search or cfg.serve):
-        check_flags(cfg, cfg.gpus)
+    if sum(map(bool, (cfg.search, cfg.scaling, cfg.serve))) > 1:
+        raise ValueError("--search, --scaling and --serve show different things; give one of them")
     counts = []
-    if cfg.scaling is not None:
-        if not re.fullmatch("[1-9][0-9]{0,5}(,[1-9][0-9]{0,5})*", cfg.scaling):
+    if cfg.scaling:
+        counts = [int(word) if word.isdecimal() else 0 for word in cfg.scaling.split(",")]
+        if 0 in counts:
             raise ValueError(f"--scaling takes numbers of GPUs such as 1,2,4,8, not {cfg.scaling!r}")
-        counts = [int(word) for word in cfg.scaling.split(",")]
+    if not (cfg.search or cfg.scaling or cfg.serve):
+        needed = cfg.pp * math.lcm(cfg.tp * cfg.cp, cfg.ep)
+        if needed > 1 and not given(argv, "gpus"):
+            raise ValueError(f"--gpus is missing, of which this layout needs {needed}; try --gpus {needed}")
+        check_flags(cfg, cfg.gpus)
     return cfg, counts

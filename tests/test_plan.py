@@ -486,9 +486,9 @@ def test_buffers_of_experts_are_planned_as_large_as_they_grow():
 
 @pytest.mark.parametrize("argv,part", [
     ("tiny --gpus 2 --pp 2 --zero 3", "--zero 3 gathers a stage anew for each micro-batch of --pp 2"),
-    ("tiny-moe --tp 2 --ep 4 --pp 2", "--gpus is missing, the number of GPUs, which this layout needs 8"),
+    ("tiny-moe --tp 2 --ep 4 --pp 2", "--gpus is missing, of which this layout needs 8"),
     ("dense-210m --gpus 6 --tp 4", "6 ranks do not divide by tp 4"), ("tiny --gpu a100", "'a100-40x4'"),
-    ("tiny --scaling 1,x", "numbers of GPUs"), ("tiny --search --scaling 1,2", "leave out one of them"),
+    ("tiny --scaling 1,x", "numbers of GPUs"), ("tiny --search --scaling 1,2", "give one of them"),
     ("bloom-176b --n-layer 20 --gpus 4 --gpu a100-40 --search", "fits; try more --gpus")])
 def test_wrong_flags_are_one_line(argv, part, capsys):
     with pytest.raises(SystemExit) as exit_:

@@ -70,7 +70,7 @@ def test_the_page_begins_with_the_command_line():
     argv = ["gpt2", "--gpus", "2", "--tp", "2", "--no-compile", "--qk-norm", "head", "--data", "data/stdlib",
             "--lr", "1e-3", "--rampup-batch-size", "32", "32", "4800", "--tied"]
     cfg, _ = arguments(argv)
-    settings = plan_page.settings(cfg)
+    settings = plan_page.settings(cfg, argv)
     start = settings["start"]
     assert start["preset"] == "gpt2" and (start["tp"], start["tied"]) == ("2", "true")
     again = [start["preset"], *start["more"].split()]

@@ -134,8 +134,7 @@ def test_a_plan_does_not_depend_on_what_lies_in_data(monkeypatch, capsys):
     monkeypatch.setattr(plan, "load_blend_meta", lambda data: {"vocab_size": 77})
     plan.main(["gpt2"])
     assert capsys.readouterr().out.startswith("vocabulary of 50,257 symbols: GPT-2's; --data DIR or ")
-    monkeypatch.setattr(plan, "settled_doc_mask", lambda data, doc_mask: doc_mask)
-    plan.main(["gpt2", "--data", "data/chars", "--doc-mask=off"])
+    plan.main(["gpt2", "--data", "data/chars"])
     assert capsys.readouterr().out.startswith("vocabulary of 77 symbols: data/chars")
 
 
