@@ -54,9 +54,9 @@ TEXTS = {"bench": (".py", ".sh", ".js", ".html", ".pbs", ".slurm"),
 # What is larger today: a number here only falls, and what is within its limit leaves the list.
 OVER = {
     "runtime, interface": (4657, 29),
-    "corpus, cost, programs": (6542, 31),
-    "house": (17796, 96),
-    "tests": (23505, 83)}
+    "corpus, cost, programs": (6489, 31),
+    "house": (17743, 96),
+    "tests": (23504, 83)}
 LONG_FILES = {
     "tests/test_kernels.py": 639}
 
