@@ -15,7 +15,7 @@ from interface.packages import check_packages
 
 check_packages()
 
-from runtime.launch import LAUNCHERS, env_rank, started_by
+from runtime.launch import LAUNCHERS, started_by
 
 from interface.command_line import command_line, wrong_input
 from interface.layout import check_alone, check_flags
@@ -30,7 +30,7 @@ def one_rank_speaks():
     to ask another one.
     """
     with wrong_input():
-        rank = env_rank()
+        rank = started_by().rank
     with contextlib.ExitStack() as stack:
         if rank != 0:
             stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
@@ -90,7 +90,7 @@ def start(main):
         code = main()
         sys.stdout.flush()
     except BrokenPipeError:
-        if started_by()[0] != "single":
+        if started_by().launcher != "single":
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what the interpreter flushes at its end
         code = 0

@@ -54,7 +54,7 @@ class Flags:
     RANGES = {"steps": (4, 10**6), "cell_seconds": (1, 10**6)}
 
     def check(self):
-        launcher, _ = started_by()
+        launcher = started_by().launcher
         if launcher != "single":
             raise ValueError("peers.py starts its ranks itself: python bench/peers.py ..., without "
                              f"{launcher}")

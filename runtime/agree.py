@@ -1,7 +1,6 @@
 """What the ranks decide together: that they have the same flags, data and weights, and when to stop.
 
     started              what surrounds a run: its ranks, with equal flags, and its watchdog
-    make_mesh, open_data the ranks' places and what they read, which the flags must fit
     Stop                 a signal on any rank, the file OUT/stop, or --max-minutes
     replica_differences  compares the parameters that several ranks share (--check-every)
 """
@@ -11,12 +10,13 @@ import os
 import sys
 import time
 import traceback
+from collections import Counter
 
 from runtime import launch  # isort: skip (before torch: it sets how idle threads wait)
 import torch
 
 import parallel
-from config import Outcome
+from config import Outcome, typed
 from corpus import samples
 from corpus.shards import verify
 from corpus.tokenizer import prompt_tokenizer
@@ -42,8 +42,8 @@ def started(argv=None):
     argv: by default this program's. At the end the ranks part, also where the run leaves by SystemExit.
     """
     with session.surround():
-        parsed = session.signals.parsed if argv is None else None
-        cfg, wrong = parsed or session.parse_flags(sys.argv[1:] if argv is None else argv)
+        parsed = session.signals.parsed if argv is None else session.parse_flags(argv)
+        cfg, wrong = parsed or session.parse_flags(sys.argv[1:])
         launch.deterministic(cfg.deterministic)
         timeout = cfg.timeout if cfg.pdb < 0 else launch.NO_TIMEOUT
         with watch.Watch(session.signals.rank, timeout) as watchdog:
@@ -73,8 +73,8 @@ def compare(world, values, cure):
     theirs = world.everyone.broadcast(texts)  # a few words per value, from rank 0 to all, over the world
     for name, text in texts.items():
         if text != theirs.get(name):
-            raise ValueError(f"rank {world.rank} has --{name.replace('_', '-')} {text}, rank 0 has "
-                             f"{theirs.get(name)}; {cure}")
+            raise ValueError(f"rank {world.rank} has {typed(name)} {text}, rank 0 has {theirs.get(name)}; "
+                             f"{cure}")
 
 
 def make_mesh(cfg, world):
@@ -127,7 +127,7 @@ class Stop:
         self.longest_step = 0.0  # seconds, so far
         self.longest_save = 0.0
         self.sums = None  # the votes' sums of this step, (6,); None if no statistics were summed
-        self.copied = None  # (copy of those of the step before on the host, event)
+        self.copied = None  # on a GPU (copy of those of the step before on the host, event)
 
     def watch_file(self, out):
         """From now on, on one rank, `touch OUT/stop` stops the run. What is there stopped an earlier run."""
@@ -146,11 +146,10 @@ class Stop:
 
     def reasons(self):
         """Return, for each of REASONS, whether this rank knows it."""
-        now = time.monotonic()
         is_asked = self.file is not None and os.path.lexists(self.file)  # False if the disk does not answer
         reserve = 3 * self.longest_step + 2 * self.longest_save  # so the save is over in time
-        by_signal = [session.signals.number == number for number in session.STOPPING]
-        return [*by_signal, is_asked, now - self.started + reserve > self.limit]
+        is_late = time.monotonic() - self.started + reserve > self.limit
+        return [*(session.signals.number == number for number in session.STOPPING), is_asked, is_late]
 
     def poll(self, world, begun):
         """Return why to stop, of REASONS, or None to go on; the same on all ranks.
@@ -159,26 +158,28 @@ class Stop:
         """
         now = time.monotonic()
         self.longest_step = max(self.longest_step, now - begun)
-        sums = self.sums
-        before = self.copied
+        found = self.read_sums(world)
         self.sums = None
-        self.copied = None
-        found = [False] * VOTES
-        if world.size == 1:
-            found = self.reasons()
-        elif sums is None:
-            found = world.everyone.maximum(self.reasons())  # six of each rank, over the world
-        elif sums.device.type in PROMPT:
-            found = sums.tolist()
-        else:
-            self.copied = start_copy(sums)
-            if before is not None:
-                copy, event = before
-                event.synchronize()  # the host waits for the step before at most
-                found = copy.tolist()
         steps = 1 if self.copied is None else 2  # the votes of a step are read in this one or in the next
         session.signals.leaves = now + steps * (now - begun) + self.longest_save
         return next((reason for reason, asked in zip(REASONS, found, strict=True) if asked), None)
+
+    def read_sums(self, world):
+        """Return, for each of REASONS, whether a rank has voted for it."""
+        before = self.copied
+        self.copied = None
+        if world.size == 1:
+            return self.reasons()
+        if self.sums is None:
+            return world.everyone.maximum(self.reasons())  # six of each rank, over the world
+        if self.sums.device.type in PROMPT:
+            return self.sums.tolist()
+        self.copied = start_copy(self.sums)
+        if before is None:
+            return [False] * VOTES
+        copy, event = before
+        event.synchronize()  # the host waits for the step before at most
+        return copy.tolist()
 
 
 # -----------------------------------------------------------------------------
@@ -218,11 +219,10 @@ def mismatches(names, hashes, ranks):
     """Return a line for each tensor that differs. hashes: a list per rank. The largest group is right."""
     lines = []
     for i, name in enumerate(names):
-        ranks_with = {}  # hash: ranks
-        for theirs, rank in zip(hashes, ranks, strict=True):
-            ranks_with.setdefault(tuple(theirs[i]), []).append(rank)
-        right = max(ranks_with.values(), key=len)
-        wrong = [rank for rank in ranks if rank not in right]
+        found = [tuple(theirs[i]) for theirs in hashes]
+        [(right, _)] = Counter(found).most_common(1)
+        wrong = [rank for rank, theirs in zip(ranks, found, strict=True) if theirs != right]
+        others = [rank for rank in ranks if rank not in wrong]
         if wrong:
-            lines.append(f"{name} on {watch.format_ranks(wrong)} differs from {watch.format_ranks(right)}")
+            lines.append(f"{name} on {watch.format_ranks(wrong)} differs from {watch.format_ranks(others)}")
     return lines

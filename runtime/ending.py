@@ -9,52 +9,37 @@ from interface.terminal import complain, say
 from runtime.session import signals
 from skip import give_up_message
 
-HELD = ("metrics.jsonl", "loss.txt", "report.html", "config.json", "profile.html", "trace.json")
-
 
 def report_ending(run):
     """Write the report, and print how a train.Run ended and what can be typed next, on rank 0."""
     out = run.out
     state = run.state
-    how = "done"
-    if run.outcome is Outcome.STOPPED:
-        how = f"stopped by {run.stop_reason}"
-    elif run.outcome is Outcome.FAILED:
-        how = "lost its last save"
-    elif run.outcome is not Outcome.DONE:
-        how = "gave up"
-        say_why(run)
+    outcome = run.outcome
+    how = {Outcome.DONE: "done", Outcome.STOPPED: f"stopped by {run.stop_reason}",
+           Outcome.FAILED: "lost its last save"}.get(outcome, "gave up")
     how = f"{how} after step {state.step}"
+    saved = checkpoint.steps(out)
+    if outcome is Outcome.GAVE_UP:
+        why = run.guard.reason or run.log_file.last_row.get("skip_reason")
+        complain(give_up_message(saved, *run.guard.refused_range, why, run.cfg.steps))
+    if outcome is Outcome.REPLICAS_DIFFER:
+        newest = f"the newest checkpoint is {saved[0]}" if saved else "no checkpoint was saved"
+        complain(f"nanoshard: replicas differ after step {state.step}; {newest}")
+        for line in run.differences:
+            complain(line)
     if run.cfg.report:
         with best_effort(out / "report.html", Exception):
             report.write_report(out / "report.html", [report.Run(out, how)])
 
-    held = [name for name in (*HELD, f"step_{run.saver.saved:06d}") if (out / name).exists()]
-    say(f"{how}: {out}/ holds {', '.join(held) or 'nothing'}")
+    say(f"{how}: {out}/ holds {saved[0].name if saved else 'no checkpoint'}")
     if "val_loss" in state.best and (out / state.best_name()).is_dir():
         say(f"lowest validation loss {state.best['val_loss']:.4f} in {state.best_name()}")
     config = run.log_file.begun["config"]
-    if run.outcome is Outcome.STOPPED:
-        again = "the same flags with --resume auto"
-        if signals.is_program:  # a notebook has no command line
-            again = report.command_of(config, {"resume": "auto"})
-        say(f"to go on, type: {again}")
-    if run.outcome is Outcome.DONE and signals.is_program:
+    if outcome is Outcome.STOPPED and signals.is_program:  # a notebook has no command line
+        say(f"to go on, type: {report.command_of(config, {'resume': 'auto'})}")
+    if outcome is Outcome.DONE and signals.is_program:
         for line in next_commands(out, config, run.saver.saved):
             say(line)
-
-
-def say_why(run):
-    """Say on stderr why the run gave up."""
-    saved = checkpoint.steps(run.out)
-    if run.outcome is Outcome.GAVE_UP:
-        why = run.guard.reason or run.log_file.last_row.get("skip_reason")
-        complain(give_up_message(saved, *run.guard.refused_range, why, run.cfg.steps))
-    if run.outcome is Outcome.REPLICAS_DIFFER:
-        newest = f"the newest checkpoint is {saved[0]}" if saved else "no checkpoint was saved"
-        complain(f"nanoshard: replicas differ after step {run.state.step}; {newest}")
-        for line in run.differences:
-            complain(line)
 
 
 def next_commands(out, config, saved):

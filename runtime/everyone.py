@@ -20,8 +20,7 @@ class Everyone:
 
     store: a torch.distributed.TCPStore that no other Everyone of this rank uses; None for a single rank.
     calls: this rank's runtime.launch.CollectiveLog, which the watchdog reads.
-    RuntimeError: the ranks are in different methods, or rank 0 is gone, whose end closes the store. Another
-    rank's end is noticed by the launcher, or by the watchdog after --timeout.
+    RuntimeError: the ranks are in different methods, or rank 0 is gone, whose end closes the store.
     """
     name = "world"  # for the watchdog
 
@@ -85,37 +84,30 @@ class Everyone:
         if self.calls is not None and self.size > 1:
             self.calls.record(self, kind)
         self.turn += 1
+        words = [f"everyone/{self.turn}/{rank}" for rank in range(1, self.size)]
         word = json.dumps((kind, value))  # of one rank, too: values have the same types on all
-        answer = self._lead(word, combine) if self.rank == 0 else self._follow(word)
-        wrong, mismatch, result = json.loads(answer)
-        if wrong is not None:
-            rank, text = wrong
-            if rank == self.rank:
-                complain(f"nanoshard: {text}")
-            self._wait_until_read()  # rank 0 may end now
-            raise SystemExit(Outcome.WRONG_INPUT)
-        if mismatch is not None:
-            self._wait_until_read()
-            raise RuntimeError(f"mismatch over the world: {mismatch}")
-        return result
-
-    def _lead(self, word, combine):
-        """Read the words of all ranks, and write the answer: rank 0."""
-        keys = [f"everyone/{self.turn}/{rank}" for rank in range(1, self.size)]
-        words = [word, *self.store.multi_get(keys)] if keys else [word]
-        answer = json.dumps(_answer([json.loads(text) for text in words], combine))
-        if keys:
+        if self.rank > 0:
+            self.store.set(words[self.rank - 1], word)
+            answer = self.store.get(f"everyone/{self.turn}")
+            self.store.delete_key(words[self.rank - 1])
+        elif words:
+            answer = _answer([word, *self.store.multi_get(words)], combine)
             self.store.set(f"everyone/{self.turn}", answer)
             self.store.delete_key(f"everyone/{self.turn - 1}")  # all are in this turn: they have read it
-        return answer
+        else:
+            answer = _answer([word], combine)
 
-    def _follow(self, word):
-        """Write this rank's word, and read the answer: any other rank."""
-        own = f"everyone/{self.turn}/{self.rank}"
-        self.store.set(own, word)
-        answer = self.store.get(f"everyone/{self.turn}")
-        self.store.delete_key(own)
-        return answer
+        wrong, kinds, result = json.loads(answer)
+        if wrong or len(kinds) > 1:
+            self._wait_until_read()  # rank 0 may end now
+        if wrong:
+            rank, text = wrong[0]
+            if rank == self.rank:
+                complain(f"nanoshard: {text}")
+            raise SystemExit(Outcome.WRONG_INPUT)
+        if len(kinds) > 1:
+            raise RuntimeError(f"mismatch over the world: one rank is in {kinds[0]}, another in {kinds[1]}")
+        return result
 
     def _wait_until_read(self):
         """On rank 0, wait until the others have read the last answer: then its process may end."""
@@ -127,15 +119,10 @@ class Everyone:
 
 
 def _answer(words, combine):
-    """Return (wrong, mismatch, result): the lowest rank with wrong input and its text, or None; which ranks
-    are in other methods than rank 0, or None; what combine() makes of the values."""
-    first = words[0][0]
-    mismatch = None
-    for rank, (kind, value) in enumerate(words):
-        if kind == WRONG:
-            return (rank, value), None, None
-        if kind != first:
-            mismatch = mismatch or f"rank 0 is in {first}, rank {rank} in {kind}"
-    if mismatch is not None:
-        return None, mismatch, None
-    return None, None, combine([value for _, value in words])
+    """Return as JSON ([(rank, text)] of the ranks with wrong input, the methods the ranks are in, the result
+    of combine() if that is one method)."""
+    said = [json.loads(word) for word in words]
+    wrong = [(rank, value) for rank, (kind, value) in enumerate(said) if kind == WRONG]
+    kinds = sorted({kind for kind, _ in said})
+    result = combine([value for _, value in said]) if len(kinds) == 1 else None
+    return json.dumps((wrong, kinds, result))

@@ -12,7 +12,6 @@ import fcntl
 import functools
 import gc
 import os
-import re
 import resource
 import socket
 import struct
@@ -25,7 +24,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, NamedTuple
 
-from config import Outcome, ceil_div
+from config import Outcome
 from interface.command_line import wrong_input
 from interface.terminal import complain, one_line, printable, say
 from runtime.everyone import Everyone
@@ -41,67 +40,43 @@ NO_TIMEOUT = 30 * 86400.0  # seconds, longer than any run
 # -----------------------------------------------------------------------------
 # Which rank this process is
 
-# Each launcher's variables for (rank, world size, local rank, local size). The first that are set count,
-# srun's last: only SLURM_STEP_NUM_TASKS says that srun started *this* process and not the script around it.
+# Each launcher's variables for (rank, world size, local rank). The first that are set count, srun's last:
+# only SLURM_STEP_NUM_TASKS says that srun started *this* process and not the script around it.
 LAUNCHERS = {
-    "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
-    "pals": ("PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID", "PMI_LOCAL_SIZE"),
-    "openmpi": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
-                "OMPI_COMM_WORLD_LOCAL_SIZE"),
-    "hydra": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),  # MPICH and Intel MPI
-    "cray": ("PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"),
-    "srun": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
+    "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
+    "pals": ("PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID"),
+    "openmpi": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
+    "hydra": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),  # MPICH and Intel MPI
+    "cray": ("PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK"),
+    "srun": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
 }
 
 
 class Start(NamedTuple):
     """How this process was started, as far as its environment says."""
-    launcher: str
-    rank: int
-    size: int  # -1 where only MPI knows it
-    local_rank: int
-    local_size: int
+    launcher: str = "single"
+    rank: int = 0
+    size: int = 1  # -1 where only MPI knows it
+    local_rank: int = 0
 
 
 def detect(env):
     """Return the Start that a mapping of environment variables describes. ValueError: it describes none."""
     for launcher, names in LAUNCHERS.items():
-        rank, size, local_rank, local_size = map(env.get, names)
+        rank, size, local_rank = map(env.get, names)
         if launcher == "pals" and size is None:
             size = "-1"  # PALS_PMI=pmix sets no PMI_SIZE
-        if rank is None or size is None or local_rank is None:
-            continue
-        if launcher == "srun" and local_size is not None:
-            try:
-                local_size = ranks_of_nodes(local_size)[int(env.get("SLURM_NODEID", 0))]
-            except IndexError:
-                raise ValueError("SLURM_NODEID does not fit SLURM_STEP_TASKS_PER_NODE: unset them") from None
-        if size != "-1" and not 0 <= int(rank) < int(size):
-            raise ValueError(f"{names[0]}={rank} and {names[1]}={size} describe no rank: unset them")
-        return Start(launcher, int(rank), int(size), int(local_rank), int(local_size or 1))
+        if None not in (rank, size, local_rank):
+            return Start(launcher, int(rank), int(size), int(local_rank))
     if "RANK" in env and env.get("WORLD_SIZE", "1") != "1":  # each rank would train the whole model alone
         raise ValueError(f"RANK={env['RANK']} in the environment has no LOCAL_RANK: unset it, or start the "
                          "ranks with torchrun")
-    return Start("single", rank=0, size=1, local_rank=0, local_size=1)
-
-
-def ranks_of_nodes(text):
-    """Return the number of ranks on each node of a step. Slurm writes 4(x2),3 for 4, 4 and 3."""
-    counts = []
-    for ranks, nodes in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
-        counts += [int(ranks)] * int(nodes or 1)
-    return counts
-
-
-def env_rank():
-    """Return this process's rank before launch(), for example so that only one rank prints."""
-    return detect(os.environ).rank
+    return Start()
 
 
 def started_by():
-    """Return (launcher, number of ranks) of this process before launch()."""
-    start = detect(os.environ)
-    return start.launcher, start.size
+    """Return this process's Start, before launch(): for example so that only one rank prints."""
+    return detect(os.environ)
 
 
 # -----------------------------------------------------------------------------
@@ -143,9 +118,6 @@ class World:
     rank: int = 0
     size: int = 1
     local_rank: int = 0
-    local_size: int = 1
-    node: int = 0
-    n_nodes: int = 1
     launcher: str = "single"
     device: Any = field(default_factory=_cpu)  # a torch.device
     backend: str = "none"
@@ -153,7 +125,17 @@ class World:
     timeout: timedelta | None = None  # how long a collective may wait; None: as torch does, 10 to 30 minutes
     calls: CollectiveLog = field(default_factory=CollectiveLog, compare=False)
     everyone: Everyone = field(default_factory=Everyone, compare=False)  # what the programs tell each other
-    hosts: list = field(default_factory=list, compare=False)  # the host of each rank; empty for a single rank
+    hosts: tuple = ("",)  # the host's name of each rank
+    nodes: tuple = (0,)  # the node of each rank, numbered in the order of their first ranks
+
+    @property
+    def n_nodes(self):
+        return len(set(self.nodes))
+
+    @property
+    def local_size(self):
+        """The number of ranks on this rank's node."""
+        return self.nodes.count(self.nodes[self.rank])
 
     @functools.cached_property
     def axis(self):
@@ -164,12 +146,6 @@ class World:
         group = dist.group.WORLD if self.size > 1 else None
         return Axis("world", self.rank, self.size, group, tuple(range(self.size)), self.calls, self.everyone)
 
-    @property
-    def nodes(self):
-        """The node of each rank, numbered in the order of their first ranks; empty for a single rank."""
-        order = list(dict.fromkeys(self.hosts))
-        return [order.index(host) for host in self.hosts]
-
 
 # -----------------------------------------------------------------------------
 # Start and end
@@ -177,15 +153,12 @@ class World:
 def launch(timeout=600.0, quiet=False):
     """Start this rank and return its World. timeout: seconds that a collective may wait. quiet: no line."""
     with wrong_input():
-        start = detect(os.environ)
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(OSError, ValueError):  # the system's own limit is lower
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # rank 0's store has a file for each rank
-    if start.launcher == "single":  # plain python never touches MPI
-        device, threads = select_device(0, 1)
-        world = World(device=device, threads=threads)
-    else:
-        world = _join(start, timedelta(seconds=timeout))
+        start = started_by()
+        if start.launcher == "single":  # plain python never touches MPI
+            device, threads = select_device(0, 1)
+            world = World(device=device, threads=threads)
+        else:
+            world = _join(start, timedelta(seconds=timeout))
     if world.local_rank == 0 and not quiet:
         print_node(world)
     return world
@@ -194,35 +167,40 @@ def launch(timeout=600.0, quiet=False):
 def _join(start, wait):
     """Meet the other ranks, and return the World. wait: a timedelta."""
     import torch.distributed as dist
-    launcher, rank, size, local_rank, _ = start
+    launcher, rank, size, local_rank = start
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):  # the system's own limit is lower
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # rank 0's store has a file for each rank
     # Slurm's pmi2 reads 1,024 bytes of a message and takes the rest for another one. MPICH's addresses of UCX
     # may be longer, those of OFI have 16 bytes.
     if launcher == "srun" and "PMI_FD" in os.environ and os.path.exists(f"{sys.prefix}/lib/mpich"):
         os.environ.setdefault("MPIR_CVAR_CH4_NETMOD", "ofi")
-    with wrong_input():
-        comm = None if launcher == "torchrun" else _mpi_world(start)
-    size, local_size, node, n_nodes = _place(start, comm)
+    comm = None if launcher == "torchrun" else _mpi_world(start)
+    if comm is not None:
+        size = comm.size
+    node, n_nodes = _node(launcher, comm)
     end_all_on_exception(rank, comm)
 
-    device, threads = select_device(local_rank, local_size)
     calls = CollectiveLog()
     everyone = Everyone(rank, size, calls=calls)
-    hosts = []
+    if size > 1:
+        everyone.store = _meet(start, comm, n_nodes, wait)
+    # two words from each rank to all, over the world
+    hosts, nodes = zip(*everyone.gather((socket.gethostname(), node)), strict=True)
+    first = list(dict.fromkeys(nodes))
+    nodes = tuple(first.index(node) for node in nodes)
+    device, threads = select_device(local_rank, nodes.count(nodes[rank]))
     backend = "none"
     if size > 1:
-        with wrong_input():
-            everyone.store = _meet(start, comm, n_nodes, wait)
-        hosts = everyone.gather(socket.gethostname())  # a word from each rank to all, over the world
-        if n_nodes == 1 and os.path.exists("/sys/class/net/lo"):  # gloo, too, listens on this host alone
+        if max(nodes) == 0 and os.path.exists("/sys/class/net/lo"):  # gloo, too, listens on this host alone
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         # Only the device's own backend: nccl, xccl or, on a CPU, gloo, with a connection to each rank.
         backend = dist.get_default_backend_for_device(device)
         dist.init_process_group(backend, timeout=wait, store=everyone.store, rank=rank, world_size=size,
                                 device_id=None if device.type == "cpu" else device)
 
-    return World(rank=rank, size=size, local_rank=local_rank, local_size=local_size, node=node,
-                 n_nodes=n_nodes, launcher=launcher, device=device, backend=backend, threads=threads,
-                 timeout=wait, calls=calls, everyone=everyone, hosts=hosts)
+    return World(rank, size, local_rank, launcher, device, backend, threads, wait, calls, everyone, hosts,
+                 nodes)
 
 
 def print_node(world):
@@ -234,7 +212,7 @@ def print_node(world):
     if world.device.type == "cpu":
         chip = f"cpu, {world.threads} {'thread' if world.threads == 1 else 'threads'} per rank"
     backend = "" if world.size == 1 else f"{world.backend}, "
-    place = f"[node {world.node + 1}/{world.n_nodes} {socket.gethostname()}]"
+    place = f"[node {world.nodes[world.rank] + 1}/{world.n_nodes} {socket.gethostname()}]"
     say(f"{place} {world.launcher}: {world.local_size} of {world.size} ranks here, {chip}, "
         f"{backend}torch {torch.__version__}")
 
@@ -289,24 +267,25 @@ def _meet(start, comm, n_nodes, wait):
     if start.launcher == "torchrun":
         store, _, _ = next(dist.rendezvous("env://", timeout=wait))
         return store
+    host = "127.0.0.1" if n_nodes == 1 else os.environ.get("MASTER_ADDR")
     if comm is None:
-        host, port = _slurm_address(n_nodes)
+        host = host or _first_host()
+        job = int(os.environ["SLURM_JOB_ID"]) * 31 + int(os.environ["SLURM_STEP_ID"])
+        port = int(os.environ.get("MASTER_PORT", 20000 + job % 20000))
     else:
-        host, port = _address(n_nodes), 0  # 0: a free port, so that two jobs on a host never clash
+        host = host or _own_address()
+        port = 0  # a free one, so that two jobs on a host never clash
 
     store = None
     if start.rank == 0:
         # It listens only where the others connect, as it trusts everybody who reaches it; on all interfaces
         # if this host's name leads only to itself.
-        address = "127.0.0.1"
-        with contextlib.suppress(OSError):  # a host whose own name leads nowhere
-            address = socket.gethostbyname(host)
+        address = socket.gethostbyname(host)
         if n_nodes > 1 and address.startswith("127."):
             address = ""
         server = socket.create_server((address, port), backlog=4096)
-        address, port = server.getsockname()
-        if address != "0.0.0.0":
-            host = address  # the other ranks might resolve the name to another address
+        port = server.getsockname()[1]
+        host = address or host  # the other ranks might resolve the name to another address
         store = dist.TCPStore(host, port, is_master=True, timeout=wait, wait_for_workers=False,
                               master_listen_fd=server.detach())
     if comm is not None:
@@ -321,13 +300,9 @@ def _meet(start, comm, n_nodes, wait):
     return store
 
 
-def _address(n_nodes):
-    """Return a name or an address of this host that the other ranks can reach."""
-    if n_nodes == 1:
-        return "127.0.0.1"
-    if "MASTER_ADDR" in os.environ:
-        return os.environ["MASTER_ADDR"]
-    try:  # the IPv4 address of hsn0 on Slingshot machines, whatever the hostname says
+def _own_address():
+    """Return an address of this host that other nodes can reach: hsn0's on Slingshot machines."""
+    try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
             answer = fcntl.ioctl(s.fileno(), 0x8915, struct.pack("256s", b"hsn0"))  # SIOCGIFADDR
             return socket.inet_ntoa(answer[20:24])
@@ -335,15 +310,10 @@ def _address(n_nodes):
         return socket.gethostname()
 
 
-def _slurm_address(n_nodes):
-    """Return (host, port) of rank 0 where srun runs without MPI: all ranks derive the same pair."""
-    host = _address(n_nodes)
-    if n_nodes > 1 and "MASTER_ADDR" not in os.environ:
-        command = ["scontrol", "show", "hostnames", os.environ["SLURM_STEP_NODELIST"]]
-        host = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.split()[0]
-    job = int(os.environ["SLURM_JOB_ID"])
-    step = int(os.environ["SLURM_STEP_ID"])
-    return host, int(os.environ.get("MASTER_PORT", 20000 + (job * 31 + step) % 20000))
+def _first_host():
+    """Return the name of the first host of a Slurm step."""
+    command = ["scontrol", "show", "hostnames", os.environ["SLURM_STEP_NODELIST"]]
+    return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.split()[0]
 
 
 # -----------------------------------------------------------------------------
@@ -371,20 +341,15 @@ def _mpi_world(start):
                      "mpiexec of the MPI that mpi4py was built with")
 
 
-def _place(start, comm):
-    """Return (world size, ranks on this node, this node, number of nodes)."""
+def _node(launcher, comm):
+    """Return (a number that the ranks of this node share, number of nodes, if the ranks have not met yet)."""
     if comm is not None:
         from mpi4py import MPI
-        host = comm.Split_type(MPI.COMM_TYPE_SHARED)  # the ranks of this host
-        leader = host.bcast(start.rank)
-        leaders = sorted(set(comm.allgather(leader)))
-        return comm.size, host.size, leaders.index(leader), len(leaders)
-
-    n_nodes = ceil_div(start.size, start.local_size)
-    if start.launcher == "srun":
-        n_nodes = len(ranks_of_nodes(os.environ["SLURM_STEP_TASKS_PER_NODE"]))
-    node = int(os.environ.get("SLURM_NODEID", start.rank // start.local_size))
-    return start.size, start.local_size, node, n_nodes
+        lowest = comm.Split_type(MPI.COMM_TYPE_SHARED).bcast(comm.rank)  # of this host's ranks
+        return lowest, len(set(comm.allgather(lowest)))
+    if launcher == "srun":
+        return int(os.environ["SLURM_NODEID"]), int(os.environ["SLURM_STEP_NUM_NODES"])
+    return int(os.environ.get("GROUP_RANK", 0)), 1  # torchrun's
 
 
 # -----------------------------------------------------------------------------
@@ -418,11 +383,8 @@ def select_device(local_rank, local_size):
 
 
 def deterministic(on):
-    """For --deterministic: use only kernels that give the same bits in every run.
-
-    Call it before the first kernel. An operation without such a kernel raises an error: torch's warn_only
-    would let cuDNN's attention add up in any order.
-    """
+    """For --deterministic, before the first kernel: use only kernels that give the same bits in every run. An
+    operation without one is an error: torch's warn_only would let cuDNN's attention add up in any order."""
     import torch
     if on:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it

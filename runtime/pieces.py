@@ -1,14 +1,16 @@
 """Where the elements of a rank's slices are in the full tensors: what it saves, and what it reads."""
+import collections
 import math
 import time
 import zlib
 from pathlib import Path
-from typing import NamedTuple
 
-import torch
+import numpy as np
 
 import checkpoint
-from config import ceil_div
+
+# A rectangle of a full tensor; view: this rank's memory that holds it
+Piece = collections.namedtuple("Piece", "name view full_shape offset")
 
 
 def rectangles(shape, begin, end):
@@ -17,34 +19,20 @@ def rectangles(shape, begin, end):
     ZeRO's slices are such runs of elements: they begin and end in the middle of rows. There are at
     most 2 ndim - 1 rectangles.
     """
-    if begin >= end:
-        return []
-    if len(shape) == 0:
-        return [((), ())]
-    row = math.prod(shape[1:])  # elements
-    first = ceil_div(begin, row)  # the first row that is whole
-    last = end // row  # the row after the last that is whole
-    if first > last:  # All elements are inside one row.
-        return in_row(shape, last, begin, end)
-    found = in_row(shape, first - 1, begin, first * row)
-    if first < last:
-        zeros = [0] * (len(shape) - 1)
-        found.append(((first, *zeros), (last - first, *shape[1:])))
-    return found + in_row(shape, last, last * row, end)
-
-
-def in_row(shape, row, begin, end):
-    start = row * math.prod(shape[1:])
-    inner = rectangles(shape[1:], begin - start, end - start)
-    return [((row, *offset), (1, *size)) for offset, size in inner]
-
-
-class Piece(NamedTuple):
-    """A rectangle of a full tensor, and a view of this rank's memory that holds it."""
-    name: str
-    view: torch.Tensor
-    full_shape: tuple
-    offset: tuple
+    found = []
+    while begin < end:
+        block = math.prod(shape)  # the largest block that begins here and ends in time
+        offset = tuple(map(int, np.unravel_index(begin, shape)))
+        size = shape
+        for axis, length in enumerate(shape):
+            block //= length
+            count = min(length - offset[axis], (end - begin) // block)
+            if begin % block == 0 and count > 0:
+                size = (*[1] * axis, count, *shape[axis + 1:])
+                break
+        found.append((offset, size))
+        begin += math.prod(size)
+    return found
 
 
 def own_pieces(data_parallel, opt, vectors=None, owned_only=True):
@@ -65,7 +53,7 @@ def own_pieces(data_parallel, opt, vectors=None, owned_only=True):
     if vectors.get("") is opt.masters:  # The routers' biases are not trained, but they are saved.
         stage = data_parallel.mesh.stage
         for name, buffer in data_parallel.buffers.items():
-            if not owned_only or chosen_rank(name, stage) == stage.rank:
+            if not owned_only or saves(name, stage):
                 pieces.append(Piece(name, buffer, tuple(buffer.shape), (0,) * buffer.ndim))
     return pieces
 
@@ -73,24 +61,23 @@ def own_pieces(data_parallel, opt, vectors=None, owned_only=True):
 def bucket_pieces(bucket, own, prefix, owned_only):
     """Return the Pieces of own, this rank's slice of a vector over a bucket's elements."""
     pieces = []
+    mine = bucket.own_slice
     for name, p, start in zip(bucket.names, bucket.params, bucket.starts, strict=True):
-        if owned_only and chosen_rank(name, bucket.replicas) != bucket.replicas.rank:
-            continue  # another replica saves it
-        begin = max(start, bucket.own_slice.start)
-        end = min(start + p.numel(), bucket.own_slice.stop)
-        position = begin - bucket.own_slice.start
-        for offset, size in rectangles(p.shape, begin - start, end - start):
-            n = math.prod(size)
-            view = own[position:position + n].view(size)
-            offset = tuple(map(sum, zip(offset, p.offset, strict=True)))
-            pieces.append(Piece(prefix + name, view, p.full_shape, offset))
-            position += n
+        if owned_only and not saves(name, bucket.replicas):
+            continue
+        position = max(start, mine.start)
+        for offset, size in rectangles(tuple(p.shape), position - start, min(p.numel(), mine.stop - start)):
+            after = position + math.prod(size)
+            view = own[position - mine.start:after - mine.start].view(size)
+            where = tuple(a + b for a, b in zip(offset, p.offset, strict=True))
+            pieces.append(Piece(prefix + name, view, p.full_shape, where))
+            position = after
     return pieces
 
 
-def chosen_rank(name, axis):
-    """Return the rank of the axis that saves what all its ranks hold, by a hash of the name."""
-    return zlib.crc32(name.encode()) % axis.size
+def saves(name, axis):
+    """Whether this rank, of an axis whose ranks all hold the same, saves it: a hash of the name decides."""
+    return zlib.crc32(name.encode()) % axis.size == axis.rank
 
 
 # -----------------------------------------------------------------------------
@@ -98,10 +85,9 @@ def chosen_rank(name, axis):
 
 def damage(everyone, path):
     """Return what is wrong with a checkpoint, or None. Each file is verified by one rank. Collective."""
-    is_there = everyone.any(everyone.rank == 0 and Path(path).exists())  # one bool, from rank 0 to all
-    until = time.monotonic() + 30  # NFS shows a new folder late
-    while is_there and not Path(path).exists() and time.monotonic() < until:
-        time.sleep(0.1)
+    until = time.monotonic() + 30
+    while not Path(path).exists() and time.monotonic() < until:
+        time.sleep(0.1)  # rank 0 sees it, but NFS shows a new folder late
     return everyone.first(checkpoint.damage(path, everyone.rank, everyone.size))  # a short text
 
 

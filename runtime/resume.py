@@ -18,7 +18,6 @@ from config import SHAPE, Outcome, flags_of_kind, pad_vocab
 from interface import files
 from interface.paths import is_run
 from interface.terminal import one_line, say, warn
-from ops.checksum import checksum
 from ops.split_master import whole
 from runtime.init_from import VOCABULARY, changed_flags, init_from, load_base
 from runtime.pieces import damage, load_pieces, own_pieces
@@ -102,10 +101,8 @@ def load(cfg, data_parallel, opt, path, data_id, vocab_size=0):
 
 
 def dump_grads(path, world, data_parallel, opt, vocab_size):
-    """For --dump-grads: write weights and gradients as one new safetensors file. Collective over the world.
-
-    NAME is the weight before the update, grad/NAME the reduced, unclipped gradient, both at full size without
-    padding.
+    """For --dump-grads: write one new safetensors file. NAME is the weight before the update, grad/NAME the
+    reduced, unclipped gradient, both at full size without padding. Collective over the world.
     """
     grads = [opt.unscale(grad.to(master.dtype)) for master, grad in zip(opt.masters, opt.grads, strict=True)]
     found = own_pieces(data_parallel, opt, {"": opt.masters, "grad/": grads})
@@ -238,7 +235,7 @@ def start_from(found, skip, model, opt, data_id):
         if cfg.lora and not cfg.init_from:
             raise ValueError(f"--lora {cfg.lora} fine-tunes a model that is there: give --init-from RUN, a "
                              "run or what convert.py import wrote")
-        broadcast_and_verify(model)
+        make_replicas_equal(model)
         opt.masters_from_model()
         said = []
         if cfg.init_from:
@@ -262,22 +259,11 @@ def start_from(found, skip, model, opt, data_id):
 
 
 @torch.no_grad()
-def broadcast_and_verify(model):
-    """Make replicas start equal: the first holder of a tensor sends it, then each rank checks its own."""
-    for name, tensor, axis in weights_at_rest(model):
-        if axis.size == 1:
-            continue
-        axis.broadcast(tensor)  # one tensor, first replica to all, over the ranks that hold it
-        mine = checksum(tensor).view(1, 2)
-        for rank, theirs in zip(axis.ranks, axis.all_gather(mine), strict=True):  # two int64, over the axis
-            assert torch.equal(theirs, mine[0]), f"{name} on rank {rank} differs after the broadcast"
-
-
-def weights_at_rest(model):
-    """Yield (name, tensor, Axis of the ranks that hold the same): parameters, or the slices of ZeRO-3."""
-    for name, p in model.named_parameters():
+def make_replicas_equal(model):
+    """The first holder of each tensor sends it to the others: on another CPU they may have drawn others."""
+    for p in model.parameters():
         if p.untyped_storage().nbytes() > 0:
-            yield name, p.data, getattr(model.mesh, p.reduction_axis)
+            getattr(model.mesh, p.reduction_axis).broadcast(p.data)  # one tensor, over the ranks that hold it
     for bucket in model.data_parallel.buckets:
-        if bucket.flat.untyped_storage().nbytes() == 0:
-            yield f"the slice with {bucket.names[0]}", bucket.own, bucket.replicas
+        if bucket.flat.untyped_storage().nbytes() == 0:  # ZeRO-3
+            bucket.replicas.broadcast(bucket.own)  # one slice, over the ranks that hold it

@@ -7,10 +7,8 @@
 On a GPU the copy runs on its own stream during the next forward and backward, and the optimizer waits for it
 before its update. The thread calls no collective, because those of two threads would get mixed up.
 """
-import contextlib
 import threading
 import time
-from pathlib import Path
 
 import torch
 
@@ -20,7 +18,6 @@ from interface.terminal import one_line, warn
 from ops.accelerator import stream_module
 from ops.checksum import refuse_not_finite
 from ops.split_master import SplitMaster, whole
-from runtime.everyone import Everyone
 
 MAX_FAILURES = 3  # failed saves in a row that end the run
 
@@ -28,26 +25,27 @@ MAX_FAILURES = 3  # failed saves in a row that end the run
 class Saver:
     """Writes the checkpoints of a run, one after another, each in a thread.
 
-    everyone: all ranks, each of which saves its part; None: this rank alone. keep: the number of newest
-    checkpoints to keep, or 0 for all. timeout, run_id: see checkpoint.save.
+    everyone: all ranks, each of which saves its part. keep: the number of newest checkpoints to keep, or 0
+    for all. timeout, run_id: see checkpoint.save.
     """
 
-    def __init__(self, root, everyone=None, keep=0, timeout=600.0, run_id="0"):
-        self.root = Path(root)
-        self.everyone = everyone or Everyone()
+    def __init__(self, root, everyone, keep=0, timeout=600.0, run_id="0"):
+        self.root = root
+        self.everyone = everyone
         self.keep = keep
         self.timeout = timeout
         self.run_id = run_id
-        self.host = HostBuffers()
         self.thread = None
         self.failures = 0    # saves in a row that failed
         self.saved = 0       # step of the last save that was committed
         self.seconds = 0.0   # the longest save so far
+        self.buffers = {}    # host memory of each piece, used by every save
+        self.stream = None   # on which a GPU copies the pieces
 
     def start(self, step, pieces, meta):
         """Start to save, and return an event after which the tensors may change (None: now)."""
         self.wait()
-        copies, copied = self.host.copy(pieces)
+        copies, copied = self.copy(pieces)
         self.step = step
         self.tmp = self.root / f"step_{step:06d}.{self.run_id}.tmp"
         self.part_done = threading.Event()
@@ -56,6 +54,27 @@ class Saver:
         self.thread = threading.Thread(target=self.write, args=(copies, copied, meta), daemon=True)
         self.thread.start()
         return copied
+
+    def copy(self, pieces):
+        """Return (pieces with copies on the host, the event after which they are complete, or None)."""
+        module = stream_module(pieces[0][1].device) if pieces else None
+        if module is None:
+            return [(name, self.host_copy(i, t), *place) for i, (name, t, *place) in enumerate(pieces)], None
+        self.stream = self.stream or module.Stream()
+        self.stream.wait_stream(module.current_stream())  # the step's update comes first
+        with module.stream(self.stream):
+            copies = [(name, self.host_copy(i, t), *place) for i, (name, t, *place) in enumerate(pieces)]
+            return copies, self.stream.record_event()
+
+    def host_copy(self, key, tensor):
+        """Return a copy of a tensor in the memory of this key. A SplitMaster stays one."""
+        if isinstance(tensor, SplitMaster):
+            own = self.host_copy((key, "own"), tensor.own)
+            return SplitMaster(own, self.host_copy((key, "low"), tensor.low))
+        has_stream = self.stream is not None
+        if key not in self.buffers:
+            self.buffers[key] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=has_stream)
+        return self.buffers[key].copy_(tensor, non_blocking=has_stream)
 
     def write(self, copies, copied, meta):
         """Write this rank's part; on rank 0, commit and remove what --keep does not keep. In the thread."""
@@ -103,36 +122,3 @@ class Saver:
         if self.failures == MAX_FAILURES:
             raise SystemExit(Outcome.FAILED)
         return False
-
-
-class HostBuffers:
-    """Host memory for the pieces of one rank, allocated once, used by every save; pinned for a stream."""
-
-    def __init__(self):
-        self.buffers = {}  # number of a piece, or of a part of it: its host tensor
-        self.stream = None
-
-    def copy(self, pieces):
-        """Return [(name, tensor, full shape, offset)] with copies on the host, and an event after which the
-        tensors may change; None: now.
-        """
-        module = stream_module(pieces[0][1].device) if pieces else None
-        streams = contextlib.nullcontext()
-        if module is not None:
-            self.stream = self.stream or module.Stream()
-            self.stream.wait_stream(module.current_stream())  # the step's update comes first
-            streams = module.stream(self.stream)
-        with streams:
-            copies = [(name, self.host_copy(i, t), *place) for i, (name, t, *place) in enumerate(pieces)]
-            return copies, self.stream.record_event() if self.stream else None
-
-    def host_copy(self, key, tensor):
-        """Return a copy of a tensor in the memory of this key. A SplitMaster stays one."""
-        if isinstance(tensor, SplitMaster):
-            own = self.host_copy((key, "own"), tensor.own)
-            return SplitMaster(own, self.host_copy((key, "low"), tensor.low))
-        buffer = self.buffers.get(key)
-        if buffer is None or buffer.shape != tensor.shape:
-            buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self.stream is not None)
-            self.buffers[key] = buffer
-        return buffer.copy_(tensor, non_blocking=self.stream is not None)

@@ -42,10 +42,10 @@ class Signals:
         self.rank = 0
         self.is_program = False
         self.parsed = None  # parse_flags() of a program's arguments
+        self.previous = {}  # {signal: the caller's handler}
         self._reset()
 
     def _reset(self):
-        self.previous = {}  # {signal: the caller's handler}
         self.came = {}  # {signal: when it came first}
         self.number = 0
         self.can_save = False
@@ -53,20 +53,18 @@ class Signals:
 
     def __enter__(self):
         if self.previous or threading.current_thread() is not threading.main_thread():
-            return self  # only the main thread may set handlers
+            return  # only the main thread may set handlers
         for number in STOPPING:
             if signal.getsignal(number) not in (signal.SIG_IGN, None):  # nohup, a script's &
                 self.previous[number] = signal.signal(number, self._handle)
         faulthandler.register(signal.SIGUSR2, file=2)
-        return self
 
     def __exit__(self, *error):
-        if self.is_program:
-            return  # a late signal must not change how it ends
-        faulthandler.unregister(signal.SIGUSR2)
-        for number, handler in self.previous.items():
-            signal.signal(number, handler)
-        self._reset()
+        if not self.is_program:  # there, a late signal must not change how it ends
+            for number, handler in self.previous.items():
+                signal.signal(number, handler)
+            self.previous = {}
+            self._reset()
 
     def answer_in_a_thread(self):
         """Answer signals also while the main thread is inside a C call, such as one that waits for others."""
@@ -138,9 +136,6 @@ def surround():
             files.unlock()
 
 
-# -----------------------------------------------------------------------------
-# The flags
-
 def parse_flags(argv):
     """Return (flags, None), or (default flags, what is wrong with files) on a rank, which tells the others.
 
@@ -148,26 +143,26 @@ def parse_flags(argv):
     prints. Only files may be missing on some ranks alone.
     """
     with wrong_input():
-        signals.rank = launch.env_rank()
-        launcher, n_ranks = launch.started_by()
-    with wrong_input(quiet=signals.rank != 0), contextlib.ExitStack() as stack:
-        if signals.rank != 0:
-            stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
+        start = launch.started_by()
+    signals.rank = start.rank
+    printed = sys.stdout if start.rank == 0 else io.StringIO()
+    with wrong_input(quiet=start.rank != 0), contextlib.redirect_stdout(printed):
         reads_files = given(argv, "config") or given(argv, "init_from")
         try:
             if "--list" in argv:
                 list_runs(argv)
             cfg = parse(argv)
-            if n_ranks == 1:
+            if start.size == 1:
                 check_alone(cfg, argv)
-            elif n_ranks > 1:
-                check_flags(cfg, n_ranks)
+            elif start.size > 1:
+                check_flags(cfg, start.size)
             reads_files = True
-            check_paths(cfg)
+            if start.rank == 0:
+                check_paths(cfg)
         except (ValueError, OSError) as e:
-            if n_ranks != 1 and reads_files:
+            if start.size != 1 and reads_files:
                 return Config(), one_line(e)
-            if signals.rank != 0 and launcher != "hydra":  # others end all ranks with the first that ends
+            if start.rank != 0 and start.launcher != "hydra":  # others end all ranks with the first that ends
                 signal.signal(signal.SIGTERM, lambda *_: os._exit(Outcome.WRONG_INPUT))
                 time.sleep(1)  # rank 0 prints
             raise
@@ -175,9 +170,7 @@ def parse_flags(argv):
 
 
 def check_paths(cfg):
-    """Raise an error if rank 0 does not see what a flag names: before torch is imported."""
-    if signals.rank != 0:
-        return
+    """Raise an error if what a flag names is not there: before torch is imported."""
     for name, path in (("init_from", cfg.init_from), ("resume", cfg.resume)):
         if path not in ("", "auto", "none") and not Path(path).exists():
             raise FileNotFoundError(f"{typed(name)} {path} is no checkpoint; {meant_run(path)}")

@@ -39,7 +39,6 @@ class Watch(contextlib.AbstractContextManager):
         self.rank = rank
         self.timeout = timeout  # seconds
         self.grace = min(timeout / 4, 10.0)
-        self.tick = min(1.0, timeout / 16)
         self.world = None
         self.axes = {}  # name: ranks
         self.folder = None
@@ -80,12 +79,13 @@ class Watch(contextlib.AbstractContextManager):
         faulthandler.cancel_dump_traceback_later()
 
     def _watch(self):
+        tick = min(1.0, self.timeout / 16)
         seen = 0
         before = time.monotonic()
-        while not self.stopping.wait(self.tick):
+        while not self.stopping.wait(tick):
             now = time.monotonic()
-            gap = now - before - self.tick
-            if gap > 1 + 2 * self.tick:  # suspended, or kept from running
+            gap = now - before - tick
+            if gap > 1 + 2 * tick:  # suspended, or kept from running
                 self.last = min(now, self.last + gap)
             before = now
             begun = sum(self.world.calls.started.values()) if self.world else 0
@@ -100,34 +100,32 @@ class Watch(contextlib.AbstractContextManager):
         faulthandler.dump_traceback_later(5 * self.grace, exit=True, file=sys.__stderr__)
         with contextlib.suppress(OSError):
             if self.folder is None:
-                self._report_hung_start()
+                time.sleep(min(0.3 * self.rank, self.grace))  # one line: the launcher then ends the others
+                silent = time.monotonic() - self.last
+                complain(f"nanoshard: rank {self.rank} waited {silent:.0f} s at the start, in "
+                         f"{current_place(self.main)}: did all ranks start? Look for their messages")
+                faulthandler.dump_traceback(sys.__stderr__, all_threads=True)
             else:
                 self._report_hang()
         os._exit(Outcome.HUNG)
 
-    def _report_hung_start(self):
-        time.sleep(min(0.3 * self.rank, self.grace))  # one line: the launcher ends the others after it
-        complain(f"nanoshard: rank {self.rank} waited {time.monotonic() - self.last:.0f} s at the start, in "
-                 f"{current_place(self.main)}: did all ranks start? Look for their messages")
-        faulthandler.dump_traceback(sys.__stderr__, all_threads=True)
-
     def _report_hang(self):
-        reports = {self.rank: self._report()}
+        mine = self._report()
         file = self.folder / f"rank_{self.rank:05d}.json"
         with contextlib.suppress(OSError):
             self.folder.mkdir(parents=True, exist_ok=True)
             with open(file.with_suffix(".txt"), "w") as stacks:
                 faulthandler.dump_traceback(stacks, all_threads=True)
-            file.write_text(json.dumps(reports[self.rank]))
+            file.write_text(json.dumps(mine))
         time.sleep(self.grace)  # all ranks must have written: the launcher kills them when the first exits
 
-        files = sorted(self.folder.glob("rank_*.json")) or [file]
-        is_first = file == files[0]
+        reports = {self.rank: mine}
+        for path in self.folder.glob("rank_*.json"):
+            with contextlib.suppress(OSError, ValueError):
+                report = json.loads(path.read_text())
+                reports[report["rank"]] = report
+        is_first = self.rank == min(reports)
         if is_first:
-            for path in files:
-                with contextlib.suppress(OSError, ValueError):
-                    report = json.loads(path.read_text())
-                    reports[report["rank"]] = report
             complain(verdict(reports, self.world.size, self.timeout, self.world.hosts))
             complain(f"  all stacks: {self.folder}")
         # When a rank exits, the launcher kills the others. MPICH's then takes the exit code of the lowest
@@ -171,7 +169,8 @@ def verdict(reports, size, timeout, hosts=()):
     late = missing or late_ranks(reports)
     why = "all ranks began as many collectives: do they differ below? Else a device or a file is silent"
     if missing:
-        why = f"{format_ranks(missing)} did not answer"
+        why = (f"{format_ranks(missing)} did not answer: suspended, gone, in a C call that holds the "
+               "interpreter, or in its first step or a save, which may take twice as long")
     elif late:
         why = f"{format_ranks(late)} began fewer collectives than the others, which wait"
     lines = [f"nanoshard: hung: no progress for {silent:.1f} s (--timeout {timeout:g}); {why}"]
@@ -179,11 +178,7 @@ def verdict(reports, size, timeout, hosts=()):
     for rank, report in sorted(reports.items()):
         text = f"step {report['step']} {report['what']}".strip()
         ranks_at.setdefault(f"{text}, in {report['place']}, {report['last']}", []).append(rank)
-    for text, ranks in ranks_at.items():
-        lines.append(f"  {format_ranks(ranks)}: {text}")
-    if missing:
-        lines.append(f"  {format_ranks(missing)}: no report: suspended, gone, in a C call that holds the "
-                     "interpreter, or in its first step or a save, which may take twice as long")
+    lines += [f"  {format_ranks(ranks)}: {text}" for text, ranks in ranks_at.items()]
     for host in dict.fromkeys(hosts):  # scripts/restart.sh reads these lines
         ranks = [rank for rank in late if hosts[rank] == host]
         if ranks:

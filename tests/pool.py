@@ -118,8 +118,8 @@ def _run(job):
             words = _words(store, rank)
         calls = CollectiveLog()
         everyone = Everyone(rank, size, words, calls)
-        world = World(rank=rank, size=size, local_rank=rank, local_size=size, launcher="test", calls=calls,
-                      everyone=everyone)
+        world = World(rank=rank, size=size, local_rank=rank, launcher="test", calls=calls,
+                      everyone=everyone, hosts=("",) * size, nodes=(0,) * size)
         return joined, (True, fn(world, *args)), words
     except BaseException:
         return joined, (False, traceback.format_exc()), words

@@ -61,9 +61,9 @@ def session(world, argv, plan=None):
     plan = plan or {}
     steps = []
     out, err = text_file(), text_file()
-    started_by = ("single" if world.size == 1 else "hydra"), world.size
+    start = launch.Start("single" if world.size == 1 else "hydra", world.rank, world.size, world.rank)
     with mock.patch.multiple(launch, launch=lambda *_, **__: world, shutdown=lambda world: None,
-                             started_by=lambda: started_by, env_rank=lambda: world.rank), \
+                             started_by=lambda: start), \
             mock.patch.multiple(train, Run=record_steps(steps, plan), Step=plant_nan(plan)), \
             contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:

@@ -489,11 +489,11 @@ def test_a_long_conversation_goes_on_when_the_window_is_full(tuned):
 def chat_session(world, argv, lines):
     """sample.main on this rank, with lines typed -> (exit code, stdout, stderr)."""
     from runtime import launch
-    out, err, launched = io.StringIO(), io.StringIO(), (launch.launch, launch.shutdown, launch.env_rank)
+    out, err, launched = io.StringIO(), io.StringIO(), (launch.launch, launch.shutdown, launch.started_by)
     handler = signal.getsignal(signal.SIGINT)
     try:
         launch.launch, launch.shutdown = (lambda *a, **k: world), (lambda w: None)
-        launch.env_rank = lambda: world.rank
+        launch.started_by = lambda: launch.Start("hydra", world.rank, world.size)
         sys.stdin = io.StringIO(lines if world.rank == 0 else "")
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             try:
@@ -501,7 +501,7 @@ def chat_session(world, argv, lines):
             except SystemExit as e:
                 code = e.code
     finally:
-        launch.launch, launch.shutdown, launch.env_rank = launched
+        launch.launch, launch.shutdown, launch.started_by = launched
         sys.stdin = sys.__stdin__
         signal.signal(signal.SIGINT, handler)
     return code, out.getvalue(), err.getvalue()

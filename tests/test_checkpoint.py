@@ -21,6 +21,7 @@ from corpus.samples import Synthetic
 from interface.layout import check_layout
 from parallel import make_mesh
 from runtime import resume
+from runtime.everyone import Everyone
 from runtime.saver import Saver
 
 # -----------------------------------------------------------------------------
@@ -307,7 +308,7 @@ def test_a_save_in_the_background_writes_the_same_bytes(tmp_path):
     tensors = [torch.randn(50, 7), torch.randn(9).double(), torch.tensor(3.0)]
     pieces = [whole(str(i), t) for i, t in enumerate(tensors)]
     checkpoint.save(tmp_path / "sync", 5, pieces, {"a": 1.5})
-    saver = Saver(tmp_path / "async")
+    saver = Saver(tmp_path / "async", Everyone())
     saver.start(5, pieces, {"a": 1.5})
     for t in tensors:
         t.fill_(1e9)  # training continues
@@ -321,7 +322,7 @@ def test_later_saves_need_no_more_memory_and_files(tmp_path):
     def resident():  # MB
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
     tensors = [torch.randn(1 << 18), torch.randn(100, 100)]  # 1 MB
-    saver = Saver(tmp_path, keep=3)
+    saver = Saver(tmp_path, Everyone(), keep=3)
     for step in range(1, 81):
         saver.start(step, [whole(str(i), t) for i, t in enumerate(tensors)], {})
         if step == 20:

@@ -38,7 +38,7 @@ from pipeline import generate
 from runtime import agree
 from runtime.launch import CollectiveLog
 from runtime.pieces import own_pieces, rectangles
-from runtime.resume import broadcast_and_verify
+from runtime.resume import make_replicas_equal
 from zero import ShardedBucket
 
 # -----------------------------------------------------------------------------
@@ -108,7 +108,7 @@ def initial_masters(world, dtype, zero):
     cfg = Config(**dict(test_layouts.MOE, dtype=dtype, zero=zero, ep=world.size))
     mesh = make_mesh(world, ep=cfg.ep)
     model, data_parallel, opt = train.build(cfg, mesh, cfg.vocab_size, world.device)
-    broadcast_and_verify(model)
+    make_replicas_equal(model)
     opt.masters_from_model()
     assert all(p.dtype == train.DTYPES[dtype] for p in model.parameters())
     assert all(torch.equal(whole(m).to(b.own.dtype), b.own) for m, b in
@@ -396,7 +396,7 @@ def replicas_that_differ(world, dtype):
                 bucket.free()
         return found
     before = differences()
-    broadcast_and_verify(model)
+    make_replicas_equal(model)
     opt.masters_from_model()
     masters = [bucket.replicas.all_gather(whole(bucket.master)[None]) for bucket in data_parallel.buckets]
     return before, differences(), all(torch.equal(row, rows[0]) for rows in masters for row in rows)

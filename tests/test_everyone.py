@@ -103,7 +103,7 @@ def differ(own):
 
 def test_ranks_that_say_different_things_are_named():
     for code, _, _ in on_ranks(3, differ):
-        assert code == "mismatch over the world: rank 0 is in barrier, rank 1 in any"
+        assert code == "mismatch over the world: one rank is in any, another in barrier"
 
 
 def rank_0_leaves(own):

@@ -46,27 +46,26 @@ TORCHRUN = {
 CRAY = {"PMI_RANK": "5", "PMI_SIZE": "8", "PMI_LOCAL_RANK": "1", "PMI_LOCAL_SIZE": "4"}
 PROXY_STEP = {**SRUN, "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}
 
-ENVIRONMENTS = {  # name: (environment, launcher, rank, size, local rank, local size)
-    "nothing": ({}, "single", 0, 1, 0, 1),
-    "torchrun": (TORCHRUN, "torchrun", 2, 4, 0, 2),
-    "pals": (PALS, "pals", 6, 8, 2, 4),
-    "pals, PALS_PMI=pmix: no PMI_SIZE, mpi4py gives the size": (PALS_PMIX, "pals", 6, -1, 2, 1),
-    "open mpi": (OPENMPI, "openmpi", 3, 4, 1, 2),
-    "mpich hydra": (HYDRA, "hydra", 1, 2, 1, 2),
-    "cray aprun": (CRAY, "cray", 5, 8, 1, 4),
-    "srun": (SRUN, "srun", 5, 8, 1, 4),
-    "srun, uneven nodes": ({**SRUN, "SLURM_STEP_TASKS_PER_NODE": "3,2(x2),1"}, "srun", 5, 8, 1, 3),
+ENVIRONMENTS = {  # name: (environment, launcher, rank, size, local rank)
+    "nothing": ({}, "single", 0, 1, 0),
+    "torchrun": (TORCHRUN, "torchrun", 2, 4, 0),
+    "pals": (PALS, "pals", 6, 8, 2),
+    "pals, PALS_PMI=pmix: no PMI_SIZE, mpi4py gives the size": (PALS_PMIX, "pals", 6, -1, 2),
+    "open mpi": (OPENMPI, "openmpi", 3, 4, 1),
+    "mpich hydra": (HYDRA, "hydra", 1, 2, 1),
+    "cray aprun": (CRAY, "cray", 5, 8, 1),
+    "srun": (SRUN, "srun", 5, 8, 1),
     "srun --mpi=pmi2: PMI_RANK but no local rank": (
-        {**SRUN, "PMI_RANK": "5", "PMI_SIZE": "8"}, "srun", 5, 8, 1, 4),
-    "srun --mpi=cray_shasta": ({**SRUN, **CRAY}, "cray", 5, 8, 1, 4),
-    "python in a batch script: SLURM_NTASKS is not its own size": (SLURM_BATCH, "single", 0, 1, 0, 1),
-    "mpiexec in a batch script": ({**SLURM_BATCH, **HYDRA}, "hydra", 1, 2, 1, 2),
+        {**SRUN, "PMI_RANK": "5", "PMI_SIZE": "8"}, "srun", 5, 8, 1),
+    "srun --mpi=cray_shasta": ({**SRUN, **CRAY}, "cray", 5, 8, 1),
+    "python in a batch script: SLURM_NTASKS is not its own size": (SLURM_BATCH, "single", 0, 1, 0),
+    "mpiexec in a batch script": ({**SLURM_BATCH, **HYDRA}, "hydra", 1, 2, 1),
     "mpiexec in a batch script, its proxy a step of one task": (
-        {**PROXY_STEP, **HYDRA}, "hydra", 1, 2, 1, 2),
-    "torchrun, one agent per node by srun": ({**SRUN, **TORCHRUN}, "torchrun", 2, 4, 0, 2),
-    "torchrun under mpiexec": ({**HYDRA, **TORCHRUN}, "torchrun", 2, 4, 0, 2),
-    "RANK alone, left in a shell": ({"RANK": "3", "MASTER_ADDR": "n0"}, "single", 0, 1, 0, 1),
-    "WORLD_SIZE alone, as some containers set it": ({"WORLD_SIZE": "8"}, "single", 0, 1, 0, 1),
+        {**PROXY_STEP, **HYDRA}, "hydra", 1, 2, 1),
+    "torchrun, one agent per node by srun": ({**SRUN, **TORCHRUN}, "torchrun", 2, 4, 0),
+    "torchrun under mpiexec": ({**HYDRA, **TORCHRUN}, "torchrun", 2, 4, 0),
+    "RANK alone, left in a shell": ({"RANK": "3", "MASTER_ADDR": "n0"}, "single", 0, 1, 0),
+    "WORLD_SIZE alone, as some containers set it": ({"WORLD_SIZE": "8"}, "single", 0, 1, 0),
 }
 
 
@@ -94,29 +93,21 @@ def test_an_environment_that_can_start_no_rank_is_one_line(name, monkeypatch, ca
         assert_refused({"code": e.value.code, "err": capsys.readouterr().err}, say)
 
 
-def test_the_first_host_of_a_slurm_step_is_where_the_ranks_meet(monkeypatch):
-    monkeypatch.delenv("MASTER_ADDR", raising=False)
-    for name, value in {"SLURM_STEP_NODELIST": "n[1-2]", "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "2"}.items():
-        monkeypatch.setenv(name, value)
+def test_where_the_ranks_of_several_nodes_meet(monkeypatch):
+    monkeypatch.setenv("SLURM_STEP_NODELIST", "n[1-2]")
     monkeypatch.setattr(subprocess, "run", lambda *args, **how: SimpleNamespace(stdout="n1\nn2\n"))
     monkeypatch.setattr(launch.fcntl, "ioctl", lambda *args: bytes(20) + bytes([10, 0, 0, 9]))
-    assert launch._slurm_address(1) == ("127.0.0.1", 20219) and launch._slurm_address(2) == ("n1", 20219)
-    assert launch._address(2) == "10.0.0.9"  # hsn0's, on Slingshot machines
-    monkeypatch.setenv("MASTER_ADDR", "n7")
-    monkeypatch.setenv("MASTER_PORT", "1234")
-    assert launch._slurm_address(2) == ("n7", 1234) and launch._address(2) == "n7"
+    assert launch._first_host() == "n1"  # srun without MPI
+    assert launch._own_address() == "10.0.0.9"  # hsn0's, on Slingshot machines
 
 
-@pytest.mark.parametrize("written,node,ranks,n_nodes", [
-    ("1,2", 0, 1, 2), ("1,2", 1, 2, 2), ("4(x2),3", 1, 4, 3), ("4(x2),3", 2, 3, 3), ("2", 0, 2, 1)])
-def test_each_node_of_a_step_has_its_own_number_of_ranks(written, node, ranks, n_nodes, monkeypatch):
-    env = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "12", "SLURM_LOCALID": "0",
-           "SLURM_NODEID": str(node), "SLURM_STEP_TASKS_PER_NODE": written}
-    for name, value in env.items():
-        monkeypatch.setenv(name, value)
-    start = launch.detect(env)
-    assert start.local_size == ranks
-    assert launch._place(start, None) == (12, ranks, node, n_nodes)
+def test_the_nodes_of_a_world():
+    """Of ranks that srun has spread over three nodes, and of torchrun's agents."""
+    env = {"SLURM_NODEID": "1", "SLURM_STEP_NUM_NODES": "3", "GROUP_RANK": "2"}
+    with mock.patch.dict(os.environ, env):
+        assert launch._node("srun", None) == (1, 3) and launch._node("torchrun", None)[0] == 2
+    world = launch.World(rank=3, size=6, nodes=(0, 1, 2, 0, 1, 0))
+    assert (world.n_nodes, world.local_size) == (3, 3)
 
 
 @pytest.mark.parametrize("launcher,rank,size,found", [
@@ -125,7 +116,7 @@ def test_each_node_of_a_step_has_its_own_number_of_ranks(written, node, ranks, n
 def test_mpi_and_the_launcher_agree_on_rank_and_size(launcher, rank, size, found, monkeypatch):
     world = SimpleNamespace(rank=1, size=4)
     monkeypatch.setitem(sys.modules, "mpi4py", SimpleNamespace(MPI=SimpleNamespace(COMM_WORLD=world)))
-    start = launch.Start(launcher, rank, size, 0, 1)
+    start = launch.Start(launcher, rank, size)
     if found == "error":
         with pytest.raises(ValueError, match=f"started rank {rank} of {size} but mpi4py sees 1 of 4"):
             launch._mpi_world(start)
@@ -318,10 +309,10 @@ def listeners():
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc/net")
 def test_on_one_node_the_store_listens_on_loopback_alone():
     one = SimpleNamespace(bcast=lambda value: value, size=1, Iprobe=lambda: None)
-    store = launch._meet(launch.Start("hydra", 0, 2, 0, 2), one, 1, timedelta(seconds=20))
+    store = launch._meet(launch.Start("hydra", 0, 2), one, 1, timedelta(seconds=20))
     assert listeners()[store.port] == "0100007F"
     other = SimpleNamespace(bcast=lambda _: (store.host, store.port), size=1, Iprobe=lambda: None)
-    client = launch._meet(launch.Start("hydra", 1, 2, 1, 2), other, 1, timedelta(seconds=20))
+    client = launch._meet(launch.Start("hydra", 1, 2, 1), other, 1, timedelta(seconds=20))
     client.set("key", "value")
     assert store.get("key") == b"value"
 

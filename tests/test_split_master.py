@@ -16,7 +16,7 @@ from config import Config
 from ops.split_master import SplitMaster, joined, low_bits, whole
 from parallel import make_mesh
 from runtime.launch import World
-from runtime.resume import broadcast_and_verify, own_pieces
+from runtime.resume import make_replicas_equal, own_pieces
 
 BF16 = ["--dtype=bf16", "--warmup=0", "--lr=1e-3"]
 WHOLE = [("ddp.has_split_master", nothing)]  # a fault, with which a run keeps fp32 masters
@@ -183,7 +183,7 @@ def masters_after_different_draws(world):
     if world.rank:
         for master in opt.masters:
             master.copy_(whole(master) * (1 + 1e-5))
-    broadcast_and_verify(model)
+    make_replicas_equal(model)
     opt.masters_from_model()
     pieces = own_pieces(data_parallel, opt, {"": opt.masters}, owned_only=False)
     return [equality.to_numpy(whole(piece.view)) for piece in pieces]

@@ -24,9 +24,9 @@ from runtime import agree, watch
 TIMEOUT = 2.0  # the ranks' --timeout from the fault on; until then PATIENT holds, so a slow start is no hang
 PATIENT = 200.0
 MPIEXEC = shutil.which("mpiexec", path=f"{Path(sys.executable).parent}:/usr/bin")
-FAULTS = {  # name: (what is said of the last rank, a part of the verdict)
-    "sleep": ("in sleep_for_ever (misbehave.py", "rank 1 began fewer collectives"),
-    "stop": ("no report: suspended, gone", "rank 1 did not answer")}
+FAULTS = {  # name: (the line of the last rank, a part of the verdict)
+    "sleep": (r"  rank 1: .*in sleep_for_ever \(misbehave\.py", "rank 1 began fewer collectives"),
+    "stop": ("nanoshard: hung: .*rank 1 did not answer", "suspended, gone")}
 
 
 def misbehave(fault, out, n=1, steps=1000000):
@@ -59,7 +59,7 @@ def test_a_hang_is_reported_with_every_stack_and_ended(hung, fault):
     where, cause = FAULTS[fault]
     assert code == Outcome.HUNG, text
     assert text.count("nanoshard: hung: ") == 1 and cause in text and "  rank 0: step 3, in " in text, text
-    assert re.search(rf"^  rank 1: .*{re.escape(where)}", text, re.M), text
+    assert re.search(f"^{where}", text, re.M), text
     assert re.search("^nanoshard: host of rank 1: ", text, re.M), text
     stacks = {path.name: path.read_text() for path in folder.glob("*/rank_*.txt")}
     assert "ddp.py" in stacks["rank_00000.txt"], stacks

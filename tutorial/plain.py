@@ -336,8 +336,7 @@ def main(argv=None):
     args = parser.parse_args(argv)
     if args.ep > 1 and not args.experts:
         args.experts = 8
-    rank = launch.env_rank()  # mpiexec, srun and torchrun say it in the environment
-    _, size = launch.started_by()
+    _, rank, size, _ = launch.started_by()  # mpiexec, srun and torchrun say it in the environment
     port = 20000 + os.getppid() % 20000  # the ranks of a host have the same parent
     store = dist.TCPStore("localhost", port, size, is_master=rank == 0)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)

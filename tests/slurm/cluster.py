@@ -80,7 +80,7 @@ import train
 launch = train.agree.launch.launch
 def launch_and_print(*args, **how):
     world = launch(*args, **how)
-    print(f"rank {world.rank}: node {world.node} local rank {world.local_rank}", flush=True)
+    print(f"rank {world.rank}: node {world.nodes[world.rank]} local rank {world.local_rank}", flush=True)
     return world
 train.agree.launch.launch = launch_and_print
 train.main()
