@@ -93,7 +93,7 @@ def estimate(cfg, gpus, gpu, vocab, uneven=False):
     fullest = max((memory(rank) for rank, _ in ranks), key=lambda parts: sum(parts.values()))
     used = sum(fullest.values())
 
-    saved = saved_activations(first, max_load_factor(cfg, first.mesh, uneven=uneven)).saved
+    saved, _ = saved_activations(first, max_load_factor(cfg, first.mesh, uneven=uneven))
     sent = Counter()  # of the stage that sends the most over an axis
     between = 0
     of_stage = {}  # seconds of a micro-batch on each stage
