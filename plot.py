@@ -106,14 +106,15 @@ def load_bars(layers, width=40):
     return "\n".join(lines)
 
 
-def at_end(out, experts, show):
+def at_end(out, show):
     """Write the plots that a run leaves in its directory: one for each metric of AT_END, and the loads.
 
-    out: a Path. experts: as in load_bars(), or None. show (--plot): print the plots of loss and loads, too.
+    out: a Path. show (--plot): print the plots of loss and loads, too.
     """
     drawn = {}
-    if experts is not None:
-        drawn["expert_load"] = load_bars(experts) + "\n"
+    loads, _ = sound_rows(out / "experts.jsonl")
+    if loads:
+        drawn["expert_load"] = load_bars(loads[-1]["layers"]) + "\n"
     rows, _ = sound_rows(out / "metrics.jsonl")
     try:
         for name in AT_END:

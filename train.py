@@ -268,7 +268,7 @@ class Run:
         if evaluates and self.tokenizer:
             text = log.print_sample(self.model, self.tokenizer, cfg.prompt, cfg.seed)
             if self.log_file is not None:
-                self.log_file.note(step, sample=text)
+                self.log_file.notes.add({"step": step, "sample": text})
         if evaluates:
             self.metrics.clock.resume()  # the time since metrics.row() is of no step
 

@@ -37,13 +37,11 @@ def parse(argv, cls=Config, prog="train.py", about="Train a GPT; --list [DIR]: s
     defaults: values that replace the preset's. ValueError: one line that says what is wrong.
     """
     argv = split_values(argv)
-    preset = "tiny"
     has_preset = bool(argv) and not argv[0].startswith("-") and "=" not in argv[0]
     if has_preset and argv[0] not in PRESETS:
         raise ValueError(no_preset(argv[0]))
     words.refuse_foreign(argv, cls, prog)
-    if has_preset:
-        preset = argv.pop(0)
+    preset = argv.pop(0) if has_preset else "tiny"
     file = given(argv, "config")
     if file and has_preset:
         raise ValueError(f"{preset} and --config {file} both set the flags; give one of them")
@@ -270,21 +268,16 @@ def format_help(cls, prog, about, default, everything):
         if group != last:
             lines += ["", group or f"flags of {prog.split()[0]}"]
             last = group
-        flag = typed(field.name)
         value = getattr(default, field.name)
-        if value is True:
-            flag = typed(f"no_{field.name}")
-            text = f"turns off: {text}"
-        elif value in (None, "", ()):
-            flag += " ..."
-        elif value is not False:
-            flag += f" {' '.join(map(str, value)) if isinstance(value, tuple) else value}"
+        if isinstance(value, tuple):
+            value = " ".join(map(str, value))
+        flag = f"{typed(field.name)} {'...' if value in (None, '') else value}"
         if typing.get_origin(field.type) is Literal:
             text += f" [{' | '.join(map(str, typing.get_args(field.type)))}]"
         lines.append(textwrap.fill(text, 100, initial_indent=f"  {printable(flag):25} ",
                                    subsequent_indent=28 * " ", break_on_hyphens=False))
     if not everything:
-        lines.append("\n--help-all lists all flags, --no-NAME turns a switch off.")
+        lines.append("\n--help-all lists all flags; a switch is --NAME or --no-NAME.")
     return "\n".join(lines) + "\n"
 
 

@@ -5,6 +5,7 @@ import fcntl
 import json
 import math
 import os
+import re
 import secrets
 import shutil
 import socket
@@ -46,7 +47,6 @@ def whole_folder(out, only=""):
 
 
 def sync(path):
-    """Wait until the file or directory is on the disk."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
@@ -57,7 +57,8 @@ def sync(path):
 def remove_folder(folder, names):
     """Delete the files in a folder whose names match a pattern, and then the folder, if it is empty."""
     for path in Path(folder).iterdir():
-        if names.fullmatch(path.name) and path.is_file():
+        ours = names.fullmatch(path.name) or re.fullmatch(r"\..+\.[0-9a-f]{8}\.part", path.name)
+        if ours and path.is_file():
             path.unlink()
     if not os.listdir(folder):
         os.rmdir(folder)

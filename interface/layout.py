@@ -93,7 +93,6 @@ def check_pipeline(cfg, pp, cp):
 
 
 def next_multiple(n, of):
-    """Return the smallest multiple of `of` that is at least n."""
     return ceil_div(n, of) * of
 
 

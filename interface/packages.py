@@ -12,7 +12,6 @@ def check_packages():
 
 
 def version_of(package):
-    """Return the version of a package that is installed, or ""."""
     import importlib.metadata  # takes a tenth of a second
     try:
         return importlib.metadata.version(package)

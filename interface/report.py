@@ -67,7 +67,6 @@ def write_report(path, runs):
 
 
 def escape(text):
-    """Return text for HTML and XML: markup is escaped, and so is what no page may hold."""
     return html.escape(printable(str(text)))
 
 
@@ -76,7 +75,6 @@ def colour_of(i):
 
 
 def grid(parts):
-    """Return parts of a page side by side where there is room."""
     return f'<div class="grid">{"".join(f"<div>{part}</div>" for part in parts)}</div>'
 
 
@@ -120,7 +118,6 @@ def chart(title, lines, dots=()):
 # Words
 
 def summary(run):
-    """Return how far a run came, on what machine, and its command."""
     last = run.rows[-1] if run.rows else {"step": 0}
     said = [run.ending or f"step {last['step']} of {run.config.get('steps', '?')}"]
     if "loss" in last:
@@ -138,7 +135,6 @@ def summary(run):
 
 
 def samples(run):
-    """Return the last texts that a run wrote while it trained."""
     rows = [row for row in run.notes if "sample" in row]
     return "".join(f'<p class="soft">step {row["step"]}</p><pre>{escape(row["sample"].rstrip())}</pre>'
                    for row in rows[-12:])

@@ -24,7 +24,6 @@ OURS = r"(localhost|[\d.]+|\[[\da-f:.]+\]|{})(:\d+)?"  # an address is nobody el
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
-    """One request of a client, in a thread of its own."""
     timeout = 10  # seconds of each read and write
 
     def handle(self):
@@ -36,24 +35,21 @@ class Handler(http.server.BaseHTTPRequestHandler):
             self.write(200, self.server.page.replace("NONCE", secrets.token_hex()), "text/html")
 
     def do_POST(self):
-        length = self.headers.get("Content-Length", "0")
-        length = int(length) if re.fullmatch("[0-9]{1,9}", length) else -1
+        length = int(self.headers.get("Content-Length", 0))
         if not self.is_ours():
             return
         if not 0 <= length <= MOST_BYTES:
-            self.write(413, f"too large: a message has at most {MOST_BYTES:,} bytes; begin anew\n")
-            return
-        message = self.rfile.read(length)
-        if not self.server.turn.acquire(blocking=False):
+            self.write(413, f"too large: a message has at most {MOST_BYTES:,} bytes; open the page anew\n")
+        elif not self.server.turn.acquire(blocking=False):
             self.write(503, "busy: another answer is being written; try again when it has ended\n")
-            return
-        try:
-            self.answer(message)
-        finally:
-            self.server.turn.release()
+        else:
+            try:
+                self.answer(self.rfile.read(length))
+            finally:
+                self.server.turn.release()
 
     def is_ours(self):
-        """Whether the page that asks is ours; somebody else's has another name or origin, and is refused."""
+        """Whether the page that asks is ours; one of others has another name or origin, and is refused."""
         host = self.headers.get("Host", "").lower()
         origin = self.headers.get("Origin")
         is_ours = re.fullmatch(OURS.format(re.escape(self.server.host)), host)
@@ -63,20 +59,18 @@ class Handler(http.server.BaseHTTPRequestHandler):
         return True
 
     def answer(self, message):
-        """Write what the model answers, piece by piece."""
         try:
             asked = json.loads(message)
             check_schema(asked, self.server.asks, "the message")
             pieces = self.server.talk(asked)
         except ValueError as e:
             self.write(400, one_line(e) + "\n")
-            return
-        self.write(200, "")
-        for piece in pieces:
-            self.wfile.write(piece.encode())
+        else:
+            self.write(200, "")
+            for piece in pieces:
+                self.wfile.write(piece.encode())
 
     def write(self, status, text, kind="text/plain"):
-        """Send the headers and a text."""
         self.send_response_only(status)
         self.send_header("Content-Type", f"{kind}; charset=utf-8")
         self.send_header("X-Content-Type-Options", "nosniff")  # a browser that guesses waits for more text
@@ -84,7 +78,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.wfile.write(text.encode())
 
     def log_message(self, *args):
-        """Print nothing: it would be a client's words."""
+        pass  # it would be a client's words
 
 
 class Server(http.server.ThreadingHTTPServer):

@@ -17,7 +17,6 @@ def complain(line):
 
 
 def warn(text):
-    """Print one line on stderr, whatever the text contains."""
     complain(f"nanoshard: {one_line(text)}")
 
 

@@ -7,16 +7,12 @@ from runtime.pieces import bucket_pieces
 
 
 def layer_of(name):
-    """Return the layer of a parameter: "blocks.3", "wte"."""
     parts = name.split(".")
-    return ".".join(parts[:2]) if parts[0] == "blocks" else parts[0]
+    return ".".join(parts[:2]) if parts[0] == "blocks" else parts[0]  # "blocks.3", "wte"
 
 
 class LayerNorms:
-    """The norms of one step's gradients by layer, of the whole global batch, before clipping.
-
-    measure() waits neither for the device nor for other ranks; report() sums over them.
-    """
+    """The norms of one step's gradients by layer, of the whole global batch, before clipping."""
 
     def __init__(self, cfg, data_parallel, opt):
         self.data_parallel = data_parallel
@@ -26,7 +22,7 @@ class LayerNorms:
 
     @torch.no_grad()
     def measure(self):
-        """Compute this rank's part of the squared norms from its slices of the gradients."""
+        """Compute this rank's part, without waiting for the device or for other ranks."""
         device = self.data_parallel.buckets[0].flat.device
         # a CPU's fp32 norm is a plain sum, which can overflow
         dtype = torch.float64 if device.type == "cpu" else torch.float32
@@ -41,7 +37,7 @@ class LayerNorms:
             # fp16's loss scale changes in the update, so it is taken out here.
             norms = self.opt.unscale(torch.stack(norms).double())
             numbers = [self.layers.index(layer_of(piece.name)) for piece in pieces]
-            # A slice that k ranks hold counts 1/k on each.
+            # a slice that k ranks hold counts 1/k on each
             squares.index_add_(0, torch.tensor(numbers, device=device), norms.square() * bucket.count_factor)
         self.squares = squares
 

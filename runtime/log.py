@@ -25,7 +25,7 @@ from cost.step_time import peak_flops
 from cost.traffic import bytes_between_nodes, traffic
 from fast.compile import compile_seconds
 from fast.symm_mem import bytes_allocated
-from interface.files import Rows, must_write, write_whole
+from interface.files import Rows, best_effort, must_write, write_whole
 from interface.presets import PRESETS
 from interface.terminal import clock, say, short, show, warn
 from moe import expert_stats
@@ -56,10 +56,9 @@ class Metrics:
             axis.sent.clear()
 
     def row(self, run, batch, stats):
-        """Return the row of the step that a train.Run has done on `batch` sequences.
+        """Return the row of the step that a train.Run has done on `batch` sequences. Collective.
 
-        stats: its optim.StepStats, or None if --train-range-to-skip names the step. The times are means since
-        the row before. Collective: some values are maxima over the ranks.
+        stats: its optim.StepStats, or None if --train-range-to-skip names the step.
         """
         cfg = run.cfg
         sent = {name: sum(axis.sent.values()) for name, axis in run.mesh.axes().items()}
@@ -76,13 +75,9 @@ class Metrics:
             experts = expert_stats(run.model, batch // cfg.micro_batch)  # of every layer, on every rank
             row.update(expert_metrics(experts))
             if run.log_file is not None:
-                run.log_file.experts(run.state.step, experts)
+                run.log_file.experts.add({"step": run.state.step, "layers": experts})
         if stats is not None and run.state.step == run.first_step and run.log_file is not None:
-            settled = dataclasses.replace(cfg, doc_mask="on" if run.train_data.has_documents else "off")
-            predicted = traffic(Rank(settled, run.mesh, run.state.vocab_size, run.choice), batch)
-            counted = report_traffic(predicted, sent, run.mesh, run.world.nodes)
-            if counted:
-                run.log_file.note(run.state.step, traffic=counted)
+            report_traffic(run, batch, sent)
             if cfg.compile:
                 row["compile_s"] = compile_seconds()
         return row
@@ -91,8 +86,8 @@ class Metrics:
 def metrics_row(cfg, world, state, clock, batch, stats, refusal):
     """Return a row of metrics.jsonl. Collective over the world.
 
-    clock: a timing.Clock, whose counts start again at zero. stats: see Metrics.row. refusal: why the step was
-    not taken, if the host knows.
+    The times are means since the counts of `clock`, a timing.Clock, were zero, as they are again after this.
+    refusal: why the step was not taken, if the host knows.
     """
     steps, samples = clock.steps, clock.samples
     ms = clock.per_step()
@@ -108,9 +103,8 @@ def metrics_row(cfg, world, state, clock, batch, stats, refusal):
         if held is not None:
             held += bytes_allocated()
     if held is not None:
-        gib = held / 2**30
-        most, least = world.everyone.maximum([gib, -gib])  # two numbers from each rank to all
-        row.update(mem_gb=most, mem_gb_min=-least)
+        most, least = world.everyone.maximum([held, -held])  # two numbers from each rank to all
+        row.update(mem_gb=most / 2**30, mem_gb_min=-least / 2**30)
     return row
 
 
@@ -130,7 +124,6 @@ def step_statistics(stats, refusal):
 
 
 def rates(cfg, world, batch, ms, vocab_size):
-    """Return the keys that follow from ms, the milliseconds of a step of `batch` sequences."""
     tokens_per_gpu = batch * cfg.seq_len / ms * 1e3 / world.size  # per second
     full, causal = flops_per_token(cfg, vocab_size)
     peak = peak_flops(world.device)
@@ -143,8 +136,7 @@ def rates(cfg, world, batch, ms, vocab_size):
 def phase_times(timers, steps, mesh):
     """Return {t_PHASE: ms per step of the slowest rank}, for --timers. Collective over the world.
 
-    Of several stages also the bubble: by how much all micro-batches take longer than forward and backward of
-    the slowest stage.
+    Of several stages also the bubble: how much longer all takes than the slowest stage's work.
     """
     own = timers.per_step(steps)
     busy = own["forward"] + own["backward"]
@@ -165,22 +157,25 @@ def expert_metrics(layers):
     return row
 
 
-def report_traffic(predicted, sent, mesh, nodes):
-    """Print the bytes that this rank sent in the first step, by axis: predicted, and counted (Axis.sent).
+def report_traffic(run, batch, sent):
+    """Print and note the bytes that this rank sent in the first step, by axis: predicted, and counted.
 
-    predicted, sent: {axis name: bytes}. nodes: the node of each rank of the mesh. Return {axis name, or on
-    several nodes "to other nodes": [predicted, counted]}.
+    sent: {axis name: bytes}. Where there are several nodes, what leaves them has a line of its own.
     """
-    pairs = {axis: [nbytes, sent[axis]] for axis, nbytes in predicted.items()}
+    mesh = run.mesh
+    nodes = run.world.nodes
+    settled = dataclasses.replace(run.cfg, doc_mask="on" if run.train_data.has_documents else "off")
+    predicted = traffic(Rank(settled, mesh, run.state.vocab_size, run.choice), batch)
+    counted = {axis: sent[axis] for axis in predicted}
+    pairs = {axis: [nbytes, counted[axis]] for axis, nbytes in predicted.items()}
     if len(set(nodes)) > 1:
-        leaving = [bytes_between_nodes(mesh, dict(zip(pairs, column, strict=True)), lambda rank: nodes[rank])
-                   for column in zip(*pairs.values(), strict=True)]
+        leaving = [bytes_between_nodes(mesh, by_axis, nodes.__getitem__) for by_axis in (predicted, counted)]
         pairs["to other nodes"] = leaving
     if pairs:
         say("comm per step, MB sent by rank 0, predicted / measured:")
-    for axis, (expected, counted) in pairs.items():
-        say(f"  {axis:14}{expected / 1e6:10.4g} / {counted / 1e6:.4g}")
-    return pairs
+        run.log_file.notes.add({"step": run.state.step, "traffic": pairs})
+    for axis, (expected, found) in pairs.items():
+        say(f"  {axis:14}{expected / 1e6:10.4g} / {found / 1e6:.4g}")
 
 
 # -----------------------------------------------------------------------------
@@ -191,7 +186,7 @@ def begin(run, found):
     cfg = run.cfg
     run.stop.watch_file(run.out)
     log_file = make_log(run)
-    started(cfg, run.model, found, run.batch, run.train_data, run.skip)
+    started(run, found)
     say_what_has_no_effect(cfg)
     log_file.profiler = profiles.start_profile(cfg.profile)
     if cfg.trace:
@@ -200,18 +195,16 @@ def begin(run, found):
 
 
 def end(run):
-    """Write on rank 0 what a run leaves besides checkpoints, and say how it ended."""
     profiles.end_profile(run.log_file.profiler, run.out)
     run.log_file.close()
     is_finished = run.outcome in (Outcome.DONE, Outcome.FAILED)  # a run that goes on draws its plot later
-    plot.at_end(run.out, run.log_file.last_experts, run.cfg.plot and is_finished)
+    plot.at_end(run.out, run.cfg.plot and is_finished)
     if run.log_file.speeds:
         say(run.log_file.speed())
     ending.report_ending(run)
 
 
 def make_log(run):
-    """Return the Log of rank 0."""
     cfg = run.cfg
     world = run.world
     device = f"CPU, {os.cpu_count()} cores" if world.device.type == "cpu" else device_name(world.device)
@@ -239,23 +232,23 @@ def git_revision():
         return "unknown"
 
 
-def started(cfg, model, resumed, batch, source, skip):
-    """Print what kind of run begins. batch: sequences per step, after the ramp."""
-    n_parameters = sum(p.numel() for p in model.parameters())
-    n_trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    how = f"resumed {resumed}" if resumed else "started"
-    cp = f" cp {cfg.cp}" if cfg.cp > 1 else ""
-    here = " on this rank" if model.mesh.world.size > 1 else ""
+def started(run, found):
+    cfg = run.cfg
+    how = f"resumed {found}" if found else "started"
+    n_parameters = sum(p.numel() for p in run.model.parameters())
+    here = " on this rank" if run.world.size > 1 else ""
     if cfg.lora:
+        n_trained = sum(p.numel() for p in run.model.parameters() if p.requires_grad)
         here += f", of which {n_trained:,} train"
-    say(f"{how}: {n_parameters:,} parameters{here}, dp {model.mesh.dp.size} "
-        f"tp {cfg.tp}{cp} pp {cfg.pp} ep {cfg.ep} zero {cfg.zero}")
+    cp = f" cp {cfg.cp}" if cfg.cp > 1 else ""
+    say(f"{how}: {n_parameters:,} parameters{here}, "
+        f"dp {run.mesh.dp.size} tp {cfg.tp}{cp} pp {cfg.pp} ep {cfg.ep} zero {cfg.zero}")
     samples = "synthetic data without end"
     if cfg.data != "synthetic":
-        samples = f"{source.n_samples:,} training samples"
-    skipping = f", skipping steps {skip}" if skip.pairs else ""
-    say(f"  {batch} x {cfg.seq_len} tokens per step, {samples}{skipping}")
-    if source.has_documents:
+        samples = f"{run.train_data.n_samples:,} training samples"
+    skipping = f", skipping steps {run.skip}" if run.skip.pairs else ""
+    say(f"  {run.batch} x {cfg.seq_len} tokens per step, {samples}{skipping}")
+    if run.train_data.has_documents:
         say("  each document attends to itself alone (--doc-mask)")
 
 
@@ -284,8 +277,8 @@ def print_sample(model, tokenizer, prompt, seed):
 # The files
 
 class Log:
-    """metrics.jsonl, experts.jsonl, history.jsonl (a row per start) and the printed line; notes.jsonl, what
-    report.html shows besides.
+    """The printed line, metrics.jsonl, experts.jsonl, history.jsonl (a row per start) and notes.jsonl (the
+    samples of --prompt, and the bytes that the first step sent).
 
     resumed: completed steps of the checkpoint from which the run goes on; rows of later steps are removed.
     changed: {flag: [before, now]} since that checkpoint. others: {name: bytes} of the tokenizer's files.
@@ -301,40 +294,30 @@ class Log:
         history.add(self.begun)
         history.close()
         self.metrics = Rows(self.out / "metrics.jsonl", resumed or -1, create=True)
-        self.expert_rows = Rows(self.out / "experts.jsonl", resumed or -1)
+        self.experts = Rows(self.out / "experts.jsonl", resumed or -1)
         self.notes = Rows(self.out / "notes.jsonl", resumed or -1)
-        self.last_experts = None
         self.last_row = {}
-        self.first_done = None  # (when, which) the first step of this start was done
-        self.speeds = []  # (ms, tok_s) of the rows behind it
+        self.speeds = []  # (ms, tok_s) of the rows behind the first, which also compiles
         self.profiler = None  # of --profile
-        self.tracker = None if wandb == "off" else Tracker(wandb, self.out, config)
+        self.tracker = None if wandb == "off" else start_wandb(wandb, self.out, config)
 
     def row(self, **values):
         """Write and print one logged step. A key whose value is None does not apply and is left out."""
         values = {key: value for key, value in values.items() if value is not None}
         self.metrics.add(values)
-        self.last_row = values
         steps = self.begun["config"].get("steps")
-        left = self.seconds_left(values["step"], steps)
-        if left is not None and "ms" in values:
+        left = None
+        if self.last_row and "ms" in values:
             self.speeds.append((values["ms"], values["tok_s"]))
+            left = (steps - values["step"]) * values["ms"] / 1e3
+        self.last_row = values
         say(format_row(values, steps, left))
         if self.tracker is not None:
-            self.tracker.add(values)
-
-    def seconds_left(self, step, steps):
-        """Return the seconds until the last step, by the mean of all since the first, or None.
-
-        The first step of a start also compiles and warms up, so it does not count.
-        """
-        now = time.monotonic()
-        if self.first_done is None:
-            self.first_done = now, step
-        when, first = self.first_done
-        if steps is None or step == first:
-            return None
-        return (now - when) / (step - first) * (steps - step)
+            try:
+                self.tracker.log(values, step=values["step"])
+            except Exception as e:  # an outage of wandb must not stop a run
+                warn(f"{WANDB}: {e}; going on without it")
+                self.tracker = None
 
     def speed(self):
         """Return how fast this start was: 400 steps in 1:52, median 240 ms, 17,000 tok/s."""
@@ -343,21 +326,15 @@ class Log:
         took = clock(time.time() - self.begun["time"])
         return f"{steps} steps in {took}, median {ms:.0f} ms, {tok_s:,.0f} tok/s"
 
-    def experts(self, step, layers):
-        """Write a row of experts.jsonl. layers: of moe.expert_stats()."""
-        self.expert_rows.add({"step": step, "layers": layers})
-        self.last_experts = layers
-
-    def note(self, step, **what):
-        """Write notes.jsonl: the samples of --prompt, and the bytes that the first step sent."""
-        self.notes.add({"step": step, **what})
-
     def close(self):
-        """Write what waits, and say what could not be written."""
-        for rows in (self.metrics, self.expert_rows, self.notes):
+        for rows in (self.metrics, self.experts, self.notes):
             rows.close()
         if self.tracker is not None:
-            self.tracker.close()
+            with best_effort(WANDB, Exception):
+                self.tracker.finish()
+                if self.tracker.settings.mode == "offline":
+                    say("wandb: this run was recorded offline; to send it: wandb sync "
+                        f"{self.tracker.settings.sync_dir}")
 
 
 # What the line of a step says of its row, if the row has it: {key: how it is printed}
@@ -394,58 +371,34 @@ def format_row(row, steps=None, left=None):
 # -----------------------------------------------------------------------------
 # Weights & Biases
 
-class Tracker:
-    """A run of wandb, whose own process sends the rows: add() waits for no network.
+WANDB = "wandb (pip install wandb)"
+
+
+def start_wandb(mode, out, config):
+    """Return a run of wandb, whose own process sends the rows, or None where that fails: one line says why.
 
     OUT/wandb_id keeps its id, so that all starts of a run are one curve. WANDB_PROJECT, WANDB_NAME, WANDB_DIR
-    and WANDB_MODE count. If the server is not reached, the run is recorded in OUT/wandb/, and close() prints
-    the command that sends it later. Whatever fails costs one line.
+    and WANDB_MODE count. If the server is not reached, the run is recorded in OUT/wandb/.
     """
-
-    def __init__(self, mode, out, config):
-        self.run = None
+    with best_effort(WANDB, Exception):
+        import wandb
+        told = wandb.setup(wandb.Settings(silent=True)).settings  # else a terminal is asked for a key
         kept = out / "wandb_id"
-        with self.one_line():
-            import wandb
-            told = wandb.setup(wandb.Settings(silent=True)).settings  # else a terminal is asked for a key
-            if not kept.exists():
-                write_whole(kept, secrets.token_hex(4))
-            how = dict(project=told.project or "nanoshard", name=told.run_name or out.resolve().name, dir=out,
-                       id=kept.read_text(), resume="allow", config=config,
-                       settings=wandb.Settings(init_timeout=10))
-            if Path(told.root_dir) != Path.cwd():
-                how["dir"] = told.root_dir
-            if told.mode in ("offline", "disabled"):
-                mode = told.mode
-            try:
-                self.run = wandb.init(mode=mode, **how)
-            except wandb.errors.CommError as e:
-                why = str(e).splitlines()[0]
-                warn(f"wandb: no answer within 10 s, so this run is recorded offline ({why})")
-                self.run = wandb.init(mode="offline", **how)
-            if self.run.url:
-                say(f"wandb: {self.run.url}")
-
-    @contextlib.contextmanager
-    def one_line(self):
-        """Run the body. If it fails, one line says why, and the run goes on without wandb."""
+        if not kept.exists():
+            write_whole(kept, secrets.token_hex(4))
+        how = dict(project=told.project or "nanoshard", name=told.run_name or out.resolve().name, dir=out,
+                   id=kept.read_text(), resume="allow", config=config,
+                   settings=wandb.Settings(init_timeout=10))
+        if Path(told.root_dir) != Path.cwd():
+            how["dir"] = told.root_dir
+        if told.mode in ("offline", "disabled"):
+            mode = told.mode
         try:
-            yield
-        except Exception as e:  # an outage of wandb must not stop a run
-            warn(f"wandb (pip install wandb): {e}; going on without it")
-            self.run = None
-
-    def add(self, row):
-        """Send a row of metrics.jsonl, some time."""
-        with self.one_line():
-            if self.run is not None:
-                self.run.log(row, step=row["step"])
-
-    def close(self):
-        """Send what is left. Say how to send what could not be sent."""
-        with self.one_line():
-            if self.run is not None:
-                self.run.finish()
-                if self.run.settings.mode == "offline":
-                    say("wandb: this run was recorded offline; to send it: wandb sync "
-                        f"{self.run.settings.sync_dir}")
+            tracker = wandb.init(mode=mode, **how)
+        except wandb.errors.CommError as e:
+            why = str(e).splitlines()[0]
+            warn(f"wandb: no answer within 10 s, so this run is recorded offline ({why})")
+            tracker = wandb.init(mode="offline", **how)
+        if tracker.url:
+            say(f"wandb: {tracker.url}")
+        return tracker

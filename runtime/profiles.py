@@ -1,14 +1,10 @@
-"""Where a run's time goes, and a look into it: --profile and --trace, which write into OUT, and --pdb.
-
-python -m runtime.profiles SOCKET connects a terminal to a rank that waits in pdb.
-"""
+"""Where a run's time goes, and a look into it: --profile and --trace, which write into OUT, and --pdb."""
 import functools
 import os
 import pdb
-import socket
+import platform
 import sys
 import tempfile
-import threading
 from collections import Counter
 from pathlib import Path
 
@@ -19,7 +15,6 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def start_profile(on):
-    """For --profile: return a running pyinstrument profiler, or None."""
     if not on:
         return None
     with best_effort("a profile needs pyinstrument (pip install pyinstrument)", ImportError):
@@ -78,15 +73,14 @@ def traced(run):
             profiler.export_chrome_trace(str(run.out / "trace.json"))
             say(f"trace: {run.out}/trace.json; open it in https://ui.perfetto.dev")
 
-    profiler = profile(schedule=schedule(wait=1, warmup=1, active=3, repeat=1), on_trace_ready=write)
-    profiler.start()
-
     def traced_step(*args):
         result = step(*args)
         wait_for_all_weights(run.model, run.data_parallel)
         profiler.step()
         return result
 
+    profiler = profile(schedule=schedule(wait=1, warmup=1, active=3, repeat=1), on_trace_ready=write)
+    profiler.start()
     return traced_step
 
 
@@ -102,7 +96,7 @@ def wait_for_all_weights(model, data_parallel):
 
 
 # -----------------------------------------------------------------------------
-# --pdb. Launchers give the terminal to no rank or to the wrong one, so the rank waits at a socket.
+# --pdb. Launchers give the terminal to no rank or to the wrong one, so the rank waits at two pipes.
 
 def attach_pdb(world, rank):
     """Let breakpoint() stop one rank in pdb, and do nothing on the others; with -1 nothing changes."""
@@ -114,37 +108,16 @@ def attach_pdb(world, rank):
     say(f"nanoshard: rank {rank} of {world.size} stops in pdb, the others wait; n: next line, s: into a "
         "call, c: go on (to a breakpoint() in the code, if any), q: end the run")
     if world.size > 1:
-        sys.breakpointhook = lambda *args, **how: pdb_at_a_socket().set_trace(sys._getframe(1))
+        sys.breakpointhook = lambda *args, **how: pdb_at_pipes().set_trace(sys._getframe(1))
 
 
 @functools.cache
-def pdb_at_a_socket():
-    """Wait until a terminal connects to a socket that only this user can reach, and return its debugger."""
+def pdb_at_pipes():
+    """Wait until a terminal opens two pipes that only this user can reach, and return its debugger."""
     with tempfile.TemporaryDirectory(prefix="nanoshard-pdb-") as folder:  # of mode 0700
-        server = socket.socket(socket.AF_UNIX)
-        server.bind(f"{folder}/socket")
-        server.listen()
-        say(f"nanoshard: in another terminal of {socket.gethostname()}, in {ROOT}, type: "
-            f"python -m runtime.profiles {folder}/socket")
-        terminal, _ = server.accept()
-    # One stream for both ways would lose what is typed ahead. Ctrl-C stays the run's.
-    return pdb.Pdb(stdin=terminal.makefile("r"), stdout=terminal.makefile("w"), nosigint=True)
-
-
-def connect(path):
-    """Be the terminal of the debugger at a socket."""
-    there = socket.socket(socket.AF_UNIX)
-    there.connect(path)
-
-    def forward():
-        while typed := os.read(0, 1 << 16):  # sys.stdin's lock would be held at the end
-            there.sendall(typed)
-        there.shutdown(socket.SHUT_WR)
-
-    threading.Thread(target=forward, daemon=True).start()
-    while printed := there.recv(1 << 16):
-        os.write(1, printed)
-
-
-if __name__ == "__main__":
-    connect(sys.argv[1])
+        os.mkfifo(f"{folder}/out")
+        os.mkfifo(f"{folder}/in")
+        say(f"nanoshard: in another terminal of {platform.node()} type: cat {folder}/out & cat > {folder}/in")
+        printed = open(f"{folder}/out", "w")
+        typed = open(f"{folder}/in")
+    return pdb.Pdb(stdin=typed, stdout=printed, nosigint=True)  # Ctrl-C stays the run's

@@ -113,9 +113,9 @@ WRONG = [
     ("train.py --data input.txt", "python prepare.py input.txt --name input"),
     ("train.py input.txt", "python prepare.py input.txt --name input"),
     ("train.py out/run", "--config out/run"),
-    ("train.py --data data/chars --resume out/rum", "out/run"),
+    ("train.py --data data/chars --resume out/rum", "python train.py --list"),
     ("train.py --resume=auot", "is no checkpoint"),
-    ("sample.py out/rum", "out/run"), ("plot.py out/rum", "out/run"),
+    ("sample.py out/rum", "python train.py --list"), ("plot.py out/rum", "give the --out of a run"),
     ("prepare.py inptu.txt --name x", "inptu.txt is not a file"),
 ]
 TWO_RANKS = [
@@ -266,9 +266,9 @@ def test_help_lists_every_field(capsys):
     assert e.value.code == 0
     text = capsys.readouterr().out
     for field in dataclasses.fields(Config)[:-1]:
-        assert re.search(rf"\n  --(no-)?{config.typed(field.name)[2:]} .*\w", text), field.name
+        assert re.search(rf"\n  {config.typed(field.name)} .*\w", text), field.name
     assert "--steps 100000 " in text and "--preset" not in text and all(p in text for p in PRESETS)
-    assert "\n\nmixture of experts\n  --n-experts 0 " in text and text.count("--no-bias") == 1
+    assert "\n\nmixture of experts\n  --n-experts 0 " in text and "\n  --bias True " in text
     assert max(map(len, text.splitlines())) <= 100
 
 

@@ -105,7 +105,7 @@ def test_the_page_in_a_browser(server, capsys):
         view.on("pageerror", lambda error: wrong.append(str(error)))
         view.goto(f"http://127.0.0.1:{server.server_address[1]}/")
         assert view.inner_text("#command") == f"python plan.py {' '.join(EXAMPLE)}"
-        view.wait_for_selector("svg rect")
+        view.wait_for_selector(".rank div")
         view.select_option("select[name=preset]", "moe-4b")
         view.fill("input[name=ep]", "4")
         words = ["moe-4b", "--gpus", "8", "--ep", "4"]

@@ -1,4 +1,4 @@
-"""--pdb: the chosen rank stops in pdb at a socket, the others wait. --trace: what it says and writes, and no
+"""--pdb: the chosen rank stops in pdb at two pipes, the others wait. --trace: what it says and writes, and no
 handle of a collective outlives torch's profiler."""
 import gc
 import json
@@ -44,13 +44,12 @@ def test_the_chosen_rank_stops_and_the_others_wait(tmp_path):
             f"--out={tmp_path}/run", "--timeout=2", "--pdb=1"]
     env = {**clean_env(), "OMP_NUM_THREADS": "1"}
     run = subprocess.Popen(argv, stdout=subprocess.PIPE, env=env)
-    said = read(run.stdout, "/socket\n")
+    said = read(run.stdout, "/in\n")
     assert "rank 1 of 2 stops in pdb, the others wait" in said
-    command = re.search(r"type: python (-m runtime.profiles (\S+)/socket)", said)
+    command = re.search(r"type: (cat (\S+)/out & cat > \S+/in)", said)
     folder = Path(command[2])
     assert folder.stat().st_mode & 0o777 == 0o700
-    terminal = subprocess.Popen([sys.executable, *command[1].split()], cwd=ROOT, stdin=subprocess.PIPE,
-                                stdout=subprocess.PIPE)
+    terminal = subprocess.Popen(["sh", "-c", command[1]], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     read(terminal.stdout, "(Pdb) ")
     assert not folder.exists()
     # Typed ahead; longer than --timeout: neither the watchdog nor the process group ends the waiting rank
@@ -65,6 +64,7 @@ def test_the_chosen_rank_stops_and_the_others_wait(tmp_path):
     said = run.stdout.read().decode()
     assert run.wait() == 0 and "done after step 6" in said, said
     assert len((tmp_path / "run/metrics.jsonl").read_text().splitlines()) == 6
+    terminal.stdin.close()
     assert terminal.wait(60) == 0
 
 

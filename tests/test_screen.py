@@ -7,7 +7,6 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from pool import ROOT
@@ -24,21 +23,15 @@ from runtime.launch import World
 # -----------------------------------------------------------------------------
 # The first lines of a run, and the last
 
-def test_the_time_left_is_the_mean_of_the_steps_so_far(monkeypatch):
-    """The first step of a start, here 11, compiles: it does not count."""
-    clock = iter([1000.0, 1003.0, 1008.0])
-    monkeypatch.setattr("time.monotonic", lambda: next(clock))
-    run_log = SimpleNamespace(first_done=None)
-    left = [log.Log.seconds_left(run_log, number, 20) for number in (11, 12, 13)]
-    assert left == [None, 3.0 * 8, 4.0 * 7]
-
-
-def test_the_closing_line_has_the_median_of_the_rows_behind_the_first(tmp_path, monkeypatch):
+def test_the_time_left_and_the_closing_line_leave_out_the_first_row(tmp_path, monkeypatch, capsys):
+    """The first row of a start also counts what is compiled."""
     now = iter([1000.0, 1112.0])
     monkeypatch.setattr("time.time", lambda: next(now))
     run_log = log.Log(tmp_path, {"steps": 400})
     for step, ms in ((1, 9999.0), (100, 240.0), (200, 230.0), (400, 950.0)):
         run_log.row(step=step, ms=ms, tok_s=17e3)
+    left = [line.partition("left=")[2] for line in capsys.readouterr().out.splitlines()]
+    assert left == ["", "1:12", "0:46", ""]
     assert run_log.speed() == "400 steps in 1:52, median 240 ms, 17,000 tok/s"
 
 
