@@ -39,7 +39,7 @@ from hub.tokenizer import export_tokenizer
 from hub.weights import HuggingFace, read_from, tensors
 from interface import paths
 from interface.command_line import command_line, read_run_config, refuse_unread, wrong_input
-from interface.files import load_json, must_write, sound_rows, whole_folder
+from interface.files import load_json, must_write, whole_folder
 from runtime import adapters
 
 Command = tyro.conf.Positional[Literal["import", "export", "gguf", "peft"]]
@@ -134,8 +134,6 @@ def import_adapter(flags, folder):
 
 
 def import_model(flags, folder):
-    if paths.steps_of(flags.model):
-        raise ValueError(f"{flags.model} is a run of train.py, which sample.py and --init-from read as it is")
     weights = HuggingFace(flags.model, flags.seq_len)
     vocabulary = tokenizer.load_if_there(weights.path, weights.vocab_size)
     cfg = dataclasses.replace(weights.cfg, vocab_size=weights.vocab_size)
@@ -213,22 +211,13 @@ def write_weights(folder, layout, most):
 
 
 def model_card(cfg, kind, weights, run):
-    meta = weights.index["meta"]
     task = {"causal": "text-generation", "mlm": "fill-mask"}[cfg.objective]
     flags = {field.name: getattr(cfg, field.name) for field in dataclasses.fields(cfg)
              if field.name not in (*SILENT, "data", "init_from")
              and getattr(cfg, field.name) != field.default}
-    said = (f"---\nlibrary_name: transformers\npipeline_tag: {task}\ntags:\n- nanoshard\n---\n"
-            f"# {run.name}, step {meta['step']}\n\n{FAMILIES[kind].architecture}, trained by nanoshard.\n\n"
-            f"- sequences trained on: {meta.get('samples')} of {cfg.seq_len} tokens\n"
-            f"- data: {meta.get('data') or 'not known'}\n"
-            f"- flags that differ from the defaults: {as_typed(flags) or 'none'}\n")
-    losses = {}  # the last of each
-    for row in sound_rows(run / "metrics.jsonl")[0]:
-        for key in {"loss", "val_loss"} & row.keys():
-            if row["step"] <= meta["step"] and row[key]:
-                losses[key] = f"- {key} {row[key]:.4f} at step {row['step']}\n"
-    return said + "".join(losses.values())
+    return (f"---\nlibrary_name: transformers\npipeline_tag: {task}\ntags:\n- nanoshard\n---\n"
+            f"# {run.name}, step {weights.index['meta']['step']}\n\n"
+            f"{FAMILIES[kind].architecture}, trained by nanoshard: {as_typed(flags)}\n")
 
 
 def export_adapter(flags, folder):

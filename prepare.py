@@ -8,10 +8,10 @@ FILE is text or .jsonl, either packed as .gz, .jsonl.zst (needs zstandard), .par
 data set on the Hugging Face hub (needs datasets): fineweb_edu_10bt (28 GB), fineweb_edu, dclm_baseline_1.0
 (several TB), dclm_baseline_1.0_10prct, hf:OWNER/NAME::PATTERN.
 
-A document is a file of the standard library, or a record. Other text is cut at blank lines into documents of
-about 4,000 characters, or where --split-at stands in it. End-of-document follows each, and the hash of its
-text alone decides between train and val, so duplicates have the same split; or all of --val is val. `char`
-has no documents: its text is one stream, and the last tenth is val. docs/chat.md tells of conversations.
+A document is a file of the standard library, a record, or about 4,000 characters of other text. An
+end-of-document follows it, and the hash of its text alone decides between train and val, so duplicates stay
+together. `char` has no documents: its text is one stream, and the last tenth is val. docs/chat.md tells of
+conversations.
 """
 import contextlib
 import functools
@@ -47,7 +47,7 @@ from corpus import chat, shards, text, tokenizer
 from corpus.order import draw_keys, permute
 from corpus.shards import SPLITS
 from interface.command_line import command_line, wrong_input
-from interface.files import must_write, remove_folder, set_aside, sync, whole_folder
+from interface.files import must_write, remove_folder, set_aside, whole_folder
 from interface.terminal import say, warn
 
 VOCAB_SIZE = 4096  # for bpe: an id stands for 3.5 characters of Python, and does not dwarf a small model
@@ -103,12 +103,8 @@ def parse(argv):
                          "the model: --tokenizer data/stdlib")
     if flags.sources[:1] == ("chat",) and (flags.shuffle or flags.no_shuffle or flags.split_at):
         raise ValueError("--shuffle, --no-shuffle and --split-at are for texts, not for conversations")
-    if flags.shuffle and flags.no_shuffle:
-        raise ValueError("--shuffle and --no-shuffle: give one of the two")
     if flags.sources != ("stdlib",) and not flags.name:
         raise ValueError(f"--name NAME is missing, the folder under {flags.out}/")
-    if re.search(r"^[.-]|[/\\]|\s", flags.name):
-        raise ValueError(f"--name {flags.name!r} is no plain name, as my-text is; --out says where it goes")
     if flags.vocab_size is not None and flags.tokenizer != "bpe":
         raise ValueError("--vocab-size is for --tokenizer bpe")
     return flags
@@ -205,15 +201,15 @@ def batches(files, flags, split):
         yield split, texts
 
 
-def end_with_parent():
-    """Let a worker end when its parent ends, kill -9 included, and without a word at Ctrl-C."""
+def start_worker():
+    """Let a worker end without a word at Ctrl-C, and with its parent, also at kill -9."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    parent = multiprocessing.parent_process()
+    threading.Thread(target=end_with_parent, daemon=True).start()
 
-    def wait_and_exit():
-        parent.join()
-        os._exit(1)
-    threading.Thread(target=wait_and_exit, daemon=True).start()
+
+def end_with_parent():
+    multiprocessing.parent_process().join()
+    os._exit(1)
 
 
 def encode_all(batches, workers, *how):
@@ -221,7 +217,7 @@ def encode_all(batches, workers, *how):
     if workers == 1:
         yield from (encode(*how, *batch) for batch in batches)
         return
-    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), end_with_parent) as pool:
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), start_worker) as pool:
         waiting = deque()
         for batch in batches:
             waiting.append(pool.submit(encode, *how, *batch))
@@ -269,10 +265,9 @@ def shuffle(path, lengths, dtype, seed):
 # Making the data
 
 def prepare_text(flags, files, val_files, work):
-    """Make a data set of text in the folder `work`; return what meta.json says of it, and a line to print."""
+    """Make tokens of text. Return (tokenizer, {split: tokens}, no masks, what meta.json says, a line)."""
     vocab = make_tokenizer(flags, files + val_files)
     vocab.save(work / "tokenizer.json")
-    dtype = token_dtype(vocab)
     split = "train" if val_files else ""
     todo = itertools.chain(batches(files, flags, split), batches(val_files, flags, "val"))
     how = (work / "tokenizer.json", vocab.sha256, flags.val_fraction)
@@ -280,70 +275,70 @@ def prepare_text(flags, files, val_files, work):
 
     are_records = any(file.kind not in ("whole", "text") for file in files)
     shuffled = flags.shuffle or (are_records and vocab.eod is not None and not flags.no_shuffle)
-    if shuffled:
-        for split in SPLITS:
-            shuffle(work / split, lengths[split], dtype, flags.seed)
-    tokens = {split: read_tokens(work / split, dtype) for split in SPLITS}
+    tokens = {}
+    for split in SPLITS:
+        if shuffled:
+            shuffle(work / split, lengths[split], token_dtype(vocab), flags.seed)
+        tokens[split] = read_tokens(work / split, token_dtype(vocab))
+        (work / split).unlink()
     if vocab.eod is None and not val_files:  # characters: train and val are the two ends of one stream
         cut = int(total["characters"] * (1 - flags.val_fraction))
         tokens = {"train": tokens["train"][:cut], "val": tokens["train"][cut:]}
-    sizes = {split: len(tokens[split]) for split in SPLITS}
-    if not all(sizes.values()):
-        raise ValueError(f"train would have {sizes['train']} tokens and val {sizes['val']}, none may be 0; "
-                         "give more text, another --val-fraction, or --tokenizer char")
-    written = {split: shards.write_shards(work, split, tokens[split], flags.shard_tokens) for split in SPLITS}
-    for split in SPLITS:
-        (work / split).unlink()
+    sizes = [len(tokens[split]) for split in SPLITS]
+    if not all(sizes):
+        raise ValueError(f"train would have {sizes[0]} tokens and val {sizes[1]}, none may be 0; give more "
+                         "text, another --val-fraction, or --tokenizer char")
     if total["spelled"] and vocab.eod is not None:
         warn(f"the text spells {tokenizer.EOD} {total['spelled']:,} times, which are characters to the "
              f"model; --split-at '{tokenizer.EOD}' ends a document there")
-    meta = common_meta(flags, vocab, sizes, {"files": len(files + val_files), "bytes": total["bytes"]})
-    meta["documents"] = None if vocab.eod is None else {split: len(lengths[split]) for split in SPLITS}
-    meta["shuffle_seed"] = flags.seed if shuffled else None
-    meta["shards"] = written
-    return meta, (f"{total['characters']:,} characters, {vocab.n_vocab:,} symbols, {sizes['train']:,} + "
-                  f"{sizes['val']:,} tokens (train + val), {len(files + val_files)} files")
+    n_files = len(files + val_files)
+    about = {"sources": {"files": n_files, "bytes": total["bytes"]},
+             "shuffle_seed": flags.seed if shuffled else None,
+             "documents": None if vocab.eod is None else {split: len(lengths[split]) for split in SPLITS}}
+    return vocab, tokens, {}, about, (
+        f"{total['characters']:,} characters, {vocab.n_vocab:,} symbols, {sizes[0]:,} + {sizes[1]:,} tokens "
+        f"(train + val), {n_files} files")
 
 
 def prepare_chat(flags, files, val_files, work):
-    """Make a data set of conversations, like prepare_text(), but all in memory and in one process."""
+    """Make tokens of conversations, like prepare_text(), but all in memory and in one process."""
     conversations = chat.read_conversations(files)
     val = chat.read_conversations(val_files)
     vocab = make_tokenizer(flags, ()).with_special(chat.MARKERS)
     vocab.save(work / "tokenizer.json")
     packed, counts = chat.pack(conversations, chat.Template(vocab), flags.seq_len, flags.val_fraction,
                                flags.seed, val)
-    written = {}
-    masks = {}
-    for split, (ids, trained) in packed.items():
-        ids = ids.astype(token_dtype(vocab)).reshape(-1)
-        written[split] = shards.write_shards(work, split, ids, flags.shard_tokens)
-        masks[split] = shards.write_shards(work, f"{split}_mask", trained.reshape(-1), flags.shard_tokens)
-    sizes = {split: ids.size for split, (ids, _) in packed.items()}
-    meta = common_meta(flags, vocab, sizes, {"cut": counts["cut"], "dropped": counts["dropped"]})
-    meta["documents"] = {split: counts[split] for split in SPLITS}
-    meta |= {"seq_len": flags.seq_len, "shards": written, "masks": masks}
-    return meta, (f"{counts['train']:,} + {counts['val']:,} conversations (train + val) in windows of "
-                  f"{flags.seq_len}, {vocab.n_vocab:,} symbols; {counts['cut']:,} conversations cut, "
-                  f"{counts['dropped']:,} left out (longer than a window)")
+    tokens = {split: ids.astype(token_dtype(vocab)).reshape(-1) for split, (ids, _) in packed.items()}
+    masks = {split: trained.reshape(-1) for split, (_, trained) in packed.items()}
+    about = {"sources": {"cut": counts["cut"], "dropped": counts["dropped"]}, "seq_len": flags.seq_len,
+             "documents": {split: counts[split] for split in SPLITS}}
+    return vocab, tokens, masks, about, (
+        f"{counts['train']:,} + {counts['val']:,} conversations (train + val) in windows of {flags.seq_len}, "
+        f"{vocab.n_vocab:,} symbols; {counts['cut']:,} conversations cut, {counts['dropped']:,} left out "
+        "(no answer within a window)")
 
 
-def common_meta(flags, vocab, sizes, about):
-    return {
+def make_data(flags, files, val_files, command, work):
+    """Make the data set in the folder `work`. Return a line to print."""
+    make = prepare_chat if flags.sources[0] == "chat" else prepare_text
+    vocab, tokens, masks, about, said = make(flags, files, val_files, work)
+    meta = {
         "version": shards.VERSION,
         "tokenizer": vocab.kind,
         "tokenizer_sha256": vocab.sha256,
         "vocab_size": vocab.n_vocab,
         "dtype": token_dtype(vocab).name,
-        "tokens": sizes,
+        "tokens": {split: len(tokens[split]) for split in SPLITS},
         "eod": vocab.eod,
-        "sources": {"paths": flags.sources, "python": platform.python_version(), **about},
+        **about,
+        "sources": {"paths": flags.sources, "python": platform.python_version(), **about["sources"]},
+        "shards": shards.write_shards(work, tokens, flags.shard_tokens),
+        "command": command,
     }
-
-
-def same_data(command):
-    """Return a command without what changes no byte of its data set."""
-    return re.sub(r" --(workers[ =]\d+|replace\b)", "", command)
+    if masks:
+        meta["masks"] = shards.write_shards(work, masks, flags.shard_tokens, "_mask")
+    (work / "meta.json").write_text(json.dumps(meta, indent=1))
+    return said
 
 
 def is_made(flags, command, files):
@@ -356,10 +351,10 @@ def is_made(flags, command, files):
         return False
     if not (folder / "meta.json").is_file():
         raise ValueError(f"{folder} is there, and is no data set; give another --name")
-    made_by = same_data(shards.load_meta(folder).get("command", "an older prepare.py"))
-    if made_by != command and not flags.replace:
-        raise ValueError(f"{folder} is there, made by: {made_by}; give another --name, or --replace it")
+    made_by = shards.load_meta(folder).get("command", "an older prepare.py")
     if made_by != command:
+        if not flags.replace:
+            raise ValueError(f"{folder} is there, made by: {made_by}; give another --name, or --replace it")
         return False
     with contextlib.suppress(ValueError, OSError):  # what is damaged is made again
         shards.verify(folder)
@@ -368,37 +363,32 @@ def is_made(flags, command, files):
     return False
 
 
+@wrong_input()
 def main(argv=None):
     """Make the data and return 0. SystemExit(2) after one line on stderr: wrong input."""
     argv = sys.argv[1:] if argv is None else argv
     start = time.time()
-    with wrong_input():
-        flags = parse(argv)
-        folder = flags.folder
-        if flags.verify:
-            say(f"{folder}: {shards.verify(folder, cache=False)} files have their sha256")
-            return 0
-        is_chat = flags.sources[0] == "chat"
-        files = list_files(flags.sources[int(is_chat):], flags)
-        val_files = text.list_files(flags.val, flags.text_key) if flags.val else []
-        command = same_data(shlex.join(["python", "prepare.py", *argv]))
-        if is_made(flags, command, files + val_files):
-            say(f"{folder} is up to date")
-            return 0
-        make = prepare_chat if is_chat else prepare_text
-        old = None
-        with must_write(folder), whole_folder(folder) as work:
-            meta, said = make(flags, files, val_files, work)
-            (work / "meta.json").write_text(json.dumps({**meta, "command": command}, indent=1))
-            for path in [*work.iterdir(), work]:
-                sync(path)  # before the old data go, so that a full disk leaves them
-            if folder.exists():
-                old = set_aside(folder.resolve(), f"{folder.name}.old")
-        if old:
-            remove_folder(old, OURS)
-            if old.exists():
-                warn(f"{old} stays: it holds {min(os.listdir(old))}, which prepare.py did not write")
-        say(f"{folder}: {said}, {time.time() - start:.1f} s")
+    flags = parse(argv)
+    folder = flags.folder
+    if flags.verify:
+        say(f"{folder}: {shards.verify(folder, cache=False)} files have their sha256")
+        return 0
+    sources = flags.sources[1:] if flags.sources[0] == "chat" else flags.sources
+    files = list_files(sources, flags)
+    val_files = text.list_files(flags.val, flags.text_key) if flags.val else []
+    # What made a data set, but for what changes no byte of it.
+    command = re.sub(r" --(workers[ =]\d+|replace\b)", "", shlex.join(["python", "prepare.py", *argv]))
+    if is_made(flags, command, files + val_files):
+        say(f"{folder} is up to date")
+        return 0
+    old = None
+    with must_write(folder), whole_folder(folder) as work:
+        said = make_data(flags, files, val_files, command, work)
+        if folder.exists():
+            old = set_aside(folder.resolve(), f"{folder.name}.old")
+    if old:
+        remove_folder(old, OURS)  # files of others stay there
+    say(f"{folder}: {said}, {time.time() - start:.1f} s")
     return 0
 
 

@@ -88,44 +88,39 @@ def main(argv=None):
     if mode == "step":
         print_step(Path(flags.run_dir), flags.step)
         return
-    world = None
-    everyone = launch.Everyone()
-    if mode == "chat":
-        world = launch.launch(launch.NO_TIMEOUT, quiet=True)
-        everyone = world.everyone
+    world = launch.launch(launch.NO_TIMEOUT, quiet=True) if mode == "chat" else None
+    everyone = world.everyone if world else launch.Everyone()
     with everyone.input():
         cfg, vocab_size, weights, run, said = read_run(flags.run_dir)
         vocabulary = load_vocabulary(run, vocab_size)
-        answer = ask(mode, flags, cfg, vocabulary, run, world)
+        if (cfg.objective == "mlm") != (mode == "fill"):
+            raise ValueError(f"{run} was trained with --objective {cfg.objective}: mlm fills gaps, with "
+                             f"--fill 'a {MASK} in a text', and causal continues a text, with --prompt")
         if mode == "chat":
+            Template(vocabulary)  # refuses a vocabulary
             cfg = share_out(cfg, flags, argv, world)
-        model = load_model(cfg, vocab_size, weights, world)
+        elif mode == "fill":
+            mask = load_json(run / "config.json")["mask_token"]
+            ids = encode_gaps(flags.fill, vocabulary, mask, cfg.seq_len)
+        elif mode == "score":
+            documents = read_documents(flags.score, vocabulary)
+        elif mode == "prompt":
+            prompts = encode_prompts(flags.prompt, vocabulary)
+        model = load_model(cfg, vocab_size, weights, world).eval()
     if everyone.rank == 0:
         print(said, end="", file=sys.stderr, flush=True)
-    answer(model.eval())
-    if mode == "chat":
+    if mode == "prompt":
+        print_samples(model, vocabulary, prompts, flags)
+    elif mode == "fill":
+        print_fillings(model, vocabulary, ids, mask)
+    elif mode == "score":
+        print_scores(model, documents)
+    elif mode == "serve":
+        serve(model, vocabulary, flags, str(run))
+    else:
+        converse(model, vocabulary, flags, world)
         del model  # and with it the mesh
         launch.shutdown(world)
-
-
-def ask(mode, flags, cfg, vocabulary, run, world):
-    """Return a function of the model that prints what is asked for. ValueError, OSError: it cannot be."""
-    if (cfg.objective == "mlm") != (mode == "fill"):
-        raise ValueError(f"{run} was trained with --objective {cfg.objective}: mlm fills gaps, with --fill "
-                         f"'a {MASK} in a text', and causal continues a text, with --prompt")
-    if mode == "fill":
-        return partial(print_fillings, vocabulary, *read_gaps(cfg, vocabulary, run, flags.fill))
-    if mode == "serve":
-        return partial(serve, Server(flags.host, flags.port), vocabulary, flags, str(run))
-    if mode == "score":
-        return partial(print_scores, read_documents(flags.score, vocabulary))
-    if mode == "chat":
-        Template(vocabulary)  # refuses a vocabulary
-        return partial(converse, world, vocabulary, flags)
-    if not flags.prompt and vocabulary.kind == "char" and "\n" not in vocabulary.chars:
-        raise ValueError(f"the text of {run} has no line break to begin with; give --prompt TEXT")
-    prompts = [encode_prompt(prompt, vocabulary) for prompt in flags.prompt or ("\n",)]
-    return partial(print_samples, vocabulary, prompts, flags)
 
 
 def load_model(cfg, vocab_size, weights, world=None):
@@ -156,8 +151,7 @@ def load_model(cfg, vocab_size, weights, world=None):
 def load_vocabulary(run, vocab_size):
     vocabulary = tokenizer.load_if_there(run, vocab_size)
     if vocabulary is None:
-        raise ValueError(f"{run} has no tokenizer.json: train on text, such as --data data/stdlib; that of a "
-                         "model of Hugging Face is saved again with transformers")
+        raise ValueError(f"{run} has no tokenizer.json: train on text, such as --data data/stdlib")
     return vocabulary
 
 
@@ -172,7 +166,14 @@ def encode_prompt(prompt, vocabulary):
     return ids
 
 
-def print_samples(vocabulary, prompts, flags, model):
+def encode_prompts(prompts, vocabulary):
+    """Return the ids of each prompt; of a line break if there is none."""
+    if not prompts and vocabulary.kind == "char" and "\n" not in vocabulary.chars:
+        raise ValueError("the text of this run has no line break to begin with; give --prompt TEXT")
+    return [encode_prompt(prompt, vocabulary) for prompt in prompts or ("\n",)]
+
+
+def print_samples(model, vocabulary, prompts, flags):
     """Print flags.n samples of each prompt, a list of ids."""
     samples = [(prompt, flags.seed + i) for prompt in prompts for i in range(flags.n)]
     for number, (prompt, seed) in enumerate(samples, 1):
@@ -219,12 +220,11 @@ def print_step(run, number):
 # -----------------------------------------------------------------------------
 # --fill
 
-def read_gaps(cfg, vocabulary, run, text):
-    """Return the ids of text, and the id of [MASK]. ValueError: it has no [MASK], or too many tokens."""
-    mask = load_json(run / "config.json")["mask_token"]
-    *before, last = text.split(MASK)
-    if not before:
+def encode_gaps(text, vocabulary, mask, seq_len):
+    """Return the ids of a text, in which each [MASK] has the id `mask`."""
+    if MASK not in text:
         raise ValueError(f"--fill {text!r} has no {MASK}; for example --fill 'a {MASK} in a text'")
+    *before, last = text.split(MASK)
     ids = []
     for piece in before:
         # A byte pair begins with the space in front of its word, so that space belongs to the gap.
@@ -232,12 +232,12 @@ def read_gaps(cfg, vocabulary, run, text):
             piece = piece.removesuffix(" ")
         ids += [*vocabulary.encode(piece), mask]
     ids += vocabulary.encode(last)
-    if len(ids) > cfg.seq_len:
-        raise ValueError(f"--fill has {len(ids)} tokens, a sequence has {cfg.seq_len}; give less text")
-    return ids, mask
+    if len(ids) > seq_len:
+        raise ValueError(f"--fill has {len(ids)} tokens, a sequence has {seq_len}; give less text")
+    return ids
 
 
-def print_fillings(vocabulary, ids, mask, model):
+def print_fillings(model, vocabulary, ids, mask):
     """Print the text with the likeliest token in each gap, and then the likeliest tokens of each gap."""
     import torch
     device = next(model.parameters()).device
@@ -263,21 +263,20 @@ def print_fillings(vocabulary, ids, mask, model):
 
 def read_documents(path, vocabulary):
     """Return the ids of each document of --score FILE, (n,) int64, after end-of-document if there is one."""
-    if not Path(path).is_file():
-        raise FileNotFoundError(f"--score {path} is no file; give a text, or a .jsonl of lines with a 'text'")
     [file] = text.list_files(path, "text")
     start = np.array([] if vocabulary.eod is None else [vocabulary.eod], np.int64)
     return [np.concatenate([start, vocabulary.encode_numpy(document)])
             for document in text.texts(file, "text")]
 
 
-def print_scores(documents, model):
-    """Print a line of JSON for each of read_documents(). A loss or perplexity that is too large is null."""
+def print_scores(model, documents):
+    """Print a line of JSON for each of read_documents()."""
     for ids in documents:
-        tokens = max(0, len(ids) - 1)
-        mean = total_loss(model, ids) / tokens if tokens else math.inf
-        print(json.dumps({"tokens": tokens, "loss": mean if math.isfinite(mean) else None,
-                          "perplexity": math.exp(mean) if mean < 700 else None}), flush=True)
+        row = {"tokens": max(0, len(ids) - 1), "loss": None, "perplexity": None}
+        if row["tokens"]:
+            row["loss"] = total_loss(model, ids) / row["tokens"]
+            row["perplexity"] = math.exp(min(row["loss"], 700))
+        print(json.dumps(row), flush=True)
 
 
 def total_loss(model, ids):
@@ -367,7 +366,7 @@ def share_out(cfg, flags, argv, world):
     return cfg
 
 
-def converse(world, vocabulary, flags, model):
+def converse(model, vocabulary, flags, world):
     """Answer questions that rank 0 reads until there are no more; rank 0 prints. Ctrl-C ends an answer."""
     share = world.everyone.broadcast  # a few bytes over the world
     answering = stop = False
@@ -378,8 +377,6 @@ def converse(world, vocabulary, flags, model):
         if not answering:
             raise KeyboardInterrupt
 
-    if hasattr(sys.stdin, "reconfigure"):  # no UTF-8 must not end rank 0 while the others wait
-        sys.stdin.reconfigure(errors="replace")
     signal.signal(signal.SIGINT, interrupted if world.rank == 0 else signal.SIG_IGN)
     chat = Chat(model, vocabulary, flags, lambda token: share((token, stop)))
     say = show if world.rank == 0 else len
@@ -409,13 +406,13 @@ def read_line():
 # -----------------------------------------------------------------------------
 # --serve
 
-def serve(server, vocabulary, flags, name, model):
+def serve(model, vocabulary, flags, name):
     """Let a page in the browser ask, until Ctrl-C. name: of the run, which the page shows."""
     talks = set(MARKERS) <= vocabulary.special.keys()
     settings = {"name": name, "mode": "chat" if talks else "text", "system": flags.system,
                 "temperature": flags.temperature}
-    seeds = itertools.count(flags.seed)
-    server.run(partial(reply, model=model, vocabulary=vocabulary, flags=flags, seeds=seeds), settings)
+    how = {"model": model, "vocabulary": vocabulary, "flags": flags, "seeds": itertools.count(flags.seed)}
+    Server(flags.host, flags.port).run(partial(reply, **how), settings)
 
 
 def reply(asked, *, model, vocabulary, flags, seeds):

@@ -74,8 +74,6 @@ def read_conversations(files):
     found = []
     dropped = Counter()
     for file in files:
-        if file.kind != "records":
-            raise ValueError(f"{file.path} is not .jsonl; write one conversation on each line")
         for where, record in json_lines(file.path):
             found.append(messages_of(record, where))
             dropped.update(key for key, value in record.items() if key != "messages" and value is not None)
@@ -96,8 +94,6 @@ def messages_of(record, where):
         for key in message.keys() - {"role", "content", "weight"}:
             if message[key] is not None:
                 raise ValueError(f"{where}: a message has {key!r}, which has no place among the tokens")
-    if not any(map(is_trained, messages)):
-        raise ValueError(f"{where}: no assistant speaks with a weight of 1, there is nothing to train on")
     return messages
 
 
@@ -108,8 +104,8 @@ def pack(conversations, template, seq_len, val_fraction, seed, val=()):
     """Return {split: (ids, trained) of windows, (windows, seq_len + 1) int64 and uint8}, and counts.
 
     Whole conversations, in an order that the seed determines, fill a window; padding that is not trained
-    fills the rest. A longer one is cut, and dropped if no trained token stays. counts: the conversations that
-    are cut, dropped, in train and in val. val: those of --val; then no others are val.
+    fills the rest. A longer one is cut. One without a trained token is dropped. counts: the conversations
+    that are cut, dropped, in train and in val. val: those of --val; then no others are val.
     """
     width = seq_len + 1
     pairs = {split: [] for split in SPLITS}  # (ids, trained) of each conversation

@@ -19,7 +19,7 @@ from config import ceil_div
 from corpus.chat import END
 from corpus.masked import mask_sources
 from corpus.order import draw_keys, permute, splitmix64
-from corpus.shards import SPLITS, load_meta, open_shards, shared_sha256
+from corpus.shards import load_meta, open_shards
 
 MAX_PERIOD = 100_000  # the most entries of a blend's schedule; that many take 0.6 s to compute
 WEIGHT_STEPS = 10_000  # weights in proportion to the tokens are multiples of 1 / WEIGHT_STEPS
@@ -193,24 +193,18 @@ def parse_blend(spec):
     if Path(spec).is_dir() or not ("," in spec or ":" in spec):
         return [(spec, None)]
 
-    blend = {}
+    blend = []
     for item in spec.split(","):
-        folder, weight = item, None
-        if ":" in item:
-            folder, _, weight = item.rpartition(":")
-        if not folder or folder in blend:
-            raise ValueError(f"--data {spec} names a folder twice, or none; write it as A:0.7,B:0.3")
-        blend[folder] = weight
-    if set(blend.values()) == {None}:
-        return list(blend.items())
-
-    try:
-        weights = [Fraction(weight) for weight in blend.values()]
-    except (ValueError, TypeError, ZeroDivisionError):
-        weights = [0]
-    if min(weights) <= 0:
-        raise ValueError(f"--data {spec}: each folder has a weight above 0, as in A:0.7,B:0.3, or none")
-    return list(zip(blend, weights, strict=True))
+        folder, _, weight = item.partition(":")
+        try:
+            weight = Fraction(weight) if ":" in spec else None
+        except (ValueError, ZeroDivisionError):
+            weight = 0
+        if not folder or folder in dict(blend) or weight is not None and weight <= 0:
+            raise ValueError(f"--data {spec}: write it as A,B or A:0.7,B:0.3, each folder once with a weight "
+                             "above 0")
+        blend.append((folder, weight))
+    return blend
 
 
 def first_folder(spec):
@@ -265,17 +259,18 @@ def load_blend_meta(spec):
         if meta["tokenizer_sha256"] != metas[0]["tokenizer_sha256"]:
             raise ValueError(f"{folders[0]} and {folder} have different tokenizers; prepare the second again "
                              f"with --tokenizer {folders[0]} and another --name")
-    shards = {split: [shard for meta in metas for shard in meta["shards"][split]] for split in SPLITS}
-    shared = shared_sha256(shards)
-    if shared:
-        raise ValueError(f"--data {spec}: a train and a val shard have equal sha256 {shared[:9]}; one data"
-                         " set would be tested on what another trains on: leave one out")
-
-    files = shards["train"] + shards["val"]
+    train = []
+    val = []
+    masks = []
     for meta in metas:
+        train += meta["shards"]["train"]
+        val += meta["shards"]["val"]
         if "masks" in meta:
-            files += meta["masks"]["train"] + meta["masks"]["val"]
-    identity = [file["sha256"][:16] for file in files]
+            masks += meta["masks"]["train"] + meta["masks"]["val"]
+    if {file["sha256"] for file in train} & {file["sha256"] for file in val}:
+        raise ValueError(f"--data {spec}: a train and a val shard have equal sha256; one data set would be "
+                         "tested on what another trains on: leave one out")
+    identity = [file["sha256"][:16] for file in train + val + masks]
     if len(metas) > 1:
         identity.append(":".join(map(str, samples_per_period(spec, metas))))
     return {**metas[0], "identity": " ".join(identity)}

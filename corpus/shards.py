@@ -37,27 +37,14 @@ def how_to_fix(folder, meta):
 def load_meta(folder):
     """Return the meta.json of one data set as a dict.
 
-    FileNotFoundError: no such data set. ValueError: damaged, another version, or train and val are equal.
+    FileNotFoundError: no such data set. ValueError: damaged, or another version.
     """
     path = Path(folder) / "meta.json"
     if not path.is_file():
         raise FileNotFoundError(f"{folder} holds no prepared data (no meta.json); {paths.meant_data(folder)}")
-    try:
-        meta = load_json(path)
-        check_schema(meta, {"version": Literal[VERSION], "vocab_size": int, "shards": dict}, path)
-        shared = shared_sha256(meta["shards"])
-        if shared:
-            raise ValueError(f"{path}: train and val have equal sha256 {shared[:9]}, expected different text")
-    except ValueError as e:
-        raise ValueError(f"{e}; move {folder} away, then {paths.make_data(folder)}") from e
+    meta = load_json(path)
+    check_schema(meta, {"version": Literal[VERSION], "vocab_size": int, "shards": dict}, path)
     return meta
-
-
-def shared_sha256(shards):
-    """Return a sha256 that a train and a val shard have in common, else ""."""
-    train = {shard["sha256"] for shard in shards["train"]}
-    val = {shard["sha256"] for shard in shards["val"]}
-    return min(train & val, default="")
 
 
 def open_shards(folder, split, meta, kind="shards"):
@@ -72,42 +59,39 @@ def open_shards(folder, split, meta, kind="shards"):
     for shard in meta[kind][split]:
         path = Path(folder) / shard["file"]
         max_id = shard.get("max_id", 0)
-        if not path.is_file():
-            raise FileNotFoundError(f"{path} is missing; {fix}")
         if max_id >= meta["vocab_size"]:
             raise ValueError(f"{path} has the token id {max_id}, vocab_size is {meta['vocab_size']}; {fix}")
-
         with open(path, "rb") as f:
             header = f.read(HEADER_BYTES)
-        if header != pack_header(itemsize, shard["tokens"]):
-            raise ValueError(f"{path} has another header than meta.json says; {fix}")
-        size = path.stat().st_size
-        expected_size = HEADER_BYTES + itemsize * shard["tokens"]
-        if size != expected_size:
-            raise ValueError(f"{path} has {size} bytes, expected {expected_size}; {fix}")
+        size = HEADER_BYTES + itemsize * shard["tokens"]
+        if header != pack_header(itemsize, shard["tokens"]) or path.stat().st_size != size:
+            raise ValueError(f"{path} has another header or size than meta.json says; {fix}")
         opened.append(np.asarray(np.memmap(path, f"<u{itemsize}", "r", HEADER_BYTES)))
     return opened
 
 
-def write_shards(folder, split, tokens, most):
-    """Write tokens, (n,), as shards of at most `most` tokens; return meta.json's entries."""
-    return [write_shard(folder / f"{split}_{first // most:05d}.bin", tokens[first : first + most])
-            for first in range(0, len(tokens), most)]
+def write_shards(folder, tokens, most, kind=""):
+    """Write {split: tokens, (n,)} as shards of at most `most` tokens; return what meta.json says of them."""
+    shards = {split: [] for split in SPLITS}
+    for split in SPLITS:
+        for first in range(0, len(tokens[split]), most):
+            path = folder / f"{split}{kind}_{first // most:05d}.bin"
+            shards[split].append(write_shard(path, tokens[split][first : first + most]))
+    return shards
 
 
 def write_shard(path, tokens):
     """Write tokens, (n,), as one shard; return what meta.json says of it."""
     header = pack_header(tokens.itemsize, len(tokens))
     digest = hashlib.sha256(header)
-    max_id = 0
     with open(path, "wb") as f:
         f.write(header)
         for first in range(0, len(tokens), BLOCK):
             block = np.ascontiguousarray(tokens[first : first + BLOCK])
             f.write(block)
             digest.update(block)
-            max_id = max(max_id, int(block.max()))
-    return {"file": path.name, "tokens": len(tokens), "sha256": digest.hexdigest(), "max_id": max_id}
+    return {"file": path.name, "tokens": len(tokens), "sha256": digest.hexdigest(),
+            "max_id": int(tokens.max())}
 
 
 def verify(folder, cache=True):
@@ -123,27 +107,22 @@ def verify(folder, cache=True):
         files += meta["shards"][split]
         if "masks" in meta:
             files += meta["masks"][split]
-    fix = how_to_fix(folder, meta)
     record = folder / ".verified.json"
     seen = {}
-    if cache:
-        with suppress(OSError, ValueError):
-            seen = load_json(record)
-
+    with suppress(OSError, ValueError):
+        seen = load_json(record)
     good = {}
     for file in files:
         path = folder / file["file"]
-        if not path.is_file():
-            raise FileNotFoundError(f"{path} is missing; {fix}")
         stat = path.stat()
         good[path.name] = [stat.st_size, stat.st_mtime_ns, file["sha256"]]
-        if seen.get(path.name) == good[path.name]:
+        if cache and seen.get(path.name) == good[path.name]:
             continue
         with open(path, "rb") as f:
             found = hashlib.file_digest(f, "sha256").hexdigest()
         if found != file["sha256"]:
-            raise ValueError(f"{path} has sha256 {found[:9]}, expected {file['sha256'][:9]}; {fix}")
-    if good != seen:
-        with suppress(OSError):  # in a read-only folder the files are read each time
-            write_whole(record, json.dumps(good))
+            raise ValueError(f"{path} has sha256 {found[:9]}, expected {file['sha256'][:9]}; "
+                             f"{how_to_fix(folder, meta)}")
+    with suppress(OSError):  # in a read-only folder the files are read each time
+        write_whole(record, json.dumps(good))
     return len(files)

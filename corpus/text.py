@@ -75,50 +75,43 @@ def fetch_from_hub(name):
 
 def kind_of(name, path, key):
     """Return how a file is read. name: what it was called before it came into a cache."""
-    packed = str(name).lower()
-    name = packed.removesuffix(".gz").removesuffix(".zst")
+    name = str(name).lower().removesuffix(".gz").removesuffix(".zst")
     if name.endswith(".parquet"):
         return "parquet"
-    with open_bytes(path) as f:
-        first = f.readline().strip()
     if name.endswith(RECORDS):
         return "records"
+    with open_bytes(path) as f:
+        first = f.readline().strip().removeprefix(b"\xef\xbb\xbf")
     record = None
-    with contextlib.suppress(ValueError, RecursionError):
+    with contextlib.suppress(ValueError):
         record = json.loads(first)
     if isinstance(record, dict) and (key in record or "messages" in record):
         say(f"{path}: its first line is a JSON object, so each line is read as one")
         return "records"
-    first = first.removeprefix(b"\xef\xbb\xbf")
     is_json = isinstance(record, dict) or re.match(rb'\[?\s*\{\s*("|$)|\[$', first)
     fields = re.split(rb'"?[,\t]"?', first.strip(b'"'))
     is_table = len(fields) > 1 and key.encode() in fields
     if not name.endswith(".txt") and (is_table or is_json or name.endswith((".json", ".csv", ".tsv"))):
         raise ValueError(f"{path} would be trained on with its brackets or separators; write a JSON object "
                          f"on each line (jq -c '.[]') with the text under --text-key {key}, or name it .txt")
-    if packed.endswith(".zst"):  # zstandard does not tell that a text is cut short; a record is broken then
-        raise ValueError(f"{path} is no .jsonl.zst; unpack it")
     return "text"
 
 
 @contextlib.contextmanager
 def open_bytes(path):
-    """Open a file, unpacked as its first bytes say. ValueError: its packing is damaged or cut short."""
-    damage = [EOFError, zlib.error, gzip.BadGzipFile]
+    """Open a file, unpacked as its first bytes say. ValueError: a .gz is damaged or cut short."""
     with open(path, "rb") as raw:
         begin = raw.peek(4)
         f = raw
         if begin.startswith(GZIP):
             f = gzip.open(raw)
         if begin.startswith(ZSTD):
-            zstandard = require("zstandard", path)
-            damage.append(zstandard.ZstdError)
-            unpacker = zstandard.ZstdDecompressor(max_window_size=1 << 31)
+            unpacker = require("zstandard", path).ZstdDecompressor(max_window_size=1 << 31)
             f = io.BufferedReader(unpacker.stream_reader(raw, read_across_frames=True))
         try:
             yield f
-        except tuple(damage) as e:
-            raise ValueError(f"{path} is damaged or cut short ({one_line(e)[:120]}); get it again") from e
+        except (EOFError, zlib.error, gzip.BadGzipFile) as e:
+            raise ValueError(f"{path} is damaged or cut short ({e}); get it again") from None
 
 
 # -----------------------------------------------------------------------------
@@ -144,14 +137,15 @@ def texts(file, key):
                 raise ValueError(f"{where} has no text under {key!r}, it has {', '.join(record)[:200]}; mend "
                                  "it, or say by --text-key where the text is")
             yield record[key]
-    else:
-        try:
-            with open_bytes(file.path) as f:
-                yield f.read().decode("utf-8-sig")
-        except UnicodeDecodeError as e:
-            if file.kind == "text":
-                raise ValueError(f"{file.path} is not utf-8 ({e}); convert it with iconv") from None
-            warn(f"{file.path} is not utf-8 at byte {e.start}: it is left out")  # it tests Python's decoders
+        return
+    with open_bytes(file.path) as f:
+        raw = f.read()
+    try:
+        yield raw.decode("utf-8-sig")
+    except UnicodeDecodeError as e:
+        if file.kind == "text":
+            raise ValueError(f"{file.path} is not utf-8 ({e}); convert it with iconv") from None
+        warn(f"{file.path} is not utf-8 at byte {e.start}: it is left out")  # it tests Python's decoders
 
 
 def paragraphs(text):
@@ -173,28 +167,22 @@ def json_lines(path):
     """Yield (its file and row, the JSON object) of each line that is not blank. ValueError: it is none."""
     with open_bytes(path) as f:
         for row, line in enumerate(f, 1):
-            if line.isspace():
-                continue
-            try:
+            record = None
+            with contextlib.suppress(ValueError):
                 record = json.loads(line)
-            except ValueError:
-                record = None
-            if not isinstance(record, dict):
+            if isinstance(record, dict):
+                yield f"{path}, row {row:,}", record
+            elif not line.isspace():
                 raise ValueError(f"{path}, row {row:,} is no JSON object; mend it or leave it out; jq -c . "
                                  "writes each object on a line")
-            yield f"{path}, row {row:,}", record
 
 
 def parquet_rows(path, key):
     """Yield (its file and row, {key: value}) of each row; where the key is no column, all columns."""
-    parquet = require("pyarrow.parquet", path)
-    row = 0
-    try:
-        with parquet.ParquetFile(path) as f:
-            columns = [key] if key in f.schema_arrow.names else None
-            for batch in f.iter_batches(256, columns=columns):
-                for record in batch.to_pylist():
-                    row += 1
-                    yield f"{path}, row {row:,}", record
-    except (OSError, ValueError) as e:
-        raise ValueError(f"{path} is damaged after row {row:,} ({one_line(e)[:120]}); get it again") from e
+    with require("pyarrow.parquet", path).ParquetFile(path) as f:
+        columns = [key] if key in f.schema_arrow.names else None
+        row = 0
+        for batch in f.iter_batches(256, columns=columns):
+            for record in batch.to_pylist():
+                row += 1
+                yield f"{path}, row {row:,}", record

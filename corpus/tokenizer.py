@@ -22,12 +22,10 @@ PATTERN = (
     r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+"
     r"|\s++$|\s*[\r\n]|\s+(?!\S)|\s"
 )
-# The classes of transformers that give the pre-tokenizer of tokenizer.json the add_prefix_space of
-# tokenizer_config.json, and the model_types that stand for them where no class is named.
-SET_PREFIX_SPACE = ("GPT2Tokenizer", "Qwen2Tokenizer", "GPTNeoXTokenizer", "CohereTokenizer",
-                    "CodeGenTokenizer")
-CLASS_OF_MODEL = {"gpt2": "GPT2Tokenizer", "qwen2": "Qwen2Tokenizer", "qwen3": "Qwen2Tokenizer",
-                  "qwen3_moe": "Qwen2Tokenizer"}
+# The tokenizer classes of transformers, and where none is named the model_types, for which the
+# add_prefix_space of tokenizer_config.json counts and not that of tokenizer.json
+SET_PREFIX_SPACE = {"GPT2Tokenizer", "Qwen2Tokenizer", "GPTNeoXTokenizer", "CohereTokenizer",
+                    "CodeGenTokenizer", "gpt2", "qwen2", "qwen3", "qwen3_moe"}
 UNKNOWN = "\ufffd"  # what decoding gives for an id without a token, such as padding
 
 
@@ -155,28 +153,21 @@ class HfTokenizer(Tokenizer):
         self.library.encode_special_tokens = True  # in a text their characters are encoded as any others
         self.library.no_truncation()
         self.library.no_padding()
-        self.n_vocab = max(self.library.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-        self.eod = self.find_eod()
+        self.n_vocab = max(self.library.get_vocab(with_added_tokens=True).values()) + 1
 
-    def find_eod(self):
-        """Return the id of end-of-document: the tokenizer's, or the model's, or None."""
-        eos = self.spec["config"].get("eos_token")
+        # The tokenizer's end-of-document, or the model's
+        eos = spec["config"].get("eos_token")
         if isinstance(eos, dict):
-            eos = eos.get("content")
-        if eos is not None:
-            return self.library.token_to_id(eos)
-        eos = self.spec.get("eos_id")
-        return eos if isinstance(eos, int) and eos < self.n_vocab else None
+            eos = eos["content"]
+        self.eod = self.library.token_to_id(eos) if eos else spec.get("eos_id")
+        if not isinstance(self.eod, int) or self.eod >= self.n_vocab:
+            self.eod = None
 
-    def encode_numpy(self, text, special=False):
-        """special: with the tokens that the tokenizer puts before a text."""
-        try:
-            return np.array(self.library.encode(text, add_special_tokens=special).ids, np.uint32)
-        except Exception as e:  # the library has no exceptions of its own
-            raise ValueError(f"this tokenizer cannot encode {text[:40]!r}: {one_line(e)[:80]}") from None
+    def encode_numpy(self, text):
+        return np.array(self.library.encode(text, add_special_tokens=False).ids, np.int64)
 
     def encode_prompt(self, text):
-        return self.encode_numpy(text, special=True).tolist()
+        return self.library.encode(text).ids
 
     def decode(self, ids):
         return self.library.decode([int(i) for i in ids], skip_special_tokens=False)
@@ -252,23 +243,15 @@ def spec_of_theirs(content, path):
     for name in ("tokenizer_config.json", "config.json"):
         file = path.with_name(name)
         beside[name] = load_json(file) if file.is_file() else {}
-    config, of_model = beside["tokenizer_config.json"], beside["config.json"]
-    set_prefix_space(content, config, of_model.get("model_type"))
+    config = beside["tokenizer_config.json"]
+    of_model = beside["config.json"]
+    name = config.get("tokenizer_class") or of_model.get("model_type") or ""
+    if name.removesuffix("Fast") in SET_PREFIX_SPACE:
+        first = content.get("pre_tokenizer") or {}
+        for step in first.get("pretokenizers", [first]):
+            if step.get("type") == "ByteLevel":
+                step["add_prefix_space"] = bool(config.get("add_prefix_space"))
     return {"kind": "hf", "json": content, "config": config, "eos_id": of_model.get("eos_token_id")}
-
-
-def set_prefix_space(content, config, model_type):
-    """Let a tokenizer.json put a space before a text as transformers does: some classes ignore its value.
-
-    content, config: of tokenizer.json and tokenizer_config.json.
-    """
-    name = config.get("tokenizer_class") or CLASS_OF_MODEL.get(model_type, "")
-    if name.removesuffix("Fast") not in SET_PREFIX_SPACE:
-        return
-    first = content.get("pre_tokenizer") or {}
-    for step in first.get("pretokenizers", [first]):
-        if step.get("type") == "ByteLevel":
-            step["add_prefix_space"] = bool(config.get("add_prefix_space"))
 
 
 # -----------------------------------------------------------------------------
@@ -285,20 +268,14 @@ def refuse_other_tokens(run, folder, more=True):
         return
     theirs = load(run)
     ours = load(folder)
-    special_fits = theirs.special.items() <= ours.special.items()
-    size_fits = more or ours.n_vocab == theirs.n_vocab
-    if not (same_text_tokens(theirs, ours) and special_fits and size_fits):
-        raise ValueError(f"the tokens of {folder} are others than those of the run {run}; prepare the data "
-                         f"with --tokenizer {run}")
-
-
-def same_text_tokens(theirs, ours):
-    """Whether two tokenizers have the same tokens, special ones aside."""
-    if {**theirs.spec, "special": 0} == {**ours.spec, "special": 0}:
-        return True
     # A tokenizer of Hugging Face may stand for one of ours.
     text_ids = set(range(theirs.n_vocab)) - set(theirs.special.values())
-    return all(theirs.decode([i]) == ours.decode([i]) for i in text_ids)
+    same_text = all(theirs.decode([i]) == ours.decode([i]) for i in text_ids)
+    special_fits = theirs.special.items() <= ours.special.items()
+    size_fits = more or ours.n_vocab == theirs.n_vocab
+    if not (same_text and special_fits and size_fits):
+        raise ValueError(f"the tokens of {folder} are others than those of the run {run}; prepare the data "
+                         f"with --tokenizer {run}")
 
 
 def prompt_tokenizer(cfg):

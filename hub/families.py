@@ -193,12 +193,14 @@ def config_json(cfg, kind, vocab_size, eod, dtype):
         scaled = dict(zip(LLAMA3_KEYS, cfg.rope_scaling, strict=True))
         scaled["original_max_position_embeddings"] = int(scaled["original_max_position_embeddings"])
         out["rope_scaling"] = {"rope_type": "llama3", **scaled}
+    types = ["full_attention"] * cfg.n_layer
+    for i in range(cfg.n_layer):
+        if cfg.window and not (cfg.full_every and (i + 1) % cfg.full_every == 0):
+            types[i] = "sliding_attention"
     window = {"sliding_window": cfg.window or None, "use_sliding_window": cfg.window > 0,
-              "layer_types": layer_types(cfg),
+              "layer_types": types,
               "rope_local_base_freq": cfg.window_rope_base or cfg.rope_base}
     out |= {field: window[field] for field in family.window}
-    if cfg.window and family.window is LAYERED:
-        out["max_window_layers"] = 0  # for versions that read no layer_types
 
     if kind == "glm4_moe":
         out |= {"norm_topk_prob": cfg.top_k > 1, "partial_rotary_factor": 1.0}
@@ -209,15 +211,6 @@ def config_json(cfg, kind, vocab_size, eod, dtype):
     elif kind == "gemma3_text":
         out |= {"query_pre_attn_scalar": head_width(cfg), "sliding_window": cfg.window or cfg.seq_len}
     return out
-
-
-def layer_types(cfg):
-    """Return what config.json calls the attention of each layer."""
-    types = []
-    for i in range(cfg.n_layer):
-        has_window = cfg.window and not (cfg.full_every and (i + 1) % cfg.full_every == 0)
-        types.append("sliding_attention" if has_window else "full_attention")
-    return types
 
 
 # -----------------------------------------------------------------------------
@@ -248,10 +241,7 @@ def read_config(path, dtype, seq_len=0):
     if seq_len:
         theirs[FAMILIES[kind].fields["seq_len"]] = seq_len
     try:
-        flags = our_flags(kind, theirs)
-        types = Config.__annotations__
-        check_schema(flags, {name: types[name] for name in flags if name != "rope_scaling"}, "our flags")
-        cfg = Config(**flags, dtype=dtype)
+        cfg = Config(**our_flags(kind, theirs), dtype=dtype)
         config.check(cfg)
     except (ValueError, KeyError, TypeError, ZeroDivisionError) as e:  # it speaks of our flags
         raise ValueError(f"{path} is no model of ours: {type(e).__name__} {e}") from None

@@ -149,14 +149,13 @@ class HuggingFace(checkpoint.Reader):
 
     def __init__(self, folder, seq_len=0):
         self.path = Path(folder)
-        files = [self.path / "model.safetensors"]
-        if not files[0].exists():
-            index = self.path / "model.safetensors.index.json"
-            if index.exists():
-                files = [self.path / name for name in sorted(set(load_json(index)["weight_map"].values()))]
+        files = {"model.safetensors"}
+        index = self.path / "model.safetensors.index.json"
+        if index.exists():
+            files = set(load_json(index)["weight_map"].values())
         self.slices = {}
         for file in files:
-            self.slices |= open_slices(file)
+            self.slices |= open_slices(self.path / file)
         if "wte.weight" in self.slices:  # GPT-2 on the hub was saved without the prefix of its names
             self.slices = {f"transformer.{name}": found for name, found in self.slices.items()}
         kind, cfg, self.vocab_size = read_config(self.path / "config.json", "fp32", seq_len)

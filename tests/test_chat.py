@@ -174,8 +174,7 @@ def test_fill_windows_opens_no_more_than_it_must():
 
 @pytest.mark.parametrize("line,words", [
     ('{"messages": [{"role": "bot", "content": "x"}]}', "'bot', not system or user or assistant"),
-    ('{"messages": [{"role": "user", "content": "x"}]}', "no assistant speaks"), ("[]", "no JSON object"),
-    ('{"text": "x"}', "lacks messages; write {"),
+    ("[]", "no JSON object"), ('{"text": "x"}', "lacks messages; write {"),
     ('{"messages": [{"role": "assistant", "content": "x", "weight": 0.5}]}', "weight is 0.5, not 0 or 1"),
     ('{"messages": [{"role": "assistant", "content": "x", "tool_calls": []}]}', "has 'tool_calls', which")])
 def test_a_line_that_is_no_conversation_is_named(line, words, data):
@@ -196,7 +195,7 @@ def test_keys_beside_the_messages_are_said(data):
 
 @pytest.mark.parametrize("argv,words", [
     (["chat"], "chat needs FILE.jsonl"), (["chat", "{}/conversations.jsonl"], "--tokenizer data/stdlib"),
-    (["chat", "{}/text.txt", "--tokenizer", "{}/base"], "is not .jsonl"),
+    (["chat", "{}/text.txt", "--tokenizer", "{}/base"], "row 1 is no JSON object"),
     (["chat", "{}/conversations.jsonl", "--tokenizer", "{}/base", "--seq-len", "3"],
      "150 have no answer within --seq-len 3")])
 def test_wrong_input_of_prepare_chat(argv, words, data):

@@ -14,7 +14,7 @@ import pytest
 import test_import
 import torch
 import torch.nn.functional as F
-from runs import TINY, chars, go, refused, rows
+from runs import TINY, chars, go, refused
 from safetensors.torch import load_file, save_file
 from test_import import VOCAB, WINDOWS
 from torch.overrides import TorchFunctionMode
@@ -467,7 +467,7 @@ def test_wrong_flags_of_convert_py(made, tmp_path):
     run, hf_dir, out = made / "run", made / "hf", f"--out={tmp_path}/out"
     for argv, word in [
             (["export", run], "--out is missing"), (["export", run, f"--out={made}"], "a new directory"),
-            (["export", made / "toy", out], "config.json"), (["import", run, out], "is a run of train.py"),
+            (["export", made / "toy", out], "config.json"), (["import", run, out], "model.safetensors"),
             (["export", hf_dir, out], "of Hugging Face already"),
             (["export", run, out, "--base=x", "--seq-len=8"], "export does not read --base, --seq-len")]:
         refused(convert.main, argv, word)
@@ -501,7 +501,7 @@ def test_without_transformers_a_line_says_what_to_install(made, tmp_path, monkey
 
 def test_the_card_says_what_was_trained(made):
     card = (made / "hf" / "README.md").read_text()
-    for words in (f"- loss {rows(made / 'run')[-1]['loss']:.4f} at step 1", "LlamaForCausalLM", "--lr 0.01"):
+    for words in ("run, step 1", "LlamaForCausalLM", "--lr 0.01"):
         assert words in card, card
     assert str(made) not in card and not any(word in card for word in ("--plot", "--init", "--data"))
     assert json.loads((made / "hf" / "config.json").read_text())["eos_token_id"] is None

@@ -225,7 +225,7 @@ def test_edited_files_are_caught_by_verify(toy, capsys):
     assert code == 2 and err.count("\n") == 1 and f"nanoshard: {shard} has sha256" in err
     shard.unlink()
     for call in (opens(folder), lambda: shards.verify(folder)):
-        refused(FileNotFoundError, call, str(shard), "missing", "make it with: python prepare.py")
+        refused(FileNotFoundError, call, str(shard))
     edit(folder / "tokenizer.json", 12, b"!")
     refused(ValueError, lambda: shards.verify(folder), "tokenizer.json", "sha256")
 
@@ -446,7 +446,7 @@ def test_files_of_others_stay_when_a_data_set_is_replaced(tmp_path, texts, capsy
     assert run(capsys, *argv)[0] == 0
     (tmp_path / "x/notes.txt").write_text("mine")
     code, _, err = run(capsys, *argv, "--val-fraction", 0.3, "--replace")
-    assert code == 0 and "x.old stays: it holds notes.txt" in err and (tmp_path / "x").is_symlink()
+    assert code == 0 and err == "" and (tmp_path / "x").is_symlink()
     assert tree(tmp_path / "disk/x.old") == [(tmp_path / "disk/x.old/notes.txt", b"mine")]
     assert "--replace" not in shards.load_meta(tmp_path / "x")["command"]
 
@@ -477,7 +477,6 @@ def test_stdlib_sources_and_undecodable_files(tmp_path, capsys, monkeypatch):
 @pytest.mark.parametrize("argv, say", [
     (["--name", "x"], "SOURCE"), (["nowhere.txt", "--name", "x"], "nowhere.txt is not a file"),
     (["fineweb_edu"], "--name NAME is missing"), (["fineweb", "--name", "x"], "fineweb_edu_10bt"),
-    *((["stdlib", f"--name={name}"], "is no plain name") for name in ("..", "x/y", ".x", "-x", "a\nb")),
     (["stdlib", "--vocab-size", "256"], "--vocab-size 256 must be at least 257"),
     (["stdlib", "--val-fraction", "nan"], "nan"), (["stdlib", "--tokenizer", "gtp2"], "gpt2"),
     (["stdlib", "--tokenizer", "char", "--vocab-size", "300"], "--vocab-size"),

@@ -235,7 +235,7 @@ def test_score_starts_a_document_after_end_of_document(tmp_path):
 
 def test_wrong_inputs_are_one_line(run, tmp_path):
     (tmp_path / "foreign.txt").write_text("ab \u00e9")
-    for file, words in ("none", "is no file"), ("foreign", "U+00E9"):
+    for file, words in ("none", "is not a file"), ("foreign", "U+00E9"):
         refused(sample.main, [run, "--score", tmp_path / f"{file}.txt"], words)
     refused(sample.main, [run, "--score", tmp_path, "--n=5", "--top-k=2"], "does not read --n, --top-k")
     refused(sample.main, [run, "--score", tmp_path, "--prompt=a"], "prompt does not read --score")
