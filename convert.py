@@ -243,7 +243,7 @@ def write_gguf(flags, folder):
     with closing(gguf.open_writer(folder / "model.gguf", full, kind)) as writer:
         gguf.add_model(writer, full, kind, vocab_size, flags.dtype)
         gguf.add_tokenizer(writer, vocabulary, vocab_size)
-        gguf.write(writer, gguf.read_from(weights, full, kind, vocab_size, dtype))
+        gguf.write(writer, gguf.read_from(weights, full, kind, vocab_size, dtype), full, kind)
     return f"{said}{flags.out}: {writer.arch} in {flags.dtype}\nllama-cli -m {shlex.quote(flags.out)} -p ..."
 
 

@@ -25,7 +25,6 @@ ROLES = ("system", "user", "assistant")
 END = "<|end|>"
 MARKERS = (*(f"<|{role}|>" for role in ROLES), END)
 RECORD = {"messages": [{"role": Literal[ROLES], "content": str, "weight?": Literal[0, 1]}]}
-FORM = '{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}'
 OPEN_WINDOWS = 64  # the most windows in which fill_windows() looks for room
 
 
@@ -85,10 +84,7 @@ def read_conversations(files):
 
 def messages_of(record, where):
     """Return the messages of a record. ValueError: it is no conversation to train on."""
-    try:
-        check_schema(record, RECORD, "it")
-    except ValueError as e:
-        raise ValueError(f"{where}: {e}; write {FORM}") from None
+    check_schema(record, RECORD, where)
     messages = record["messages"]
     for message in messages:
         for key in message.keys() - {"role", "content", "weight"}:

@@ -1,6 +1,4 @@
 """A model of ours as one GGUF file, the format of llama.cpp, by PyPI's package gguf: it knows the names."""
-from dataclasses import dataclass
-
 from config import head_width
 from corpus import chat
 from corpus.text import require
@@ -44,18 +42,6 @@ def open_writer(path, cfg, kind):
 # -----------------------------------------------------------------------------
 # Tensors
 
-@dataclass
-class Ggml(Lazy):
-    """A tensor of llama.cpp."""
-    heads: int = 0  # of a query or key matrix whose rows are paired
-
-    def detach(self):
-        whole = super().detach()
-        if self.parts[0].name.endswith(".offset"):
-            return whole + 1  # the factor itself
-        return pair_rows(whole, self.heads) if self.heads else whole
-
-
 def pair_rows(tensor, heads):
     """Put the rows i and i + D/2 of each head of a query or key matrix, or its bias, side by side."""
     halves = tensor.reshape(heads, 2, -1, *tensor.shape[1:])  # (heads, 2, D/2, C)
@@ -63,22 +49,19 @@ def pair_rows(tensor, heads):
 
 
 def read_from(weights, cfg, kind, vocab_size, dtype):
-    """Return {llama.cpp's name: Ggml}, read from a Reader of our weights."""
+    """Return {llama.cpp's name: Lazy}, read from a Reader of our weights."""
     import gguf
     import torch
     table = gguf.get_tensor_name_map(gguf.MODEL_ARCH[ARCHITECTURES[kind]], cfg.n_layer)
-    found = {}
+    tensors = {}
     for theirs, part in named_parts(cfg, kind, vocab_size):
         # All experts are one tensor there, under the name of one without its number.
         theirs = theirs.replace(".{}", "").replace("e_score_correction_bias", "e_score_correction.bias")
-        found.setdefault(table.get_name(theirs, (".weight", ".bias")), []).append(part)
-    heads = {"wq": cfg.n_head, "wk": cfg.n_kv_head} if kind in PAIRS_ROWS else {}
-    tensors = {}
-    for name, parts in found.items():
-        paired = heads.get(parts[0].name.split(".")[-2], 0)
+        name = table.get_name(theirs, (".weight", ".bias"))
         # In fp32 in every file, as in llama.cpp's own: vectors, routers, positions.
-        is_wide = len(parts[0].size) == 1 or name.endswith(("ffn_gate_inp.weight", "position_embd.weight"))
-        tensors[name] = Ggml(parts, weights=weights, dtype=torch.float32 if is_wide else dtype, heads=paired)
+        is_wide = len(part.size) == 1 or name.endswith(("ffn_gate_inp.weight", "position_embd.weight"))
+        new = Lazy([], weights=weights, dtype=torch.float32 if is_wide else dtype)
+        tensors.setdefault(name, new).parts.append(part)
     return tensors
 
 
@@ -153,8 +136,8 @@ def add_tokenizer(writer, vocabulary, vocab_size):
 # -----------------------------------------------------------------------------
 # The file
 
-def write(writer, tensors):
-    """Write the file. tensors: {name: Ggml}. ValueError: one is not finite."""
+def write(writer, tensors, cfg, kind):
+    """Write the file. tensors: {name: Lazy}. ValueError: one is not finite."""
     import numpy as np
     import torch
     from gguf import GGMLQuantizationType
@@ -166,8 +149,14 @@ def write(writer, tensors):
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
+    heads = {"wq": cfg.n_head, "wk": cfg.n_kv_head} if kind in PAIRS_ROWS else {}
     for name, tensor in tensors.items():
-        values = tensor.detach().contiguous()
+        values = tensor.detach()
+        module, leaf = tensor.parts[0].name.split(".")[-2:]
+        if module in heads:
+            values = pair_rows(values, heads[module])
+        if leaf == "offset":
+            values = values + 1  # the factor itself
         if not values.isfinite().all():
             raise ValueError(f"{name} has values that are not finite in this --dtype; try --dtype fp32")
-        writer.write_tensor_data(values.view(torch.uint8).numpy())
+        writer.write_tensor_data(values.contiguous().view(torch.uint8).numpy())

@@ -185,7 +185,7 @@ class HuggingFace(checkpoint.Reader):
         if cfg.tied and "lm_head.weight" in more:  # some files hold the head although it is tied
             if not torch.equal(self.slices[embedding][:], self.slices["lm_head.weight"][:]):
                 raise ValueError(f"{self.path}: tie_word_embeddings is true, but lm_head.weight is another "
-                                 f"matrix than {embedding}; set it to false, or delete lm_head.weight")
+                                 f"matrix than {embedding}")
             more.remove("lm_head.weight")
         if more:
             raise ValueError(f"{self.path}: our model has no place for {min(more)}; it is of another kind")

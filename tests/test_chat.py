@@ -174,7 +174,7 @@ def test_fill_windows_opens_no_more_than_it_must():
 
 @pytest.mark.parametrize("line,words", [
     ('{"messages": [{"role": "bot", "content": "x"}]}', "'bot', not system or user or assistant"),
-    ("[]", "no JSON object"), ('{"text": "x"}', "lacks messages; write {"),
+    ("[]", "no JSON object"), ('{"text": "x"}', "the content lacks messages"),
     ('{"messages": [{"role": "assistant", "content": "x", "weight": 0.5}]}', "weight is 0.5, not 0 or 1"),
     ('{"messages": [{"role": "assistant", "content": "x", "tool_calls": []}]}', "has 'tool_calls', which")])
 def test_a_line_that_is_no_conversation_is_named(line, words, data):
