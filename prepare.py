@@ -88,10 +88,6 @@ class Flags:
     RANGES = {"vocab_size": (257, 1 << 31), "workers": (1, 1024), "shard_tokens": (1, 1 << 40),
               "val_fraction": (0, 1)}
 
-    @property
-    def folder(self):
-        return Path(self.out) / (self.name or "stdlib")
-
 
 def parse(argv):
     """Return the Flags of argv (list of str). ValueError: one line that says what is wrong."""
@@ -341,19 +337,18 @@ def make_data(flags, files, val_files, command, work):
     return said
 
 
-def is_made(flags, command, files):
+def is_made(folder, command, files, replace):
     """Whether the data set stands, sound, and was made by this command after its files last changed.
 
     ValueError: what stands there is no data set, or another one, and --replace is not given.
     """
-    folder = flags.folder
     if not folder.exists():
         return False
     if not (folder / "meta.json").is_file():
         raise ValueError(f"{folder} is there, and is no data set; give another --name")
     made_by = shards.load_meta(folder).get("command", "an older prepare.py")
     if made_by != command:
-        if not flags.replace:
+        if not replace:
             raise ValueError(f"{folder} is there, made by: {made_by}; give another --name, or --replace it")
         return False
     with contextlib.suppress(ValueError, OSError):  # what is damaged is made again
@@ -369,7 +364,7 @@ def main(argv=None):
     argv = sys.argv[1:] if argv is None else argv
     start = time.time()
     flags = parse(argv)
-    folder = flags.folder
+    folder = Path(flags.out) / (flags.name or "stdlib")
     if flags.verify:
         say(f"{folder}: {shards.verify(folder, cache=False)} files have their sha256")
         return 0
@@ -378,7 +373,7 @@ def main(argv=None):
     val_files = text.list_files(flags.val, flags.text_key) if flags.val else []
     # What made a data set, but for what changes no byte of it.
     command = re.sub(r" --(workers[ =]\d+|replace\b)", "", shlex.join(["python", "prepare.py", *argv]))
-    if is_made(flags, command, files + val_files):
+    if is_made(folder, command, files + val_files, flags.replace):
         say(f"{folder} is up to date")
         return 0
     old = None

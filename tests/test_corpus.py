@@ -310,13 +310,6 @@ def test_preparing_needs_no_torch():
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
 
-@pytest.mark.parametrize("words", ["--vocab-size 300 --shard-tokens 9", "--vocab_size=300 --shard_tokens=9"])
-def test_flags_in_both_spellings(words):
-    flags = prepare.parse(["a.jsonl", "--name", "x", "--shuffle", *words.split()])
-    assert (flags.sources, flags.folder) == (("a.jsonl",), Path("data/x"))
-    assert (flags.vocab_size, flags.shard_tokens, flags.shuffle) == (300, 9, True)
-
-
 # -----------------------------------------------------------------------------
 # Blends: shares, order, errors, and a run on a blend that is stopped and resumed
 
