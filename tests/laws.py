@@ -54,9 +54,9 @@ TEXTS = {"bench": (".py", ".sh", ".js", ".html", ".pbs", ".slurm"),
 # What is larger today: a number here only falls, and what is within its limit leaves the list.
 OVER = {
     "runtime, interface": (4392, 29),
-    "corpus, cost, programs": (6418, 31),
-    "house": (17407, 96),
-    "tests": (23489, 83)}
+    "corpus, cost, programs": (6298, 31),
+    "house": (17287, 96),
+    "tests": (23474, 83)}
 LONG_FILES = {
     "tests/test_kernels.py": 639}
 
