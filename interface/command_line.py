@@ -1,10 +1,6 @@
 """The command line of every program: a frozen dataclass whose fields are the flags, its comments their help.
 
-    parse           [PRESET] [flags] -> config.Config, or a dataclass derived from it
-    read_flags      a run's config.json -> its flags; read_run_config: -> config.Config
-    command_line    argv -> any frozen dataclass, by tyro; wrong flags give one line that says what is wrong
-    change_words    argv with other values of some flags
-    wrong_input     turns a program's wrong input into one line on stderr and exit code 2
+parse() reads that of train.py, which has a preset, and of programs that take its flags; command_line() any.
 """
 import contextlib
 import dataclasses
@@ -146,13 +142,10 @@ def read_flags(path):
 
 def read_run_config(path):
     """Return (Config, vocabulary size) from a run's config.json. ValueError: it is none of train.py."""
-    try:
-        cfg = Config(**read_flags(path))
-        config.check(cfg)
-        saved = load_json(path)
-        check_schema(saved, {"vocab_size_used": int}, "flags")
-    except ValueError as e:
-        raise ValueError(f"{path} is no run's ({e}); give train.py's --out") from None
+    cfg = Config(**read_flags(path))
+    config.check(cfg)
+    saved = load_json(path)
+    check_schema(saved, {"vocab_size_used": int}, path)
     return cfg, saved["vocab_size_used"]
 
 

@@ -1,11 +1,5 @@
 """What a number of ranks can have: which values of the flags fit a layout and each other.
 
-    check_ranks     whether the ranks can be a mesh; how many replicas they are
-    check_layout    whether they can train the model
-    check_flags     both, without a mesh; check_alone: in one process, where the layout may need more
-    command         the command line that starts a number of ranks
-    stage_layers    which blocks each pipeline stage holds
-
 train.py refuses a layout that cannot be, plan.py leaves it out. cost/memory.py asks whether memory suffices.
 """
 import itertools

@@ -218,7 +218,7 @@ def test_a_full_disk_loses_no_row_and_is_one_line(frees, tmp_path, capsys, monke
 
 
 class StandIn:
-    """The part of wandb that Tracker calls. on_init and on_log: what goes wrong there."""
+    """The part of wandb that log.py calls. on_init and on_log: what goes wrong there."""
 
     class CommError(Exception):
         pass
