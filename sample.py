@@ -206,15 +206,15 @@ def print_step(run, number):
     source, *_ = open_data(cfg)
     n_ranks = load_json(run / "config.json")["dp"]
     full = cfg.global_batch or cfg.micro_batch * n_ranks
-    first = 0
-    for _ in range(number - 1):
-        first += batch_size(first, full, cfg.rampup_batch_size)
-    count = batch_size(first, full, cfg.rampup_batch_size)
+    end = 0
+    for _ in range(number):
+        count = batch_size(end, full, cfg.rampup_batch_size)
+        end += count
     for i in range(count):
         rank, within = divmod(i, count // n_ranks)
-        print(f"--- sample {first + i}: rank {rank} of dp, micro-batch {within // cfg.micro_batch}")
-        tokens = source.batch(first + i, 1)[0]
-        show(vocabulary.decode(tokens[0].tolist()) + "\n")
+        sample = end - count + i
+        print(f"--- sample {sample}: rank {rank} of dp, micro-batch {within // cfg.micro_batch}")
+        show(vocabulary.decode(source.batch(sample, 1)[0][0].tolist()) + "\n")
 
 
 # -----------------------------------------------------------------------------
@@ -311,9 +311,9 @@ class Chat:
     agree: a function of this rank's token that gives rank 0's, and whether rank 0 was told to stop.
     """
 
-    def __init__(self, model, vocabulary, flags, agree=None):
+    def __init__(self, model, vocabulary, flags, agree=lambda token: (token, False)):
         import torch
-        self.model = model.eval()
+        self.model = model
         self.vocabulary = vocabulary
         self.flags = flags
         self.agree = agree
@@ -337,12 +337,10 @@ class Chat:
         """Yield the ids of the answer. However it ends, <|end|> follows it in the conversation."""
         from pipeline import stream
         flags = self.flags
-        stop = False
         try:
             for token in stream(self.model, self.tokens, flags.max_new_tokens, self.cache,
                                 temperature=flags.temperature, top_k=flags.top_k, rng=self.rng):
-                if self.agree:
-                    token, stop = self.agree(token)
+                token, stop = self.agree(token)
                 self.tokens[-1] = token
                 if token in self.vocabulary.special.values():
                     self.tokens.pop()

@@ -137,15 +137,14 @@ def texts(file, key):
                 raise ValueError(f"{where} has no text under {key!r}, it has {', '.join(record)[:200]}; mend "
                                  "it, or say by --text-key where the text is")
             yield record[key]
-        return
-    with open_bytes(file.path) as f:
-        raw = f.read()
-    try:
-        yield raw.decode("utf-8-sig")
-    except UnicodeDecodeError as e:
-        if file.kind == "text":
-            raise ValueError(f"{file.path} is not utf-8 ({e}); convert it with iconv") from None
-        warn(f"{file.path} is not utf-8 at byte {e.start}: it is left out")  # it tests Python's decoders
+    else:
+        try:
+            with open_bytes(file.path) as f:
+                yield f.read().decode("utf-8-sig")
+        except UnicodeDecodeError as e:
+            if file.kind == "text":
+                raise ValueError(f"{file.path} is not utf-8 ({e}); convert it with iconv") from None
+            warn(f"{file.path} is not utf-8 at byte {e.start}: it is left out")  # it tests Python's decoders
 
 
 def paragraphs(text):
