@@ -99,18 +99,13 @@ def program_of(prog):
     return sys.argv[0] if Path(sys.argv[0]).name == prog else prog
 
 
-def table_of(cls, prog):
-    """Return {word: its answer} for a program with the flags of a dataclass."""
+def refuse_foreign(argv, cls, prog):
+    """Raise ValueError, with the command in our words, if argv has words of others. cls: of its flags."""
     pairs = OTHERS.get(prog, "")
     if issubclass(cls, Config):
         pairs = TRAIN + pairs
-    known = {word: said for said, words in SAID.items() for word in words.split()}
-    return known | dict(pair.split(":") for pair in pairs.split())
-
-
-def refuse_foreign(argv, cls, prog):
-    """Raise ValueError, with the command in our words, if argv has words of others. cls: of its flags."""
-    known = table_of(cls, prog)
+    known = {word: answer for answer, words in SAID.items() for word in words.split()}
+    known.update(pair.split(":") for pair in pairs.split())
     rest = []
     said = []
     left = list(argv)

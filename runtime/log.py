@@ -184,8 +184,21 @@ def report_traffic(run, batch, sent):
 def begin(run, found):
     """Say on rank 0 what kind of run begins, from a checkpoint's path or None, and return its Log."""
     cfg = run.cfg
+    world = run.world
     run.stop.watch_file(run.out)
-    log_file = make_log(run)
+    device = f"CPU, {os.cpu_count()} cores" if world.device.type == "cpu" else device_name(world.device)
+    config = {**dataclasses.asdict(cfg), "vocab_size_used": run.state.vocab_size, "git": git_revision(),
+              "argv": sys.argv, "world": world.size, "nodes": world.n_nodes, "launcher": world.launcher,
+              "dp": run.mesh.dp.size, "torch": torch.__version__, "attention": run.choice.attention_by(),
+              "machine": {"host": platform.node(), "device": device, "python": platform.python_version()}}
+    if cfg.objective == "mlm":
+        config["mask_token"] = run.train_data.mask_token
+    tokenizer = {}
+    with must_write(run.out):
+        if cfg.data != "synthetic":
+            paths = [Path(first_folder(cfg.data), name) for name in ("meta.json", "tokenizer.json")]
+            tokenizer = {path.name: path.read_bytes() for path in paths if path.exists()}
+        log_file = Log(run.out, config, run.state.step, cfg.wandb, run.state.changed, tokenizer)
     started(run, found)
     say_what_has_no_effect(cfg)
     log_file.profiler = profiles.start_profile(cfg.profile)
@@ -202,24 +215,6 @@ def end(run):
     if run.log_file.speeds:
         say(run.log_file.speed())
     ending.report_ending(run)
-
-
-def make_log(run):
-    cfg = run.cfg
-    world = run.world
-    device = f"CPU, {os.cpu_count()} cores" if world.device.type == "cpu" else device_name(world.device)
-    config = {**dataclasses.asdict(cfg), "vocab_size_used": run.state.vocab_size, "git": git_revision(),
-              "argv": sys.argv, "world": world.size, "nodes": world.n_nodes, "launcher": world.launcher,
-              "dp": run.mesh.dp.size, "torch": torch.__version__, "attention": run.choice.attention_by(),
-              "machine": {"host": platform.node(), "device": device, "python": platform.python_version()}}
-    if cfg.objective == "mlm":
-        config["mask_token"] = run.train_data.mask_token
-    with must_write(run.out):
-        tokenizer = {}
-        if cfg.data != "synthetic":
-            paths = [Path(first_folder(cfg.data), name) for name in ("meta.json", "tokenizer.json")]
-            tokenizer = {path.name: path.read_bytes() for path in paths if path.exists()}
-        return Log(run.out, config, run.state.step, cfg.wandb, run.state.changed, tokenizer)
 
 
 def git_revision():
