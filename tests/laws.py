@@ -53,9 +53,9 @@ TEXTS = {"bench": (".py", ".sh", ".js", ".html", ".pbs", ".slurm"),
 
 # What is larger today: a number here only falls, and what is within its limit leaves the list.
 OVER = {
-    "runtime, interface": (4379, 29),
+    "runtime, interface": (4369, 29),
     "corpus, cost, programs": (6295, 31),
-    "house": (17271, 96),
+    "house": (17261, 96),
     "tests": (23474, 83)}
 LONG_FILES = {
     "tests/test_kernels.py": 639}
