@@ -311,7 +311,7 @@ def main(argv=None):
         return Outcome.DONE
     table, rows, right = run(world, flags)
     if flags.json and world.rank == 0:
-        report = {"backend": world.backend, "mesh": {k: list(v) for k, v in table.items()}, "rows": rows}
+        report = {"backend": dist.get_backend(), "mesh": {k: list(v) for k, v in table.items()}, "rows": rows}
         flags.json.write_text(json.dumps(report))
     shutdown(world)
     if not right and world.rank == 0:

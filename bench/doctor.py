@@ -112,7 +112,7 @@ def device(world):
         if cores == 1 < (os.cpu_count() or 1):
             return "WARN", f"cpu: bound to 1 of {os.cpu_count()} cores", \
                 "give the launcher --bind-to none, --cpu-bind depth or srun -c"
-        return ok(f"cpu: {cores} cores, {world.threads} threads per rank")
+        return ok(f"cpu: {cores} cores, {torch.get_num_threads()} threads per rank")
     name, count = device_name(world.device), torch.accelerator.device_count()
     try:
         a = torch.randn(256, 256, device=world.device, dtype=torch.bfloat16, requires_grad=True)

@@ -1,9 +1,4 @@
-"""What the ranks decide together: that they have the same flags, data and weights, and when to stop.
-
-    started              what surrounds a run: its ranks, with equal flags, and its watchdog
-    Stop                 a signal on any rank, the file OUT/stop, or --max-minutes
-    replica_differences  compares the parameters that several ranks share (--check-every)
-"""
+"""What the ranks decide together: that they have the same flags, data and weights, and when to stop."""
 import contextlib
 import math
 import os
@@ -38,9 +33,7 @@ PROMPT = ("cpu",)  # devices whose sums the host reads at once
 @contextlib.contextmanager
 def started(argv=None):
     """Surround a run of these flags: give (Config, World, Watch) when all ranks have started with equal ones.
-
-    argv: by default this program's. At the end the ranks part, also where the run leaves by SystemExit.
-    """
+    argv: by default this program's. At the end the ranks part, also where the run leaves by SystemExit."""
     with session.surround():
         parsed = session.signals.parsed if argv is None else session.parse_flags(argv)
         cfg, wrong = parsed or session.parse_flags(sys.argv[1:])
@@ -87,10 +80,7 @@ def make_mesh(cfg, world):
 
 def open_data(cfg, world, mesh):
     """Return what a run reads: (train, val, vocab_size, identity, tokenizer). Collective.
-
-    train, val: sources of samples. identity: words that other data would change; checkpoints keep them.
-    tokenizer: for samples of text, or None if the run prints none.
-    """
+    identity: words that other data would change. tokenizer: None if the run prints no samples of text."""
     if world.local_rank == 0 and cfg.data != "synthetic":
         for folder, _ in samples.parse_blend(cfg.data):
             verify(folder)  # once per node
@@ -114,11 +104,8 @@ def start_copy(tensor):
 
 class Stop:
     """When to stop before the last step: after a signal on any rank, if the file OUT/stop appears, or before
-    --max-minutes have passed.
-
-    Each rank votes for the reasons that it knows, and the votes of all ranks are summed in each step, with
-    the statistics (Optimizer.stats). On a GPU the host reads the sums of the step before.
-    """
+    --max-minutes have passed. The votes of all ranks are summed in each step, with the statistics
+    (Optimizer.stats). On a GPU the host reads the sums of the step before."""
 
     def __init__(self, max_minutes):
         self.limit = max_minutes * 60 or math.inf  # seconds
@@ -152,10 +139,8 @@ class Stop:
         return [*(session.signals.number == number for number in session.STOPPING), is_asked, is_late]
 
     def poll(self, world, begun):
-        """Return why to stop, of REASONS, or None to go on; the same on all ranks.
-
-        begun: when this step began. If it was skipped, this is collective over the world.
-        """
+        """Return why to stop, of REASONS, or None; the same on all ranks. begun: when this step began.
+        If it was skipped, this is collective over the world."""
         now = time.monotonic()
         self.longest_step = max(self.longest_step, now - begun)
         found = self.read_sums(world)

@@ -1,9 +1,7 @@
 """What the ranks' programs tell each other: a few words, through the TCPStore by which they met.
 
-Collectives of the device's process groups move tensors. What is said here needs none: whether all ranks have
-read their files, a path that rank 0 chose. Each rank writes its word under a key of its own, rank 0 reads all
-of them, combines them and writes one answer. Words are JSON and never pickled: who reaches the store's port
-can write there, and must not be able to run code.
+Each rank writes its word under a key of its own; rank 0 reads them all, combines them and writes an answer.
+Words are JSON and never pickled: who reaches the store's port can write there, and must not run code.
 """
 import collections
 import contextlib
@@ -18,8 +16,7 @@ WRONG = "wrong input"
 class Everyone:
     """This rank among all ranks. Each method is collective, and its values are what JSON holds.
 
-    store: a torch.distributed.TCPStore that no other Everyone of this rank uses; None for a single rank.
-    calls: this rank's runtime.launch.CollectiveLog, which the watchdog reads.
+    store: a torch.distributed.TCPStore of its own; None for a single rank. calls: a CollectiveLog.
     RuntimeError: the ranks are in different methods, or rank 0 is gone, whose end closes the store.
     """
     name = "world"  # for the watchdog
@@ -37,7 +34,6 @@ class Everyone:
         return self._together("gather", value, list)
 
     def any(self, flag):
-        """Whether flag is true on any rank."""
         return self._together("any", bool(flag), any)
 
     def maximum(self, numbers):
@@ -52,12 +48,10 @@ class Everyone:
         """Return all entries of the ranks' dicts: of equal keys, which are strings, the lowest rank's."""
         return self._together("union", entries, lambda dicts: dict(collections.ChainMap(*dicts)))
 
-    def broadcast(self, value):
-        """Return the value of rank 0."""
+    def broadcast(self, value):  # rank 0's
         return self._together("broadcast", value if self.rank == 0 else None, lambda values: values[0])
 
     def barrier(self):
-        """Wait until all ranks have arrived here."""
         self._together("barrier", None, len)
 
     def part(self):
@@ -67,11 +61,11 @@ class Everyone:
 
     @contextlib.contextmanager
     def input(self):
-        """End all ranks with exit code 2, and one line from one of them, if the body fails on any rank.
+        """End all ranks with exit code 2, and one line from one of them, if on any rank
+        the body raises ValueError or OSError: wrong flags or files.
 
-        A failure is a ValueError or an OSError: wrong flags or files. The rank that fails says so in the
-        place of its next word, so the others learn of it where they next speak, or at the end of the body.
-        Before a collective of the device, the body must say something, for example barrier().
+        It says so in the place of its next word, so the others learn of it where they next speak, or at the
+        end. Before a collective of the device, the body must say something, for example barrier().
         """
         try:
             yield
@@ -80,7 +74,7 @@ class Everyone:
         self.barrier()  # no rank goes on before all are here
 
     def _together(self, kind, value, combine):
-        """Return combine([value of rank 0, value of rank 1, ...]), which rank 0 computes, on every rank."""
+        """Return combine([value of rank 0, value of rank 1, ...]), computed on rank 0, on every rank."""
         if self.calls is not None and self.size > 1:
             self.calls.record(self, kind)
         self.turn += 1
@@ -110,7 +104,7 @@ class Everyone:
         return result
 
     def _wait_until_read(self):
-        """On rank 0, wait until the others have read the last answer: then its process may end."""
+        """On rank 0, wait until the others have read the last answer."""
         read = [f"everyone/{self.turn}/{rank}/read" for rank in range(1, self.size)]
         if self.rank > 0:
             self.store.set(read[self.rank - 1], "")
@@ -119,8 +113,7 @@ class Everyone:
 
 
 def _answer(words, combine):
-    """Return as JSON ([(rank, text)] of the ranks with wrong input, the methods the ranks are in, the result
-    of combine() if that is one method)."""
+    """Return as JSON [(rank, text)] of wrong input, the methods that the ranks are in, and the result."""
     said = [json.loads(word) for word in words]
     wrong = [(rank, value) for rank, (kind, value) in enumerate(said) if kind == WRONG]
     kinds = sorted({kind for kind, _ in said})

@@ -1,7 +1,4 @@
-"""What a run takes from another one: its weights (--init-from), and which of its flags may differ.
-
-config.flag() says what each difference means.
-"""
+"""What a run takes from another one: its weights (--init-from), and which of its flags may differ."""
 import dataclasses
 import json
 from pathlib import Path
@@ -12,23 +9,25 @@ from corpus.samples import first_folder, settled_doc_mask
 from corpus.tokenizer import refuse_other_tokens
 from ddp import frozen_parameters
 from runtime.adapters import base_path, reference
-from runtime.pieces import bucket_pieces, damage, load_pieces, own_pieces
+from runtime.pieces import bucket_pieces, first_sound, load_pieces, own_pieces
 
 VOCABULARY = "wte.weight", "head.weight", "mlm.bias"  # their rows are symbols and padding
-DEFAULTS = json.loads(json.dumps(dataclasses.asdict(Config())))
 UNKNOWN = "no such flag"
 
 
 # -----------------------------------------------------------------------------
 # Flags that differ
 
+def flags_of(cfg):
+    """Return {flag: value} of a Config, as JSON gives it back."""
+    return json.loads(json.dumps(dataclasses.asdict(cfg)))
+
+
 def differences(cfg, names, before, now=None):
     """Return {flag: [the checkpoint's value, this run's]} of those flags that differ and have an effect.
-
-    before: {flag: value} of the checkpoint; a flag that it does not name had its default. now: those of cfg.
-    """
-    now = now or json.loads(json.dumps(dataclasses.asdict(cfg)))
-    before = {**DEFAULTS, **before}
+    before: {flag: value} of the checkpoint; a flag that it does not name had its default. now: of cfg."""
+    now = now or flags_of(cfg)
+    before = {**flags_of(Config()), **before}
     return {name: [before[name], now[name]] for name in names
             if before[name] != now[name] and (name not in FLAGS or has_effect(name, cfg))}
 
@@ -42,9 +41,7 @@ def refuse(path, changed, allow=""):
 
 def refuse_other_model(cfg, path, before, may_differ=(), names=SHAPE):
     """Raise ValueError, with all flags to give, if the model of a checkpoint has another shape than cfg's.
-
-    before: {flag: value} of the checkpoint. With RoPE no tensor depends on seq_len.
-    """
+    before: {flag: value} of the checkpoint. With RoPE no tensor depends on seq_len."""
     if before.get("pos", Config.pos) == "rope":
         may_differ = (*may_differ, "seq_len")
     refuse(path, differences(cfg, [name for name in names if name not in may_differ], before))
@@ -52,14 +49,12 @@ def refuse_other_model(cfg, path, before, may_differ=(), names=SHAPE):
 
 def changed_flags(cfg, path, meta, n_ranks, data_id, vocab_size):
     """Return {flag: [the checkpoint's value, cfg's]} where they differ, if it matters to the training.
-
-    meta: from the checkpoint. ValueError: --resume-changed has to allow it, or nothing can.
-    """
+    meta: from the checkpoint. ValueError: --resume-changed has to allow it, or nothing can."""
     # The default of --doc-mask is not what older checkpoints had.
-    before = {**DEFAULTS, "doc_mask": "off", **meta["shape"], **meta.get("flags", {})}
+    before = {**flags_of(Config()), "doc_mask": "off", **meta["shape"], **meta.get("flags", {})}
     # The moments of one optimizer are not those of the other.
     refuse_other_model(cfg, path, before, ["norm"], (*SHAPE, "optimizer"))
-    now = json.loads(json.dumps(dataclasses.asdict(cfg)))
+    now = flags_of(cfg)
     if before["doc_mask"] != now["doc_mask"]:
         for flags in (before, now):
             if flags["doc_mask"] == "auto":
@@ -89,10 +84,9 @@ def changed_flags(cfg, path, meta, n_ranks, data_id, vocab_size):
 # --init-from
 
 def init_from(model, opt, path):
-    """For --init-from: load the weights of a checkpoint, or of a run's newest one, and nothing else.
-
-    Rows of symbols that the checkpoint lacks keep their random start. From a dense model, every expert gets
-    the MLP, and routers keep their random start (sparse upcycling, arXiv:2212.05055).
+    """For --init-from: load the weights of a checkpoint, or of a run's newest one, and nothing else. Rows of
+    symbols that the checkpoint lacks keep their random start. From a dense model, every expert gets the MLP,
+    and routers keep their random start (sparse upcycling, arXiv:2212.05055).
     Return one line that says so. Collective; ValueError: the checkpoint does not fit.
     """
     cfg = model.cfg
@@ -102,7 +96,10 @@ def init_from(model, opt, path):
     upcycles = cfg.n_experts > 0 and not meta["shape"]["n_experts"]
     check_source(cfg, path, meta["shape"], upcycles)
     symbols = meta.get("vocab_size") or model.vocab_size
-    check_symbols(model, path, symbols)
+    if symbols > model.vocab_size or symbols < model.vocab_size and (cfg.objective == "mlm" or cfg.lora):
+        # The last symbol of a masked language model is [MASK], and --lora trains no embedding.
+        raise ValueError(f"--init-from {path} has a vocabulary of {symbols}, the data {model.vocab_size}; "
+                         f"prepare the data with that run's tokenizer, or give --vocab-size {symbols}")
     # The checkpoint's moments are not read. A router's bias is not a weight: its rate may differ here.
     unused = [name for name in index["tensors"] if "/" in name or name.endswith(".router.bias")]
     if cfg.lora and not meta["shape"].get("lora"):
@@ -130,9 +127,7 @@ def read(world, path):
     """Return path, or the newest checkpoint under it, and its index. Collective; ValueError: damaged."""
     found = str(checkpoint.latest(path)) if world.rank == 0 else None
     found = world.everyone.broadcast(found)  # a path: that run may go on, so rank 0 chooses
-    wrong = damage(world.everyone, found)
-    if wrong is not None:
-        raise ValueError(wrong)
+    first_sound(world.everyone, [found])
     return found, checkpoint.read_index(found)
 
 
@@ -145,16 +140,6 @@ def check_source(cfg, path, shape, upcycles):
     if cfg.lora and not shape.get("lora"):
         may_differ.append("lora")
     refuse_other_model(cfg, path, shape, may_differ)
-
-
-def check_symbols(model, path, symbols):
-    """Raise ValueError if the model cannot start from a checkpoint with so many symbols."""
-    # The last symbol of a masked language model is [MASK], so no new symbols can follow.
-    is_cut = model.cfg.objective == "mlm" and symbols < model.vocab_size
-    is_frozen = model.cfg.lora and symbols < model.vocab_size  # --lora trains no embedding
-    if symbols > model.vocab_size or is_cut or is_frozen:
-        raise ValueError(f"--init-from {path} has a vocabulary of {symbols}, the data {model.vocab_size}; "
-                         f"prepare the data with that run's tokenizer, or give --vocab-size {symbols}")
 
 
 def weights_to_read(opt, symbols, upcycles):
@@ -178,9 +163,7 @@ def weights_to_read(opt, symbols, upcycles):
 
 def load_base(model, base, moved_to=""):
     """Fill the weights that --lora freezes. Collective; ValueError, OSError: the base is not there.
-
-    base: its reference(). moved_to: --init-from, where the base is now if that is another place.
-    """
+    base: its reference(). moved_to: --init-from, where the base is now if that is another place."""
     world = model.mesh.world
     path = base_path(base, moved_to) if world.rank == 0 else None
     path, index = read(world, path)

@@ -1,9 +1,5 @@
 """How the ranks of a run start, meet and part, under python, mpiexec, torchrun and srun.
 
-    detect     which rank this process is, as its launcher's variables say
-    launch     this process's World: its device, and the process group of all ranks
-    shutdown   the ranks part
-
 No other file reads the environment. Import this one before torch: it sets how torch's idle threads wait.
 Torch itself, which takes seconds, is imported only in launch(), so that wrong flags are answered before.
 """
@@ -53,7 +49,6 @@ LAUNCHERS = {
 
 
 class Start(NamedTuple):
-    """How this process was started, as far as its environment says."""
     launcher: str = "single"
     rank: int = 0
     size: int = 1  # -1 where only MPI knows it
@@ -61,7 +56,7 @@ class Start(NamedTuple):
 
 
 def detect(env):
-    """Return the Start that a mapping of environment variables describes. ValueError: it describes none."""
+    """Return the Start that a mapping of environment variables describes. ValueError: none."""
     for launcher, names in LAUNCHERS.items():
         rank, size, local_rank = map(env.get, names)
         if launcher == "pals" and size is None:
@@ -83,24 +78,19 @@ def started_by():
 # What a rank knows of the others
 
 class CollectiveLog:
-    """The collectives that this rank has started, which the watchdog reports when a run hangs.
-
-    started: {axis: number of collectives}. last: (kind, axis, (shape, dtype)) of the newest one, or None.
-    """
+    """The collectives that this rank has started, which the watchdog reports when a run hangs."""
 
     def __init__(self):
-        self.started = Counter()
-        self.last = None
+        self.started = Counter()  # {axis: number of collectives}
+        self.last = None  # (kind, axis, (shape, dtype)) of the newest one
         self.on_next_collective = None  # called once, where this rank's own work in a step ends
 
     def record(self, axis, kind, tensor=None, nbytes=0.0):
-        """Note that this rank is about to start a collective over an Axis, for example an "all-reduce" of
-        tensor, in which it sends nbytes."""
+        """Note that this rank starts a collective, such as an "all-reduce", and sends nbytes in it."""
         callback = self.on_next_collective
         if callback is not None:
             self.on_next_collective = None
             callback()
-
         axis.sent[kind] += nbytes
         self.started[axis.name] += 1
         contents = None if tensor is None else (tensor.shape, tensor.dtype)
@@ -120,8 +110,6 @@ class World:
     local_rank: int = 0
     launcher: str = "single"
     device: Any = field(default_factory=_cpu)  # a torch.device
-    backend: str = "none"
-    threads: int = 1
     timeout: timedelta | None = None  # how long a collective may wait; None: as torch does, 10 to 30 minutes
     calls: CollectiveLog = field(default_factory=CollectiveLog, compare=False)
     everyone: Everyone = field(default_factory=Everyone, compare=False)  # what the programs tell each other
@@ -155,8 +143,7 @@ def launch(timeout=600.0, quiet=False):
     with wrong_input():
         start = started_by()
         if start.launcher == "single":  # plain python never touches MPI
-            device, threads = select_device(0, 1)
-            world = World(device=device, threads=threads)
+            world = World(device=select_device(0, 1))
         else:
             world = _join(start, timedelta(seconds=timeout))
     if world.local_rank == 0 and not quiet:
@@ -165,7 +152,7 @@ def launch(timeout=600.0, quiet=False):
 
 
 def _join(start, wait):
-    """Meet the other ranks, and return the World. wait: a timedelta."""
+    """Meet the other ranks, and return the World."""
     import torch.distributed as dist
     launcher, rank, size, local_rank = start
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -189,8 +176,7 @@ def _join(start, wait):
     hosts, nodes = zip(*everyone.gather((socket.gethostname(), node)), strict=True)
     first = list(dict.fromkeys(nodes))
     nodes = tuple(first.index(node) for node in nodes)
-    device, threads = select_device(local_rank, nodes.count(nodes[rank]))
-    backend = "none"
+    device = select_device(local_rank, nodes.count(nodes[rank]))
     if size > 1:
         if max(nodes) == 0 and os.path.exists("/sys/class/net/lo"):  # gloo, too, listens on this host alone
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -199,8 +185,7 @@ def _join(start, wait):
         dist.init_process_group(backend, timeout=wait, store=everyone.store, rank=rank, world_size=size,
                                 device_id=None if device.type == "cpu" else device)
 
-    return World(rank, size, local_rank, launcher, device, backend, threads, wait, calls, everyone, hosts,
-                 nodes)
+    return World(rank, size, local_rank, launcher, device, wait, calls, everyone, hosts, nodes)
 
 
 def print_node(world):
@@ -210,17 +195,17 @@ def print_node(world):
     from ops.accelerator import device_name
     chip = device_name(world.device)
     if world.device.type == "cpu":
-        chip = f"cpu, {world.threads} {'thread' if world.threads == 1 else 'threads'} per rank"
-    backend = "" if world.size == 1 else f"{world.backend}, "
+        n_threads = torch.get_num_threads()
+        chip = f"cpu, {n_threads} {'thread' if n_threads == 1 else 'threads'} per rank"
+    backend = "" if world.size == 1 else f"{torch.distributed.get_backend()}, "
     place = f"[node {world.nodes[world.rank] + 1}/{world.n_nodes} {socket.gethostname()}]"
     say(f"{place} {world.launcher}: {world.local_size} of {world.size} ranks here, {chip}, "
         f"{backend}torch {torch.__version__}")
 
 
 def shutdown(world):
-    """Destroy the process groups, on all ranks at once. Nothing may refer to a group any more, no mesh, model
-    or optimizer: gloo aborts if a group outlives the interpreter.
-    """
+    """Destroy the process groups, on all ranks at once. No mesh, model or optimizer may refer to one any
+    more: gloo aborts if a group outlives the interpreter."""
     import torch.distributed as dist
     gc.collect()
     world.everyone.part()
@@ -235,7 +220,7 @@ def end_all_on_exception(rank, comm):
     """Make an exception on one rank end all ranks, with one traceback. comm: MPI's communicator, or None.
 
     Without this, mpiexec waits for the ranks that still run, and each that loses its connection to the failed
-    one prints a traceback as well. Torch would keep what is written to sys.stderr until the abort.
+    one prints a traceback as well.
     """
     def hook(kind, value, trace):
         is_lost = any(words in str(value) for words in PEER_LOST)
@@ -244,7 +229,7 @@ def end_all_on_exception(rank, comm):
             time.sleep(3)  # another rank has failed: its launcher ends this one before it prints, too
             text = f"nanoshard: rank {rank} lost a peer ({one_line(value)[:160]}): see its error\n"
         with contextlib.suppress(OSError):
-            sys.__stderr__.write(text)
+            sys.__stderr__.write(text)  # torch would keep what is written to sys.stderr until the abort
             sys.__stderr__.flush()
         time.sleep(0.2)  # mpiexec must pass the text on before it learns of the abort
         if comm is not None and not is_lost:
@@ -260,8 +245,8 @@ def end_all_on_exception(rank, comm):
 def _meet(start, comm, n_nodes, wait):
     """Return the TCPStore through which the ranks find each other.
 
-    torchrun's agent has opened one. Otherwise rank 0 opens it, and tells the others its address through MPI's
-    communicator. comm is None where srun runs without MPI: all ranks derive the address from the job.
+    torchrun's agent has opened one. Otherwise rank 0 opens it, and tells the others its address through MPI.
+    Where srun runs without MPI (comm is None), all derive it from the job.
     """
     import torch.distributed as dist
     if start.launcher == "torchrun":
@@ -310,8 +295,7 @@ def _own_address():
         return socket.gethostname()
 
 
-def _first_host():
-    """Return the name of the first host of a Slurm step."""
+def _first_host():  # of a Slurm step
     command = ["scontrol", "show", "hostnames", os.environ["SLURM_STEP_NODELIST"]]
     return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.split()[0]
 
@@ -321,9 +305,7 @@ def _first_host():
 
 def _mpi_world(start):
     """Return MPI.COMM_WORLD if it agrees with the launcher, or None if srun runs without MPI.
-
-    ValueError, with what to do: mpi4py is missing, or belongs to another MPI than the launcher.
-    """
+    ValueError, with what to do: mpi4py is missing, or belongs to another MPI than the launcher."""
     try:
         from mpi4py import MPI  # this import is MPI_Init, which waits for all ranks
         comm = MPI.COMM_WORLD
@@ -356,10 +338,8 @@ def _node(launcher, comm):
 # The device of this rank
 
 def select_device(local_rank, local_size):
-    """Choose this rank's device. Return (device, number of CPU threads).
-
-    Call it before the process group is made: some backends deadlock when the device is set later.
-    """
+    """Return this rank's torch.device, and on a CPU set the number of threads. Call it before the process
+    group is made: some backends deadlock when the device is set later."""
     import torch
     kind = "cpu"
     if torch.accelerator.is_available():
@@ -371,7 +351,7 @@ def select_device(local_rank, local_size):
     if kind != "cpu":
         index = local_rank % torch.accelerator.device_count()  # a process may see only one device
         torch.accelerator.set_device_index(index)
-        return torch.device(kind, index), torch.get_num_threads()
+        return torch.device(kind, index)
 
     # MKL uses one thread under an MPI launcher, and srun gives all cores to every rank.
     if "OMP_NUM_THREADS" not in os.environ:
@@ -379,7 +359,7 @@ def select_device(local_rank, local_size):
         if hasattr(os, "sched_getaffinity"):
             cores = len(os.sched_getaffinity(0))
         torch.set_num_threads(max(1, cores // local_size))
-    return torch.device("cpu"), torch.get_num_threads()
+    return torch.device("cpu")
 
 
 def deterministic(on):

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 import checkpoint
+from interface.terminal import warn
 
 # A rectangle of a full tensor; view: this rank's memory that holds it
 Piece = collections.namedtuple("Piece", "name view full_shape offset")
@@ -83,12 +84,21 @@ def saves(name, axis):
 # -----------------------------------------------------------------------------
 # All ranks read a checkpoint
 
-def damage(everyone, path):
-    """Return what is wrong with a checkpoint, or None. Each file is verified by one rank. Collective."""
-    until = time.monotonic() + 30
-    while not Path(path).exists() and time.monotonic() < until:
-        time.sleep(0.1)  # rank 0 sees it, but NFS shows a new folder late
-    return everyone.first(checkpoint.damage(path, everyone.rank, everyone.size))  # a short text
+def first_sound(everyone, paths, hint=""):
+    """Return the first sound checkpoint of the paths, or None if there are no paths. Each rank verifies some
+    files. Collective; ValueError, which ends with the hint: all are damaged."""
+    for path in paths:
+        until = time.monotonic() + 30
+        while not Path(path).exists() and time.monotonic() < until:
+            time.sleep(0.1)  # rank 0 sees it, but NFS shows a new folder late
+        wrong = everyone.first(checkpoint.damage(path, everyone.rank, everyone.size))  # a short text
+        if wrong is None:
+            return Path(path)
+        if path == paths[-1]:
+            raise ValueError(wrong + hint)
+        if everyone.rank == 0:
+            warn(f"{wrong}; trying the one before it")
+    return None
 
 
 def load_pieces(world, path, index, requested, unused=()):

@@ -1,7 +1,6 @@
 """What a run needs to go on after it was stopped: its state, and each rank's parts of the weights.
 
-runtime/init_from.py starts from another run's weights, runtime/saver.py writes in the background. The ranks
-fail together: the caller stands in everyone.input().
+The ranks fail together: the caller stands in everyone.input().
 """
 import dataclasses
 import math
@@ -17,10 +16,10 @@ import checkpoint
 from config import SHAPE, Outcome, flags_of_kind, pad_vocab
 from interface import files
 from interface.paths import is_run
-from interface.terminal import one_line, say, warn
+from interface.terminal import one_line, say
 from ops.split_master import whole
 from runtime.init_from import VOCABULARY, changed_flags, init_from, load_base
-from runtime.pieces import damage, load_pieces, own_pieces
+from runtime.pieces import first_sound, load_pieces, own_pieces
 from runtime.saver import Saver
 from skip import Ranges
 
@@ -76,11 +75,8 @@ def save(cfg, mesh, data_parallel, opt, saver, state):
 
 
 def load(cfg, data_parallel, opt, path, data_id, vocab_size=0):
-    """Fill weights, moments and counters from a checkpoint of any layout. Return the State.
-
-    ValueError: the checkpoint belongs to another model, to other data, or to flags that --resume-changed does
-    not name.
-    """
+    """Fill weights, moments and counters from a checkpoint of any layout. Return the State. ValueError: the
+    checkpoint belongs to another model, to other data, or to flags that --resume-changed does not name."""
     index = checkpoint.read_index(path)
     meta = index["meta"]
     if not any(name.startswith("exp_avg/") for name in index["tensors"]):
@@ -128,14 +124,14 @@ def dump_grads(path, world, data_parallel, opt, vocab_size):
 
 def run_id(everyone):
     """Return a short random word, the same on all ranks and on no other run's. Collective."""
-    return everyone.broadcast(secrets.token_hex(4))  # one short string from the first rank to all
+    return everyone.broadcast(secrets.token_hex(4))
 
 
 def prepare_out_dir(cfg, world, out):
-    """Claim --out, until files.unlock(), and remove what a killed save left behind.
-
-    Return find_checkpoint(). Paths that cannot be written are refused. Collective over the world.
+    """Claim --out, until files.unlock(), and remove what a killed save left behind. Return the checkpoint to
+    go on from, or None to start at step 0. Collective. Paths that cannot be written are refused.
     """
+    paths = []
     if world.rank == 0:
         with files.must_write(out):
             # A requeued job may start before the last processes of the stopped one have ended.
@@ -146,7 +142,14 @@ def prepare_out_dir(cfg, world, out):
             if foreign and not is_run(out):
                 raise ValueError(f"--out {out} is no run, and holds {foreign[0]}, which no run may damage; "
                                  f"give a new folder, such as --out {out / 'run'}")
-    found = find_checkpoint(cfg, world, out)
+        if cfg.resume == "auto":
+            paths = [str(path) for path in checkpoint.steps(out)]
+            if not paths:
+                say(f"--resume auto: {out} has no checkpoint, so the run starts at step 1")
+        elif cfg.resume != "none":
+            paths = [cfg.resume]
+    paths = world.everyone.broadcast(paths)  # those that rank 0 sees
+    found = first_sound(world.everyone, paths, "; --resume none starts a new run")
     if world.rank == 0 and cfg.dump_grads and found is None:  # a resumed run does not write it again
         path = Path(cfg.dump_grads)
         if os.path.lexists(path):
@@ -156,33 +159,9 @@ def prepare_out_dir(cfg, world, out):
     return found
 
 
-def find_checkpoint(cfg, world, out):
-    """Return the path of the checkpoint that --resume asks for, or None to start at step 0. Collective.
-
-    A damaged checkpoint is named, and with --resume auto the one before it is tried.
-    """
-    if cfg.resume == "none":
-        return None
-    paths = [cfg.resume]
-    if cfg.resume == "auto":
-        paths = world.everyone.broadcast([str(path) for path in checkpoint.steps(out)])  # of rank 0's node
-    for path in paths:
-        wrong = damage(world.everyone, path)
-        if wrong is None:
-            return Path(path)
-        if path == paths[-1]:
-            raise ValueError(f"{wrong}; --resume none starts a new run")
-        if world.rank == 0:
-            warn(f"{wrong}; trying the one before it")
-    if world.rank == 0:
-        say(f"--resume auto: {out} has no checkpoint, so the run starts at step 1")
-    return None
-
-
 def settle(cfg, world, out, state, found):
-    """Rename what an earlier run left in --out and this one must not count, after all checks. This is a whole
-    run, or checkpoints of later steps. Return the run's Saver. Collective over the world.
-    SystemExit(0): no step is left to do.
+    """Rename what an earlier run left in --out and this one must not count, after all checks. Return a Saver.
+    Collective over the world. SystemExit(0): no step is left to do.
     """
     if found is not None and state.step >= cfg.steps:
         if world.rank == 0:
@@ -191,43 +170,47 @@ def settle(cfg, world, out, state, found):
         raise SystemExit(Outcome.DONE)
     if world.rank == 0:
         with files.must_write(out):
-            set_aside(cfg, out, state, found)
+            if found is not None and found.resolve().is_relative_to(out.resolve()):
+                set_later_aside(out, state.step, found)
+            elif is_run(out):
+                set_run_aside(out, cfg.init_from)
     if world.everyone.any(world.rank == 0 and not (out / state.best_name()).is_dir()):
         state.best = {}  # no checkpoint to keep: the run goes on in another directory, or it was removed
     return Saver(out, world.everyone, cfg.keep, cfg.timeout, run_id(world.everyone))
 
 
-def set_aside(cfg, out, state, found):
-    """Rename the run in --out if this one does not continue it, or else its checkpoints of later steps."""
-    if found is not None and found.resolve().is_relative_to(out.resolve()):
-        later = [path for path in checkpoint.steps(out) if checkpoint.step_of(path) > state.step]
-        for name in ("metrics.jsonl", "experts.jsonl", "notes.jsonl"):
-            if later and (out / name).exists():  # first: a kill between the two loses no row
-                copy = files.set_aside(out / name, f"{name}.aside", shutil.copy2)
-                say(f"going on from {found}: all rows until now are also in {copy}")
-        for path in later:
-            say(f"{path} is now {files.set_aside(path, f'{path.name}.aside')}")
-    elif is_run(out):
-        for name, path in (("the working directory", ""), ("--init-from", cfg.init_from)):
-            if Path(path).resolve().is_relative_to(out.resolve()):
-                raise ValueError(f"--out {out} holds another run, which would be renamed, and {name} is in "
-                                 f"it; give another --out, such as --out {out}-tuned")
-        folder = out.resolve()  # where OUT is a symbolic link, it stays
-        step = max((row["step"] for row in files.sound_rows(out / "metrics.jsonl")[0]), default=0)
-        new = files.set_aside(folder, f"{folder.name}.{time.strftime('%Y-%m-%d_%H%M')}_step{step}")
-        files.lock(out)
-        say(f"{out} held another run: it is now {new} (--resume auto goes on from checkpoints)")
+def set_later_aside(out, step, found):
+    """Rename the checkpoints of later steps, and copy the rows."""
+    later = [path for path in checkpoint.steps(out) if checkpoint.step_of(path) > step]
+    for name in ("metrics.jsonl", "experts.jsonl", "notes.jsonl"):
+        if later and (out / name).exists():  # first: a kill between the two loses no row
+            copy = files.set_aside(out / name, f"{name}.aside", shutil.copy2)
+            say(f"going on from {found}: all rows until now are also in {copy}")
+    for path in later:
+        say(f"{path} is now {files.set_aside(path, f'{path.name}.aside')}")
+
+
+def set_run_aside(out, init_from):
+    """Rename the run in --out."""
+    folder = out.resolve()  # where OUT is a symbolic link, it stays
+    for name, path in (("the working directory", ""), ("--init-from", init_from)):
+        if Path(path).resolve().is_relative_to(folder):
+            raise ValueError(f"--out {out} holds another run, which would be renamed, and {name} is in "
+                             f"it; give another --out, such as --out {out}-tuned")
+    step = max((row["step"] for row in files.sound_rows(out / "metrics.jsonl")[0]), default=0)
+    new = files.set_aside(folder, f"{folder.name}.{time.strftime('%Y-%m-%d_%H%M')}_step{step}")
+    files.lock(out)
+    say(f"{out} held another run: it is now {new} (--resume auto goes on from checkpoints)")
 
 
 # -----------------------------------------------------------------------------
 # The start
 
 def start_from(found, skip, model, opt, data_id):
-    """Go on from the checkpoint `found`, or start with equal replicas. Return (State, skip.Ranges).
+    """Go on from the checkpoint `found`, or start with equal replicas, perhaps with another run's weights.
+    When it goes on, these do not count: a job script can give both --init-from and --resume auto.
 
-    found: None at step 0; with --init-from the run then starts from another run's weights. They are not read
-    again when it goes on, so a job script can give both --init-from and --resume auto.
-    skip: the Ranges of the flags; those of the checkpoint are added.
+    skip: the Ranges of the flags, to which those of the checkpoint are added. Return (State, Ranges).
     Collective; ValueError: the checkpoint does not fit.
     """
     cfg = model.cfg

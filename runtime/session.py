@@ -1,10 +1,5 @@
 """What surrounds a run: the signals that stop it, the streams that it prints to, and its flags.
 
-    signals           `with signals:` catches SIGTERM, SIGUSR1, SIGINT and SIGHUP
-    start_program     what train.py does first when it is run as a program
-    surround          the context around every run
-    parse_flags       this rank's flags, or what is wrong with them
-
 This file does not import torch, which takes seconds: signals, --help and wrong flags are answered before.
 """
 import contextlib
@@ -37,15 +32,12 @@ class Signals:
     first one is kept in .number until the step ends, and a second SIGINT ends the process with 130. SIGUSR2
     writes the stacks on stderr. A notebook gets its handlers back.
     """
+    rank = 0
+    is_program = False
+    parsed = None  # parse_flags() of a program's arguments
 
     def __init__(self):
-        self.rank = 0
-        self.is_program = False
-        self.parsed = None  # parse_flags() of a program's arguments
         self.previous = {}  # {signal: the caller's handler}
-        self._reset()
-
-    def _reset(self):
         self.came = {}  # {signal: when it came first}
         self.number = 0
         self.can_save = False
@@ -63,8 +55,7 @@ class Signals:
         if not self.is_program:  # there, a late signal must not change how it ends
             for number, handler in self.previous.items():
                 signal.signal(number, handler)
-            self.previous = {}
-            self._reset()
+            self.__init__()
 
     def answer_in_a_thread(self):
         """Answer signals also while the main thread is inside a C call, such as one that waits for others."""

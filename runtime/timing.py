@@ -10,11 +10,10 @@ class Stopwatch:
 
     def __init__(self, device):
         self.device = device
-        self.cpu = device.type == "cpu"
 
     def mark(self):
         """Return the point in time when the device has done what was launched so far."""
-        if self.cpu:
+        if self.device.type == "cpu":
             return time.perf_counter()
         event = torch.Event(self.device, enable_timing=True)
         event.record()
@@ -22,7 +21,7 @@ class Stopwatch:
 
     def ms(self, begin, end):
         """Return the milliseconds between two marks. Wait until the device has reached the second."""
-        if self.cpu:
+        if self.device.type == "cpu":
             return (end - begin) * 1e3
         end.synchronize()  # sync point
         return begin.elapsed_time(end)
@@ -56,10 +55,8 @@ class Clock:
 
 
 class Timers:
-    """--timers: milliseconds per step in each phase, measured by `with timers("forward"): ...`.
-
-    forward contains param_gather; pipeline is the wait for neighbouring stages.
-    """
+    """--timers: milliseconds per step in each phase, measured by `with timers("forward"): ...`."""
+    # forward contains param_gather; pipeline is the wait for neighbouring stages
     PHASES = ("data", "forward", "backward", "pipeline", "grad_sync", "norm", "optimizer", "param_gather")
 
     def __init__(self, device):

@@ -242,8 +242,7 @@ class Stragglers:
 
     def report(self):
         """On rank 0, return {step_ms_min, step_ms_max, slowest_rank} since the last call, and print who is
-        slow. Collective over the world.
-        """
+        slow. Collective over the world."""
         spans = self.spans
         self.spans = []
         if self.world.size == 1 or not spans:
@@ -252,23 +251,18 @@ class Stragglers:
         ms = self.world.everyone.gather(own)  # one number from each rank, over the world
         if self.world.rank > 0:
             return {}
-        for line in self.flag_slow(ms):
-            say(line)
-        slowest = max(ms)
-        return {"step_ms_min": min(ms), "step_ms_max": slowest, "slowest_rank": ms.index(slowest)}
+        self.say_slow(ms)
+        return {"step_ms_min": min(ms), "step_ms_max": max(ms), "slowest_rank": ms.index(max(ms))}
 
-    def flag_slow(self, ms):
-        """Return a line for each rank that is slow for the SLOW_STREAK-th time. ms: of each rank."""
-        lines = []
-        streak = {}
+    def say_slow(self, ms):
+        """Print a line for each rank that is slow for the SLOW_STREAK-th time. ms: of each rank."""
+        before = self.slow_streak
+        self.slow_streak = {}
         for rank, own in enumerate(ms):
             first = rank // self.stage * self.stage
             median = statistics.median(ms[first:first + self.stage])
-            if own <= SLOW_RATIO * median or own <= median + SLOW_MARGIN_MS:
-                continue
-            streak[rank] = self.slow_streak.get(rank, 0) + 1
-            if streak[rank] == SLOW_STREAK:
-                lines.append(f"slow rank {rank}: {own:.1f} ms of its own per step, the median of its "
-                             f"stage is {median:.1f} ({SLOW_STREAK} logs running)")
-        self.slow_streak = streak
-        return lines
+            if own > max(SLOW_RATIO * median, median + SLOW_MARGIN_MS):
+                self.slow_streak[rank] = before.get(rank, 0) + 1
+            if self.slow_streak.get(rank) == SLOW_STREAK:
+                say(f"slow rank {rank}: {own:.1f} ms of its own per step, the median of its "
+                    f"stage is {median:.1f} ({SLOW_STREAK} logs running)")

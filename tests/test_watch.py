@@ -205,15 +205,19 @@ def test_nothing_is_timed_while_a_cuda_graph_is_recorded(monkeypatch):
         assert len(s.spans) == (not capturing)
 
 
-def test_a_slow_rank_is_compared_within_its_stage_and_named_one_time_after_three_intervals():
+def test_a_slow_rank_is_compared_within_its_stage_and_named_one_time_after_three_intervals(capsys):
     mesh = SimpleNamespace(world=SimpleNamespace(calls=None, size=8), stage=SimpleNamespace(size=4))
     s = watch.Stragglers(mesh, torch.device("cpu"))
     equal, slow = [10.0] * 4 + [30.0] * 4, [10.0] * 4 + [30.0] * 3 + [40.0]
-    assert [s.flag_slow(ms) for ms in (slow, slow, equal, slow, slow)] == [[]] * 5
-    (line,) = s.flag_slow(slow)
-    assert line.startswith("slow rank 7: 40.0 ms of its own per step, the median of its stage is 30.0")
+    for ms in (slow, slow, equal, slow, slow):
+        s.say_slow(ms)
+    assert capsys.readouterr().out == ""
+    s.say_slow(slow)
+    said = capsys.readouterr().out
+    assert said.startswith("slow rank 7: 40.0 ms of its own per step, the median of its stage is 30.0")
     for ms in (slow, [10.0, 11.0] * 4, [0.1, 0.1, 0.1, 1.5] * 2):
-        assert s.flag_slow(ms) == []
+        s.say_slow(ms)
+    assert said.count("\n") == 1 and capsys.readouterr().out == ""
 
 
 # -----------------------------------------------------------------------------
