@@ -25,12 +25,11 @@ if sys.flags.safe_path:  # python -I leaves out the program's own folder
     sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from interface.command_line import wrong_input
-from interface.files import load_json, remove_folder, sync, write_whole
+from interface.files import best_effort, load_json, remove_folder, sync, write_whole
 from interface.paths import meant_run
-from interface.terminal import one_line, say, warn
+from interface.terminal import one_line, say
 
 FORMAT = 2
-HINT = "use an older step_N"
 OUR_FILES = re.compile(r"index\.json|rank_[0-9]+\.(json|safetensors)")  # all that a save writes
 
 
@@ -43,7 +42,6 @@ BLOCK = 1 << 24  # bytes written, or read, at once
 
 
 def dtype_name(tensor):
-    """Return torch's name of a tensor's dtype, without the "torch." before it."""
     return str(tensor.dtype).removeprefix("torch.")
 
 
@@ -52,15 +50,14 @@ def write_safetensors(path, tensors, metadata=None):
 
     The library's function would copy all tensors, compute no checksum, and hold the interpreter's lock.
     """
-    crc = written = 0
-    with open(path, "wb", buffering=0) as f:
+    crc = 0
+    with open(path, "wb") as f:
         for block in safetensors_blocks(tensors, metadata):
             crc = zlib.crc32(block, crc)
-            written += len(block)
-            while len(block):  # an unbuffered write may write a part only
-                block = block[f.write(block):]
+            f.write(block)
+        f.flush()
         os.fsync(f.fileno())
-    return written, crc
+        return f.tell(), crc
 
 
 def safetensors_blocks(tensors, metadata):
@@ -92,8 +89,8 @@ def save(root, step, pieces, meta, rank=0, size=1, run_id="0", timeout=600.0):
 
     pieces: [(name, tensor, full shape, offset)]; over all ranks each element is there exactly once.
     meta: any JSON value; rank 0's is stored. run_id: a word that all ranks share and no other run has, so
-    that files of a run that was killed are never taken for a part. timeout: seconds that rank 0 waits for the
-    parts of the others; no collective is called. OSError: it was not saved.
+    that files of a killed run are no part. timeout: seconds that rank 0 waits for the others' parts; no
+    collective is called. OSError: it was not saved.
     """
     tmp = Path(root) / f"step_{step:06d}.{run_id}.tmp"
     write_part(tmp, rank, pieces)
@@ -103,7 +100,7 @@ def save(root, step, pieces, meta, rank=0, size=1, run_id="0", timeout=600.0):
 
 
 def write_part(tmp, rank, pieces):
-    """Write this rank's pieces as rank_R.safetensors, then their list, rank_R.json, which ends the part."""
+    """Write this rank's pieces, then their list, which says that the part is complete."""
     tmp.mkdir(parents=True, exist_ok=True)
     file = f"rank_{rank:05d}.safetensors"
     tensors = {}
@@ -139,8 +136,7 @@ def commit(tmp, step, meta, size, timeout, stopped=lambda: False):
             entry = tensors.setdefault(name, {"dtype": dtype, "shape": full, "pieces": []})
             entry["pieces"].append({"file": part["file"], "key": key, "offset": offset, "size": shape})
     index = {"format": FORMAT, "step": step, "meta": meta, "files": files, "tensors": tensors}
-    sealed = {"crc32": crc_of(index), **index}
-    write_whole(tmp / "index.json", json.dumps(sealed, sort_keys=True))
+    write_whole(tmp / "index.json", json.dumps({"crc32": crc_of(index), **index}, sort_keys=True))
     for name in names:
         (tmp / name).unlink()
     sync(tmp)
@@ -163,10 +159,8 @@ def prune(root, keep, best=None):
     for old in steps(root)[keep:]:
         if step_of(old) != best:
             doomed = old.with_name(old.name + ".del")  # a half-deleted directory never has a valid name
-            try:
+            with best_effort(f"{old} could not be removed"):
                 os.rename(old, doomed)
-            except OSError as e:
-                warn(f"{old} could not be removed: {e}")
             discard(doomed)
 
 
@@ -204,14 +198,18 @@ def read_index(path):
         raise FileNotFoundError(f"{path} is no checkpoint, a step_N in a run; {meant_run(path)}")
     index = load_json(path / "index.json")
     if not isinstance(index, dict) or index.pop("crc32", None) != crc_of(index):
-        raise ValueError(f"checkpoint {path}: index.json differs from its crc32, it was damaged; {HINT}")
+        raise ValueError(damaged(path, "index.json differs from its crc32"))
     if index["format"] != FORMAT:
         raise ValueError(f"checkpoint {path} has format {index['format']}; use the code that wrote it")
     return index
 
 
+def damaged(path, what):
+    return f"checkpoint {path} was damaged: {what}; use an older step_N"
+
+
 def check(path, rank=0, size=1):
-    """Compare the checksum of every size-th file. Return the index. ValueError, OSError: what is damaged."""
+    """Compare the checksum of every size-th file. Return the index. ValueError, OSError: what is wrong."""
     index = read_index(path)
     for name in sorted(index["files"])[rank::size]:
         crc = 0
@@ -219,7 +217,7 @@ def check(path, rank=0, size=1):
             while block := f.read(BLOCK):
                 crc = zlib.crc32(block, crc)
         if crc != index["files"][name]["crc32"]:
-            raise ValueError(f"checkpoint {path}: {name} differs from its crc32, it was damaged; {HINT}")
+            raise ValueError(damaged(path, f"{name} differs from its crc32"))
     return index
 
 
@@ -272,8 +270,7 @@ class Reader:
             target.copy_(source)
             copied += source.numel()
         if copied != out.numel():
-            raise ValueError(f"checkpoint {self.path}: {name} covers {copied} of {out.numel()} elements; "
-                             f"{HINT}")
+            raise ValueError(damaged(self.path, f"{name} covers {copied} of {out.numel()} elements"))
 
     def whole(self, name):
         import torch
@@ -307,9 +304,9 @@ def overlap(offset, shape, other_offset, other_shape):
 def load(path, requested, index=None, others=()):
     """Fill tensors in place.
 
-    requested: [(name, tensor, full shape, offset)], this rank's rectangles.
-    others: names of tensors that other ranks ask for, or that are left out on purpose.
-    ValueError: a tensor is missing, damaged or of another shape, or no rank asks for it.
+    requested: [(name, tensor, full shape, offset)], this rank's rectangles. others: names of tensors that
+    other ranks ask for, or that are left out on purpose. ValueError: a tensor is missing, damaged or of
+    another shape, or no rank asks for it.
     """
     reader = Reader(path, index)
     for name, out, full, offset in requested:
@@ -350,9 +347,9 @@ def diff(path_a, path_b):
     for key in sorted(a.index["meta"].keys() | b.index["meta"].keys()):
         x = a.index["meta"].get(key, "absent")
         y = b.index["meta"].get(key, "absent")
+        if isinstance(x, dict) and isinstance(y, dict):
+            x, y = ({k: one[k] for k in one if x.get(k) != y.get(k)} for one in (x, y))
         if x != y:
-            if isinstance(x, dict) and isinstance(y, dict):
-                x, y = ({k: one[k] for k in one if x.get(k) != y.get(k)} for one in (x, y))
             found += key not in ("world", "flags", "best")
             say(f"  meta {key}: {x} -> {y}")
     both = a.index["tensors"].keys() & b.index["tensors"].keys()

@@ -28,6 +28,7 @@ SIZE = (1, 2**20)
 COUNT = (0, 10**12)
 FACTOR = (0, 10**9)
 SHARE = (0, 1)
+BELOW_1 = (0, 0.99999)
 # Rounding errors of a moment in bf16 add up over 1 / (1 - beta) steps. Up to this beta they stay near 1 %.
 # With 0.99 they are 5 %, and above 0.996 a moment can round to itself for ever.
 LARGEST_BF16_DECAY = 0.98
@@ -65,11 +66,9 @@ class Config:
     n_embd: int = flag(128, "shape", SIZE, common=True)  # width of the model
     head_dim: int = flag(0, "shape", (0, 2**16))  # width of a head; 0 is n-embd / n-head
     ffn_hidden: int = flag(384, "shape", SIZE)  # hidden width of the MLP, and of each expert
-    # tokens in the vocabulary; 0 takes their number from the data's meta.json
-    vocab_size: int = flag(0, "meaning", (0, 2**24))
+    vocab_size: int = flag(0, "meaning", (0, 2**24))  # tokens in the vocabulary; 0: those of the data
     seq_len: int = flag(128, "shape or meaning", (1, 2**24), common=True)  # tokens in a sequence
-    # probability, in attention, residual branches and embedding; 0 is off
-    dropout: float = flag(0.0, "free", SHARE)
+    dropout: float = flag(0.0, "free", BELOW_1)  # probability, in attention, branches and embedding; 0 is off
     # RMSNorm or LayerNorm; rms1p is RMSNorm with the factor 1 + offset, also of queries and keys (Gemma 3)
     norm: Literal["rms", "layer", "rms1p"] = flag("rms", "shape or meaning")
     # where a block's norms are: before attention and MLP, after them (OLMo 2), or both (Gemma 3)
@@ -86,16 +85,13 @@ class Config:
     rope_scaling: tuple[float, ...] = flag((), "meaning", FACTOR, needs="pos=rope")
     # every N-th layer has no rotation (SmolLM3: 4); 0 is none
     no_rope_every: int = flag(0, "meaning", COUNT, needs="pos=rope")
-    # a query sees this many keys at most, its own position included; 0 is all
-    window: int = flag(0, "meaning", (0, 2**24))
+    window: int = flag(0, "meaning", (0, 2**24))  # keys that a query sees, its own included; 0 is all
     # every N-th layer sees all keys in spite of the window (Gemma 3: 6); 0 is none
     full_every: int = flag(0, "meaning", COUNT, needs="window")
     # RoPE base of the layers with a window (Gemma 3: 10000); 0 is rope-base, and rope-scaling holds for them
     window_rope_base: float = flag(0.0, "meaning", (0, 10**12), needs="window")
-    # the token embedding is multiplied by the square root of n-embd (Gemma 3)
-    embed_scale: bool = flag(False, "meaning")
-    # C * tanh(logits / C) takes the place of the logits; 0 is off
-    logit_softcap: float = flag(0.0, "meaning", FACTOR)
+    embed_scale: bool = flag(False, "meaning")  # the token embedding times sqrt(n-embd) (Gemma 3)
+    logit_softcap: float = flag(0.0, "meaning", FACTOR)  # C * tanh(logits / C) replaces the logits; 0 is off
     norm_eps: float = flag(1e-5, "shape", SHARE)  # added to the variance (mean square) under the norm's root
     bias: bool = flag(False, "shape")  # biases in linear layers and LayerNorm; experts and routers have none
     qkv_bias: bool = flag(False, "shape")  # biases of queries, keys and values alone (Qwen 2)
@@ -105,18 +101,15 @@ class Config:
 
     # mixture of experts
 
-    # experts that replace each MLP; 0 is a dense model
-    n_experts: int = flag(0, "shape", (0, 2**20), common=True)
-    # experts that each token is sent to
-    top_k: int = flag(2, "meaning", SIZE, needs="n_experts", common=True)
+    n_experts: int = flag(0, "shape", (0, 2**20), common=True)  # experts in the place of each MLP; 0 is dense
+    top_k: int = flag(2, "meaning", SIZE, needs="n_experts", common=True)  # experts that a token is sent to
     # each expert takes ceil(capacity-factor * tokens * top-k / n-experts) rows of a rank's micro-batch at
     # most, and the rest is dropped; 0 drops none (dropless)
     capacity_factor: float = flag(0.0, "meaning", FACTOR, needs="n_experts")
     # over capacity: keep largest gates, or first rows
     drop_policy: Literal["probs", "position"] = flag("probs", "meaning", needs="capacity_factor")
     aux_coef: float = flag(1e-2, "free", FACTOR, needs="n_experts")  # weight of the balance loss
-    # weight of the router's z-loss, which keeps its logits small
-    z_coef: float = flag(0.0, "free", FACTOR, needs="n_experts")
+    z_coef: float = flag(0.0, "free", FACTOR, needs="n_experts")  # weight of the z-loss: small router logits
     # the experts' gates: softmax over all experts, softmax-topk over the chosen ones, sigmoid for each alone
     router: Literal["softmax", "softmax-topk", "sigmoid"] = flag("softmax", "meaning", needs="n_experts")
     # sigmoid only: step of the bias that balances experts; 0 is no bias
@@ -138,18 +131,15 @@ class Config:
 
     # tensor parallelism: ranks that split each layer, and the sequence between the blocks
     tp: int = flag(1, "free", SIZE, common=True)
-    # context parallelism: ranks that split each sequence; seq-len divides by 2 * cp
-    cp: int = flag(1, "free", SIZE)
+    cp: int = flag(1, "free", SIZE)  # context parallelism: ranks that split each sequence, in 2 * cp segments
     pp: int = flag(1, "free", SIZE, common=True)  # pipeline parallelism: stages, which hold different layers
     # expert parallelism: ranks that split the experts; divides dp * cp * tp
     ep: int = flag(1, "free", SIZE, common=True)
     # dropless with ep > 1 under a CUDA graph: receive buffers begin with this many times the balanced number
     # of rows, and grow where a step needs more; 0 turns the graph off
     ep_slack: float = flag(2.5, "free", FACTOR, needs="n_experts")
-    # a,b,c: blocks of each stage; default: balanced, embedding and head count as a block
-    pp_layers: str = flag("", "free")
-    # interleaved 1F1B: a rank holds this many stages, chunks of layers that lie pp apart
-    pp_chunks: int = flag(1, "free", SIZE)
+    pp_layers: str = flag("", "free")  # a,b,c: blocks of each stage; default: balanced, with embedding, head
+    pp_chunks: int = flag(1, "free", SIZE)  # interleaved 1F1B: chunks of layers that a rank holds, pp apart
     # replicas share out 1: optimizer state, 2: gradients too, 3: weights too
     zero: Literal[0, 1, 2, 3] = flag(0, "free", common=True)
     # --zero shares within groups of this many neighbours, such as those of a node; 0: all share
@@ -159,10 +149,8 @@ class Config:
 
     # batch
 
-    # sequences per data-parallel replica and forward
-    micro_batch: int = flag(8, "free", SIZE, common=True)
-    # sequences per optimizer step; 0 is micro-batch * dp
-    global_batch: int = flag(0, "free", (0, 2**20), common=True)
+    micro_batch: int = flag(8, "free", SIZE, common=True)  # sequences per data-parallel replica and forward
+    global_batch: int = flag(0, "free", (0, 2**20), common=True)  # sequences per step; 0 is micro-batch * dp
     # START INCREMENT SAMPLES: the batch starts at START sequences and grows in steps of INCREMENT up to
     # global-batch, while the first SAMPLES sequences are consumed
     rampup_batch_size: tuple[int, ...] = flag((), "free", COUNT)
@@ -175,59 +163,46 @@ class Config:
     lr: float = flag(2e-3, "free", FACTOR, common=True)  # peak learning rate
     # after the warm-up, cosine falls at once; wsd stays at lr (stable) and falls on a line at the end (decay)
     lr_schedule: Literal["cosine", "wsd"] = flag("cosine", "free")
-    # learning rate at the end of the schedule; default lr / 10
-    min_lr: float | None = flag(None, "free", FACTOR)
+    min_lr: float | None = flag(None, "free", FACTOR)  # learning rate at the end; default lr / 10
     warmup: int = flag(40, "free", COUNT)  # steps in which the learning rate rises from 0 to lr
-    # step at which the schedule reaches min-lr; 0 is steps. Within the warm-up, the rate falls right after it
-    decay_steps: int = flag(0, "free", COUNT)
+    decay_steps: int = flag(0, "free", COUNT)  # step at which the schedule reaches min-lr; 0 is steps
     # wsd: the decay takes this share of the steps; 0 keeps lr, and 1 is a line from the warm-up on
     decay_ratio: float = flag(0.2, "free", SHARE, needs="lr_schedule=wsd")
     weight_decay: float = flag(0.1, "free", FACTOR)  # of matrices only
-    beta1: float = flag(0.9, "free", SHARE)  # Adam: decay of the mean of gradients
-    beta2: float = flag(0.95, "free", SHARE)  # Adam: decay of the mean of squared gradients
+    beta1: float = flag(0.9, "free", BELOW_1)  # Adam: decay of the mean of gradients
+    beta2: float = flag(0.95, "free", BELOW_1)  # Adam: decay of the mean of squared gradients
     # Muon's learning rate, and min-lr, over AdamW's
     muon_lr_factor: float = flag(1.0, "free", FACTOR, needs="optimizer=muon")
-    # Muon: decay of the mean of gradients
-    momentum: float = flag(0.95, "free", SHARE, needs="optimizer=muon")
-    # gradients are scaled down to this global norm at most; 0 never clips
-    clip: float = flag(1.0, "free", FACTOR)
+    momentum: float = flag(0.95, "free", BELOW_1, needs="optimizer=muon")  # Muon: decay of its mean gradient
+    clip: float = flag(1.0, "free", FACTOR)  # gradients are scaled down to this norm at most; 0 never clips
     # of weights, activations; sums at least fp32
     dtype: Literal["fp64", "fp32", "bf16", "fp16"] = flag("fp32", "free", common=True)
     compile: bool = flag(False, "free")  # torch.compile each block
-    # the products of attention and of the dense MLP take numbers of 8 bits; all else keeps --dtype
-    fp8: bool = flag(False, "free")
+    fp8: bool = flag(False, "free")  # 8-bit numbers in the products of attention and of the dense MLP
     # of AdamW's two moments; bf16 rounds them after each update, which saves 4 bytes per weight
     moments_dtype: Literal["fp32", "bf16"] = flag("fp32", "free")
-    # on a GPU, replay forward and backward as one CUDA graph where shapes are static
-    cuda_graph: bool = flag(True, "free")
+    cuda_graph: bool = flag(True, "free")  # on a GPU, forward and backward as one CUDA graph where possible
 
     # run
 
     # directory that prepare.py made, several by weight (A:0.7,B:0.3), "synthetic"
     data: str = flag("data/stdlib", "data", common=True)
-    # the config.json of a run: its flags, also --out, but not --resume, are the defaults
-    config: str = flag("", "silent")
+    config: str = flag("", "silent")  # the config.json of a run, whose flags but --resume are the defaults
     out: str = flag("", "silent", common=True)  # directory of the run's files; default out/PRESET
     # a token attends to its own document alone; auto: on for conversations, off for text
     doc_mask: Literal["auto", "on", "off"] = flag("auto", "data")
     seed: int = flag(1337, "data", (0, 2**63 - 1))  # of weights, data order and dropout
     log_every: int = flag(20, "silent", (1, 10**12))  # steps between logged steps
     eval_every: int = flag(100, "silent", COUNT, common=True)  # steps between evaluations; 0 never evaluates
-    # global batches per evaluation, as many as the validation data has at most, and one at least
-    eval_iters: int = flag(20, "silent", (0, 2**24))
+    eval_iters: int = flag(20, "silent", (0, 2**24))  # global batches per evaluation, at most all there are
     save_every: int = flag(200, "silent", COUNT, common=True)  # steps between checkpoints; 0 never saves
     keep: int = flag(3, "silent", COUNT)  # newest checkpoints to keep; 0 keeps all
-    # an evaluation that finds the lowest validation loss also saves, and that checkpoint is kept
-    keep_best: bool = flag(True, "silent")
+    keep_best: bool = flag(True, "silent")  # save at the lowest validation loss, and keep that checkpoint
     resume: str = flag("none", "silent", common=True)  # auto (newest in --out), a checkpoint's path, or none
-    # NAME[,NAME]: flags that a resume may change although the model or data changes
-    resume_changed: str = flag("", "silent")
-    # save and exit 85 before this much wall time has passed; 0 is no limit
-    max_minutes: float = flag(0.0, "silent", FACTOR)
-    # seconds without progress that end the run; x 2 in start, compilation, saving
-    timeout: float = flag(600.0, "silent", (1, 30 * 86400))
-    # steps between comparisons of the replicas' weights; 0 never compares
-    check_every: int = flag(500, "silent", COUNT)
+    resume_changed: str = flag("", "silent")  # NAME[,NAME]: flags of model or data that a resume may change
+    max_minutes: float = flag(0.0, "silent", FACTOR)  # save and exit 85 before this much time; 0 is no limit
+    timeout: float = flag(600.0, "silent", (1, 30 * 86400))  # seconds without progress that end the run
+    check_every: int = flag(500, "silent", COUNT)  # steps between comparisons of the replicas; 0 never
 
     # skipping data
 
@@ -236,30 +211,24 @@ class Config:
     # SIGMA: skip a step whose loss or gradient norm is more than SIGMA deviations above the median of the
     # last steps, of which there must be 64; 0 is off
     skip_spikes: float = flag(0.0, "free", FACTOR)
-    # at this step every target is token 0, which makes a spike; --clip 0 shows the damage; 0 is never
-    inject_spike: int = flag(0, "free", COUNT)
+    inject_spike: int = flag(0, "free", COUNT)  # at this step all targets are token 0: a spike; 0 is never
 
     # looking at a run
 
     profile: bool = flag(False, "silent")  # pyinstrument, as profile.html and profile.txt
     trace: bool = flag(False, "silent")  # torch profiler over steps 3 to 5, as trace.json
-    # log the milliseconds of each phase; to measure them synchronises the device
-    timers: bool = flag(False, "silent")
+    timers: bool = flag(False, "silent")  # log the milliseconds of each phase, which synchronises the device
     log_layers: bool = flag(False, "silent")  # log the norm of each layer's gradient, before clipping
-    # print loss and experts' loads as plots at the end; the files are always written
-    plot: bool = flag(True, "silent")
+    plot: bool = flag(True, "silent")  # print plots of loss and loads at the end; files are always written
     report: bool = flag(True, "silent")  # write report.html at the end: curves, samples, flags, how to resume
     prompt: str = flag("", "silent")  # continue this text at each evaluation
     wandb: Literal["off", "offline", "online"] = flag("off", "silent")  # Weights & Biases, from rank 0
 
     # debug
 
-    # on a GPU use only kernels that give the same bits in every run
-    deterministic: bool = flag(False, "free")
-    # RANK that stops in the debugger before the first step; nothing times out; -1 is none
-    pdb: int = flag(-1, "silent", (-1, 2**20))
-    # FILE.safetensors: weights before and gradients of the first step, at full size
-    dump_grads: str = flag("", "silent")
+    deterministic: bool = flag(False, "free")  # on a GPU use only kernels that give the same bits in each run
+    pdb: int = flag(-1, "silent", (-1, 2**20))  # RANK that stops in the debugger before step 1; -1 is none
+    dump_grads: str = flag("", "silent")  # FILE.safetensors: weights before and gradients of the first step
     preset: str = flag("tiny", "silent")  # no flag, the first word: the preset whose values are the defaults
 
 
@@ -289,7 +258,8 @@ def has_effect(name, cfg):
 
 def draws_random_numbers(cfg):
     """Whether a step draws random numbers: then pipeline.py seeds each micro-batch, so that a resumed run and
-    --recompute draw the same. If you add a draw to the model, name its flag here."""
+    --recompute draw the same. If you add a draw to the model, name its flag here.
+    """
     return cfg.dropout > 0
 
 
@@ -324,7 +294,7 @@ def as_typed(flags):
 def check_numbers(flags):
     """Raise ValueError unless every number among a program's flags is finite and within its range.
 
-    A flag that Config also has takes its range from there, unless the class of flags has RANGES of its own.
+    The range is that of the class' own RANGES, or of Config's flag of the same name.
     """
     ranges = {**RANGES, **getattr(flags, "RANGES", {})}
     for field in dataclasses.fields(flags):
@@ -341,31 +311,26 @@ def check(cfg):
     if not cfg.head_dim:
         must_divide("n-embd", cfg.n_embd, "n-head", cfg.n_head)
     must_divide("n-head", cfg.n_head, "n-kv-head", cfg.n_kv_head)
-    for is_wrong, message in of_the_model(cfg) + of_training(cfg):
+    for is_wrong, message in wrong_model(cfg) + wrong_training(cfg):
         if is_wrong:
             raise ValueError(message)
 
 
-def of_the_model(cfg):
+def wrong_model(cfg):
     """Return [(whether it is so, what is wrong)] of the flags of the model."""
     scaling = cfg.rope_scaling
     can_scale = len(scaling) == 4 and scaling[0] >= 1 and scaling[1] < scaling[2] and scaling[3] >= 1
     is_mlm = cfg.objective == "mlm"
     is_dense = not cfg.n_experts
     return [
-        (cfg.dropout == 1, f"--dropout {cfg.dropout} must be in [0, 1)"),
         (cfg.pos == "rope" and head_width(cfg) % 2,
          f"head dim {head_width(cfg)} is odd, RoPE turns pairs; try --pos learned"),
-        (cfg.bias and cfg.qkv_bias, "--bias is of queries, keys and values, too; leave out --qkv-bias"),
         (scaling and not can_scale,
          f"--rope-scaling {' '.join(map(str, scaling))} must be FACTOR LOW HIGH LENGTH, such as 8 1 4 8192"),
-        (is_mlm and n_masked(cfg.seq_len) < 1,
-         f"--objective mlm masks no token of --seq-len {cfg.seq_len}; try --seq-len 128"),
         (is_mlm and cfg.window,
          f"--window {cfg.window} looks back only, --objective mlm to both sides; leave out --window"),
         (is_mlm and cfg.doc_mask == "on",
          "--doc-mask on hides what is before, --objective mlm looks both ways; leave out --doc-mask"),
-        (is_mlm and cfg.vocab_size == 1, "--vocab-size 1 is [MASK] alone; leave out --vocab-size"),
         (is_mlm and cfg.prompt, "--prompt continues a text, --objective mlm does not; leave out --prompt"),
         (is_dense and cfg.ep > 1, f"--ep {cfg.ep} needs experts; try --n-experts 8"),
         (is_dense and cfg.n_shared_experts,
@@ -380,15 +345,13 @@ def of_the_model(cfg):
          f"--lora {cfg.lora} has no adapters for the matrices of experts; leave out --lora")]
 
 
-def of_training(cfg):
+def wrong_training(cfg):
     """Return [(whether it is so, what is wrong)] of the flags of the optimizer, its numbers and the data."""
     ramp = cfg.rampup_batch_size
     skipped = cfg.train_range_to_skip
     pairs = zip(skipped[::2], skipped[1::2], strict=False)
     has_pairs = len(skipped) % 2 == 0 and all(1 <= first <= last for first, last in pairs)
     return [
-        *[(getattr(cfg, name) == 1, f"--{name} {getattr(cfg, name)} must be in [0, 1)")
-          for name in ("beta1", "beta2", "momentum")],
         (cfg.min_lr is not None and cfg.min_lr > cfg.lr,
          f"--min-lr {cfg.min_lr} is above --lr {cfg.lr}; try --min-lr {cfg.lr / 10:g}"),
         (cfg.lora and cfg.optimizer == "muon",
@@ -401,17 +364,12 @@ def of_training(cfg):
         (len(ramp) not in (0, 3) or min(ramp, default=1) < 1,
          f"--rampup-batch-size is START INCREMENT SAMPLES, each at least 1, not {' '.join(map(str, ramp))}"),
         (not has_pairs,
-         f"--train-range-to-skip {' '.join(map(str, skipped))} must be pairs of steps from 1, low to high"),
-        (cfg.dump_grads and 1 in skipped[::2],
-         "--dump-grads writes the gradients of step 1, which is skipped; leave out one of the two"),
-        (0 < cfg.window_rope_base < 1,
-         f"--window-rope-base {cfg.window_rope_base} must be 0, or at least 1")]
+         f"--train-range-to-skip {' '.join(map(str, skipped))} must be pairs of steps from 1, low to high")]
 
 
 def largest_divisor(most, *numbers):
     """Return the largest number up to `most` that divides all of `numbers`. Zeros are ignored."""
-    at_most = min(most, *filter(None, numbers))
-    for divisor in range(at_most, 1, -1):
+    for divisor in range(min(most, *filter(None, numbers)), 1, -1):
         if not any(n % divisor for n in numbers):
             return divisor
     return 1

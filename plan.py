@@ -65,46 +65,38 @@ def check_gpus(cfg, gpus):
     return dataclasses.replace(cfg, global_batch=batch), mesh
 
 
-def stage_ranks(cfg, gpus, chip, vocab):
-    """Return [(Rank, [stages])], one Rank for all stages that hold equal parts of the model.
-
-    It is of the first of them, which has the most micro-batches in flight.
-    """
-    found = {}
-    for stage in range(cfg.pp):
-        rank = Rank(cfg, stage_mesh(cfg, gpus, stage), vocab, node=chip.node)
-        _, stages = found.setdefault((rank.blocks, rank.has_embedding, rank.has_head), (rank, []))
-        stages.append(stage)
-    return list(found.values())
-
-
 def estimate(cfg, gpus, gpu, vocab, uneven=False):
     """Return {name: plain numbers} of one layout: memory of the fullest stage, time of the slowest.
 
-    cfg: a Config with a global batch. gpus: the number of GPUs. gpu: their kind, a name in
-    cost.gpus.GPUS. vocab: the number of symbols, before padding. uneven: the time is that of the experts'
-    young routing, not of what it settles to. ValueError: the GPU has no product that the flags ask for.
+    cfg: a Config with a global batch. gpu: a name in cost.gpus.GPUS. vocab: the number of symbols, before
+    padding. uneven: the time is that of the experts' young routing, not of what it settles to. ValueError:
+    the GPU has no product that the flags ask for.
     """
     chip = GPUS[gpu]
     if cfg.fp8 and not chip.fp8:
         raise ValueError(f"--fp8: {gpu} cannot multiply fp8 numbers; leave out --fp8")
-    ranks = stage_ranks(cfg, gpus, chip, vocab)
-    first, _ = ranks[0]
-    fullest = max((memory(rank) for rank, _ in ranks), key=lambda parts: sum(parts.values()))
+    ranks = {}  # of stages with equal parts of the model the first: it has the most micro-batches in flight
+    kinds = []  # of each stage
+    for stage in range(cfg.pp):
+        rank = Rank(cfg, stage_mesh(cfg, gpus, stage), vocab, node=chip.node)
+        kinds.append((rank.blocks, rank.has_embedding, rank.has_head))
+        ranks.setdefault(kinds[-1], rank)
+    first = ranks[kinds[0]]
+    fullest = max(map(memory, ranks.values()), key=lambda parts: sum(parts.values()))
     used = sum(fullest.values())
 
     saved, _ = saved_activations(first, max_load_factor(cfg, first.mesh, uneven=uneven))
     sent = Counter()  # of the stage that sends the most over an axis
     between = 0
-    of_stage = {}  # seconds of a micro-batch on each stage
-    for rank, stages in ranks:
+    seconds = {}  # of a micro-batch
+    for kind, rank in ranks.items():
         sent_here = traffic(rank, cfg.global_batch)
         sent |= sent_here
         between = max(between, bytes_between_nodes(rank.mesh, sent_here, lambda rank: rank // chip.node))
-        of_stage.update(dict.fromkeys(stages, stage_time(rank, chip, saved, sent_here, uneven=uneven)))
+        seconds[kind] = stage_time(rank, chip, saved, sent_here, uneven=uneven)
 
-    largest, _ = max(ranks, key=lambda pair: pair[0].parameters())
-    step = step_time(largest, chip, max(of_stage.values()), reductions(largest))
+    largest = max(ranks.values(), key=Rank.parameters)
+    step = step_time(largest, chip, max(seconds.values()), reductions(largest))
     total = sum(step.values())
     tokens = cfg.global_batch * cfg.seq_len
     full, causal = flops_per_token(cfg, vocab)
@@ -121,15 +113,12 @@ def estimate(cfg, gpus, gpu, vocab, uneven=False):
         "between_nodes_mb": between / 1e6,
         "ms_parts": {part: seconds * 1e3 for part, seconds in step.items()}, "ms": total * 1e3,
         "tok_s_gpu": tokens / total / gpus, "tflops": per_gpu / 1e12, "mfu": per_gpu / chip.peak,
-        "stage_ms": [of_stage[stage] * 1e3 for stage in range(cfg.pp)]}
+        "stage_ms": [seconds[kind] * 1e3 for kind in kinds]}
 
 
 @functools.cache
 def batch_schedule(samples, full, ramp=()):
-    """Return {batch: number of steps with it} of a run that consumes at least `samples` sequences.
-
-    full: --global-batch. ramp: --rampup-batch-size.
-    """
+    """Return {batch: number of steps with it} of a run that consumes at least `samples` sequences."""
     steps = Counter()
     done = 0
     while done < samples:
@@ -265,15 +254,18 @@ def print_table(title, rows):
         print("  ".join(["", first.ljust(widths[0]), *cells]))
 
 
+def print_numbers(title, numbers, form):
+    print_table(title, [(name, form.format(number)) for name, number in numbers.items()])
+
+
 def print_filled(text):
     print(textwrap.fill(text, WIDTH, subsequent_indent="    ", break_on_hyphens=False))
 
 
 def draw_schedule(ranks, chunks, num_micro_batches, width=100):
-    """Return one line per pipeline rank, which shows what the rank does when, from left to right.
+    """Return one line per pipeline rank: F0 and B0 are the forward and the backward of micro-batch 0.
 
-    F0 and B0 are the forward and the backward of micro-batch 0. With several chunks F0a is its forward
-    through chunk a. A backward takes twice as long as a forward.
+    With several chunks F0a is its forward through chunk a. A backward takes twice as long as a forward.
     """
     num_micro_batches = min(num_micro_batches, max(width, ranks))  # A line has no room for more.
     table = timetable(ranks, chunks, num_micro_batches)
@@ -308,23 +300,17 @@ def print_plan(cfg, plan):
     """Print what plan_one() returns."""
     flags = ", ".join(f"{name} {plan['layout'][name]}" for name in ("dp", *LAYOUT))
     print_filled(f"{cfg.preset} on {cfg.gpus} {cfg.gpu}: {flags}")
-    print_table("parameters", [(name, f"{n:,}") for name, n in plan["parameters"].items()])
-
-    parts = [(part, f"{gib:.2f}") for part, gib in plan["memory_gib"].items()]
-    print_table(f"memory of the fullest rank, GiB of {plan['capacity_gib']:.1f}",
-                [*parts, ("sum", f"{plan['memory']:.2f}")])
-
-    sent = [(axis, f"{megabytes:,.1f}") for axis, megabytes in plan["traffic_mb"].items()]
+    print_numbers("parameters", plan["parameters"], "{:,}")
+    print_numbers(f"memory of the fullest rank, GiB of {plan['capacity_gib']:.1f}",
+                  {**plan["memory_gib"], "sum": plan["memory"]}, "{:.2f}")
+    sent = dict(plan["traffic_mb"])
     if cfg.gpus > GPUS[cfg.gpu].node:
-        sent.append(("of it to other nodes", f"{plan['between_nodes_mb']:,.1f}"))
-    print_table("sent per rank and step, MB", sent or [("none", "0")])
-
-    parts = [(part, f"{ms:,.1f}") for part, ms in plan["ms_parts"].items()]
-    parts.append(("sum", f"{plan['ms']:,.1f}"))
+        sent["of it to other nodes"] = plan["between_nodes_mb"]
+    print_numbers("sent per rank and step, MB", sent or {"none": 0}, "{:,.1f}")
+    ms = {**plan["ms_parts"], "sum": plan["ms"]}
     if plan["ms_uneven"] is not None:
-        parts.append(("sum while routing is uneven", f"{plan['ms_uneven']:,.1f}"))
-    print_table("milliseconds per step, expected", parts)
-
+        ms["sum while routing is uneven"] = plan["ms_uneven"]
+    print_numbers("milliseconds per step, expected", ms, "{:,.1f}")
     print_table("work", [("FLOPs per step, full attention", f"{plan['flops']['full']:.4g}"),
                          ("FLOPs per step, causal", f"{plan['flops']['causal']:.4g}"),
                          ("TFLOP/s per GPU", f"{plan['tflops']:.1f}"),
@@ -334,9 +320,9 @@ def print_plan(cfg, plan):
         print_schedule(cfg)
     if cfg.tokens:
         ramp = ", with the ramp" if cfg.rampup_batch_size else ""
-        print_table(f"{cfg.tokens:.3g} tokens{ramp}", [("steps", f"{plan['steps']:,}"),
-                                                       ("days", f"{plan['days']:,.2f}"),
-                                                       ("GPU-hours", f"{plan['gpu_hours']:,.0f}")])
+        rows = [("steps", f"{plan['steps']:,}"), ("days", f"{plan['days']:,.2f}"),
+                ("GPU-hours", f"{plan['gpu_hours']:,.0f}")]
+        print_table(f"{cfg.tokens:.3g} tokens{ramp}", rows)
     for line in plan["warnings"]:
         print_filled(f"warning: {line}")
 

@@ -92,7 +92,7 @@ def draw(title, series, size=(90, 24), log=False):
 
 
 def load_bars(layers, width=40):
-    """Return one bar per expert, a line each: its rows over the balanced number, the mean over layers.
+    """Return a line per expert with a bar: its rows over the balanced number, the mean over layers.
 
     layers: {layer: {"load": [a share per expert]}}.
     """
@@ -116,21 +116,18 @@ def at_end(out, show):
     if loads:
         drawn["expert_load"] = load_bars(loads[-1]["layers"]) + "\n"
     rows, _ = sound_rows(out / "metrics.jsonl")
-    try:
+    with best_effort(f"plots in {out}", (ImportError, OSError)):
         for name in AT_END:
             curves = [(name, "", points(rows, name))]
             if name == "loss":
                 curves.append(("val_loss", "x", points(rows, "val_loss")))
                 curves.append(("refused", "S", points(rows, "spike_loss")))
             drawn[name] = draw(name, curves)
-    except ImportError:
-        print(NO_PLOTEXT, flush=True)
-    for name, text in drawn.items():
-        if show and name in ("expert_load", "loss"):
-            print(text, end="", flush=True)
-        if text:
-            with best_effort(f"plots in {out}"):
+        for name, text in drawn.items():
+            if text:
                 write_whole(out / f"{name}.txt", text)
+    if show:
+        print(drawn.get("expert_load", "") + drawn.get("loss", ""), end="", flush=True)
 
 
 # -----------------------------------------------------------------------------
@@ -161,20 +158,15 @@ def describe(run):
         asked = flags["steps"]
         command = report.command_of(flags)
     last = max((row["step"] for row in rows), default=0)
+    saved = checkpoint.steps(run)
+    state = f"stopped at {checkpoint.step_of(saved[0])}" if saved else "no checkpoint"
+    if in_use(run):
+        state = "running"
+    elif last == asked:
+        state = "done"
     losses = [f"{values[-1][1]:.5g}" if values else "-"
               for values in (points(rows, "loss"), points(rows, "val_loss"))]
-    line = ROW.format(state(run, last, asked), f"{last}/{asked}", *losses, run.name)
-    return printable(line) + f"\n    {printable(command)}"
-
-
-def state(run, last, asked):
-    """Return a run's state in words. last: the last step that it logged. asked: --steps."""
-    if in_use(run):
-        return "running"
-    if last == asked:
-        return "done"
-    saved = checkpoint.steps(run)
-    return f"stopped at {int(saved[0].name[5:])}" if saved else "no checkpoint"
+    return "\n    ".join(map(printable, (ROW.format(state, f"{last}/{asked}", *losses, run.name), command)))
 
 
 # -----------------------------------------------------------------------------

@@ -23,18 +23,9 @@ WINDOW = 128  # accepted steps that a step is compared with; no step is a spike 
 MAX_REFUSED = 8
 
 
-class Ranges:
-    """Which steps to skip. ends: A, B, C, D, ..., in pairs."""
-
-    def __init__(self, ends):
-        self.pairs = sorted(set(zip(ends[::2], ends[1::2], strict=True)))  # [(first step, last step)]
-
-    def __str__(self):
-        return ", ".join(f"{first}-{last}" for first, last in self.pairs)
-
-    def ends(self):
-        """Return [A, B, C, D, ...]: what a checkpoint keeps and a later Ranges takes."""
-        return [end for pair in self.pairs for end in pair]
+def skipped_ranges(ends):
+    """Return A, B, C, D, ... as [(first step, last step)]."""
+    return sorted(set(zip(ends[::2], ends[1::2], strict=True)))
 
 
 def spike_reason(window, loss, norm, sigma):
@@ -66,9 +57,8 @@ class Guard:
         self.sigma = cfg.skip_spikes
         self.world = world
         self.state = state
-        self.max_refused = MAX_REFUSED
-        if cfg.dtype == "fp16":
-            self.max_refused += 16  # overflows that bring the loss scale from 2**16 down to 1
+        # fp16: 16 overflows more bring the loss scale from 2**16 down to 1
+        self.max_refused = MAX_REFUSED + (16 if cfg.dtype == "fp16" else 0)
         self.reason = None  # why the last step was refused, if the host knows
         # [(step, flag)] since the last count_refused(), which the caller appends. The flag of a spike is
         # None. Otherwise it is () on the device: 1.0 if the step was not finite, else 0.0.

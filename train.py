@@ -28,7 +28,7 @@ from model import DTYPES, GPT
 from optim import Optimizer, learning_rate
 from parallel import parameters_without_memory
 from pipeline import dropout_seeds, forward_backward, forward_only, rank_layers
-from skip import Guard, Ranges, corrupt_targets
+from skip import Guard, corrupt_targets, skipped_ranges
 from zero import LEVELS
 
 
@@ -49,7 +49,7 @@ def train(run):
         batches, n_trained, batch = run.next_batch(number)
 
         stats = None
-        if any(a <= number <= b for a, b in run.skip.pairs):  # --train-range-to-skip
+        if any(a <= number <= b for a, b in run.skip):  # --train-range-to-skip
             state.skipped += 1
             run.guard.reason = None
         else:  # forward, backward, sums of gradients, update: Step, below
@@ -201,7 +201,7 @@ class Run:
         """Open the data, build the model, fill it from a checkpoint or with equal replicas."""
         cfg = self.cfg
         world = self.world
-        skip = Ranges(cfg.train_range_to_skip)
+        skip = skipped_ranges(cfg.train_range_to_skip)
         mesh = agree.make_mesh(cfg, world)
         self.mesh = mesh
         self.watchdog.set_mesh(mesh)

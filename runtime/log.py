@@ -241,7 +241,7 @@ def started(run, found):
     samples = "synthetic data without end"
     if cfg.data != "synthetic":
         samples = f"{run.train_data.n_samples:,} training samples"
-    skipping = f", skipping steps {run.skip}" if run.skip.pairs else ""
+    skipping = ", skipping steps " + ", ".join(f"{a}-{b}" for a, b in run.skip) if run.skip else ""
     say(f"  {run.batch} x {cfg.seq_len} tokens per step, {samples}{skipping}")
     if run.train_data.has_documents:
         say("  each document attends to itself alone (--doc-mask)")

@@ -21,7 +21,7 @@ from ops.split_master import whole
 from runtime.init_from import VOCABULARY, changed_flags, init_from, load_base
 from runtime.pieces import first_sound, load_pieces, own_pieces
 from runtime.saver import Saver
-from skip import Ranges
+from skip import skipped_ranges
 
 # What --out must not hold besides a run: prepared data, other runs, models of other programs, sources
 FOREIGN = "*_[0-9]*.bin", "*/metrics.jsonl", "*.safetensors", "*.md", "*.py", ".git"
@@ -210,7 +210,7 @@ def start_from(found, skip, model, opt, data_id):
     """Go on from the checkpoint `found`, or start with equal replicas, perhaps with another run's weights.
     When it goes on, these do not count: a job script can give both --init-from and --resume auto.
 
-    skip: the Ranges of the flags, to which those of the checkpoint are added. Return (State, Ranges).
+    skip: [(first, last)] of the flags, to which those of the checkpoint are added. Return (State, skip).
     Collective; ValueError: the checkpoint does not fit.
     """
     cfg = model.cfg
@@ -233,11 +233,11 @@ def start_from(found, skip, model, opt, data_id):
                 for name, (before, now) in state.changed.items()]
         if cfg.dump_grads or cfg.init_from and not cfg.lora:
             said.append(f"goes on from {found}: --init-from and --dump-grads are for a start, and not used")
-        skip = Ranges([*skip.ends(), *state.skip])  # a resume inside a range goes on skipping it
+        skip = sorted({*skip, *skipped_ranges(state.skip)})  # a resume inside a range goes on skipping it
     if model.mesh.world.rank == 0:
         for line in said:
             say(one_line(line))
-    state.skip = skip.ends()
+    state.skip = [end for pair in skip for end in pair]
     return state, skip
 
 

@@ -44,7 +44,7 @@ from parallel import make_mesh
 from runtime.launch import World
 
 MPIEXEC = Path(sys.executable).with_name("mpiexec")
-CRC = 4242786993  # of defaults, ranges and presets
+CRC = 542908609  # of defaults, ranges and presets
 SMALL = "--n-layer=1 --n-embd=16 --ffn-hidden=16 --seq-len=16 --no-plot --no-report --eval-iters=1"
 
 
@@ -95,7 +95,7 @@ WRONG = [
     # Values
     ("train.py --n-embd 190 --n-head 6", "n-embd 190 does not divide by n-head 6; try --n-head 5"),
     ("train.py --n-embd=6 --n-head=2", "try --pos learned"),
-    ("train.py --n-head=0", "--n-head 0 must be at least 1"), ("train.py --dropout=1", "[0, 1)"),
+    ("train.py --n-head=0", "--n-head 0 must be at least 1"), ("train.py --dropout=1", "at most 0.99999"),
     ("train.py --global-batch 15", "15 does not divide by micro-batch 8 * dp 1; try --global-batch 16"),
     ("train.py --n-experts 4 --top-k 9", "try --top-k 4"), ("train.py --pp-layers=1,1", "try --pp-layers 4"),
     ("train.py --train-range-to-skip 3 5 9", "3 5 9 must be pairs"),
