@@ -54,8 +54,8 @@ TEXTS = {"bench": (".py", ".sh", ".js", ".html", ".pbs", ".slurm"),
 # What is larger today: a number here only falls, and what is within its limit leaves the list.
 OVER = {
     "runtime, interface": (4285, 29),
-    "corpus, cost, programs": (6295, 31),
-    "house": (17177, 96),
+    "corpus, cost, programs": (6218, 31),
+    "house": (17100, 96),
     "tests": (23475, 83)}
 LONG_FILES = {
     "tests/test_kernels.py": 639}
