@@ -42,14 +42,13 @@ from cost import plan_page
 from cost.advice import idle_warnings
 from cost.gpus import GPUS
 from cost.memory import GIB, memory, saved_activations
-from cost.parameters import Rank, count_parameters, flops_per_token, micro_batches, stage_mesh
-from cost.step_time import MOST_UNEVEN, bubble, max_load_factor, stage_time, step_time
+from cost.parameters import Rank, count_parameters, flops_per_token, stage_mesh
+from cost.step_time import MOST_UNEVEN, max_load_factor, stage_time, step_time
 from cost.traffic import bytes_between_nodes, reductions, traffic
 from fast.choose import needs_row_limit
 from interface.layout import check_layout
 from interface.serve import Server
 from interface.terminal import say
-from pipeline import DURATION, timetable
 
 # -----------------------------------------------------------------------------
 # 1) The plan of one layout
@@ -262,38 +261,34 @@ def print_filled(text):
     print(textwrap.fill(text, WIDTH, subsequent_indent="    ", break_on_hyphens=False))
 
 
-def draw_schedule(ranks, chunks, num_micro_batches, width=100):
+def draw_schedule(ops, ranks, chunks, width=100):
     """Return one line per pipeline rank: F0 and B0 are the forward and the backward of micro-batch 0.
 
-    With several chunks F0a is its forward through chunk a. A backward takes twice as long as a forward.
+    With several chunks F0a is its forward through chunk a. ops: as plan_page.timeline() gives them.
     """
-    num_micro_batches = min(num_micro_batches, max(width, ranks))  # A line has no room for more.
-    table = timetable(ranks, chunks, num_micro_batches)
-    unit = len(f"F{num_micro_batches - 1} ") + (chunks > 1)  # columns of a forward
-    rows = [[" "] * unit * max(table) for _ in range(ranks)]
-    for end, ops in table.items():
-        for row, op in zip(rows, ops, strict=True):
-            if op is None:
-                continue
-            name = f"{op.kind}{op.micro_batch}"
-            if chunks > 1:
-                name += string.ascii_lowercase[op.chunk % 26]
-            columns = unit * DURATION[op.kind]
-            fill = " " if op.kind == "F" else "-"
-            row[unit * end - columns:unit * end] = name.ljust(columns - 1, fill) + " "
+    unit = max(len(f"F{op['micro_batch']} ") for op in ops) + (chunks > 1)  # columns of a forward
+    rows = [[" "] * unit * max(op["end"] for op in ops) for _ in range(ranks)]
+    for op in ops:
+        name = f"{op['kind']}{op['micro_batch']}"
+        if chunks > 1:
+            name += string.ascii_lowercase[op["chunk"] % 26]
+        begin = unit * op["begin"]
+        end = unit * op["end"]
+        fill = " " if op["kind"] == "F" else "-"
+        rows[op["rank"]][begin:end] = name.ljust(end - begin - 1, fill) + " "
 
     lines = [f"  rank {rank:<4}" + "".join(row).rstrip() for rank, row in enumerate(rows)]
     return [line if len(line) <= width else f"{line[:width - 4]} ..." for line in lines]
 
 
 def print_schedule(cfg):
-    count = micro_batches(cfg, stage_mesh(cfg, cfg.gpus, 0))
-    idle = bubble(cfg.pp, cfg.pp_chunks, count)
+    drawn = plan_page.schedule(cfg)
+    idle = drawn["idle"]
     in_chunks = f" in {cfg.pp_chunks} chunks" if cfg.pp_chunks > 1 else ""
-    print(f"\nschedule of {count} micro-batches{in_chunks} over {cfg.pp} ranks:")
+    print(f"\nschedule of {drawn['micro_batches']} micro-batches{in_chunks} over {cfg.pp} ranks:")
     print(f"  predicted bubble {100 * idle:.1f} % of the work: the ranks idle "
           f"{100 * idle / (1 + idle):.1f} % of the step")
-    print("\n".join(draw_schedule(cfg.pp, cfg.pp_chunks, count, WIDTH)))
+    print("\n".join(draw_schedule(drawn["ops"], drawn["ranks"], cfg.pp_chunks, WIDTH)))
 
 
 def print_plan(cfg, plan):

@@ -7,7 +7,6 @@ runs side by side. A point is a logged row: train with --log-every 1 to see ever
 # runtime/ calls at_end() for the plots that a run leaves, and print_runs() for train.py --list.
 import contextlib
 import itertools
-import os
 import string
 import sys
 import time
@@ -67,8 +66,8 @@ def points(rows, metric, steps=(0, 10**15)):
 def draw(title, series, size=(90, 24), log=False):
     """Return a plot as text, with its legend below; "" if there is no value.
 
-    series: [(label, mark, [(step, value)])]. mark: a character; x and capitals are drawn as dots; "" is a
-    thin line. log: the vertical axis is logarithmic, and values that are not positive are left out.
+    series: [(label, mark, [(step, value)])]. mark: a character; x and capitals are dots, "" is a thin line.
+    log: the vertical axis is logarithmic, and values that are not positive are left out.
     """
     import plotext as plt
     plt.clear_figure()
@@ -211,7 +210,7 @@ def show_once(flags):
         print(text or f"no {title} to draw\n", end="", flush=True)
     if flags.html:
         page = Path(flags.html)
-        if os.path.lexists(page) and report.GENERATOR.encode() not in page.read_bytes():
+        if page.exists() and report.GENERATOR.encode() not in page.read_bytes():
             raise ValueError(f"--html {page} is there already and is no page of ours; give a new file")
         with must_write(flags.html, "--html"):
             report.write_report(flags.html, [report.Run(metrics_of(run).parent) for run in flags.runs])
@@ -225,13 +224,12 @@ def main(argv=None):
             raise ValueError("no RUN is given: --out directories of runs, such as python plot.py out/tiny")
         try:
             show_once(flags)
-            while flags.follow:
-                time.sleep(flags.every)
-                show_once(flags)
+            with contextlib.suppress(KeyboardInterrupt):
+                while flags.follow:
+                    time.sleep(flags.every)
+                    show_once(flags)
         except ImportError:
             raise ValueError(NO_PLOTEXT) from None
-        except KeyboardInterrupt:
-            return 0
     return 0
 
 

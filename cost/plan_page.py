@@ -16,7 +16,7 @@ FORM = {  # the flags that the page asks for, in groups
     "model": ("n_layer", "n_head", "n_kv_head", "n_embd", "ffn_hidden", "vocab_size", "mlp", "norm", "pos",
               "tied"),
     "experts": ("n_experts", "top_k", "n_shared_experts", "capacity_factor")}
-MOST_MICRO_BATCHES, MOST_RANKS = 24, 32  # that are drawn
+MOST_MICRO_BATCHES = 24  # that are drawn
 
 
 def settings(cfg, argv):
@@ -45,15 +45,21 @@ def as_word(value):  # as a field of the form has it
     return str(value).lower()
 
 
+def timeline(ranks, chunks, num_micro_batches):
+    """Return what ranks do when: [{rank, begin, end, kind, micro_batch, chunk}]. A forward takes 1."""
+    drawn = []
+    for end, ops in timetable(ranks, chunks, num_micro_batches).items():
+        for rank, op in enumerate(ops):
+            if op is not None:
+                drawn.append({"rank": rank, "begin": end - DURATION[op.kind], "end": end, **op._asdict()})
+    return drawn
+
+
 def schedule(cfg):
-    """Return what each rank of a pipeline does when, or None where there is one stage. A forward takes 1."""
+    """Return the timeline of a pipeline and its numbers, or None where there is one stage."""
     if cfg.pp == 1:
         return None
     count = micro_batches(cfg, stage_mesh(cfg, cfg.gpus, 0))
-    drawn = []
-    for end, ops in timetable(cfg.pp, cfg.pp_chunks, min(count, MOST_MICRO_BATCHES)).items():
-        for rank, op in enumerate(ops[:MOST_RANKS]):
-            if op is not None:
-                drawn.append({"rank": rank, "begin": end - DURATION[op.kind], "end": end, **op._asdict()})
-    return {"ranks": min(cfg.pp, MOST_RANKS), "chunks": cfg.pp_chunks, "micro_batches": count,
-            "idle": bubble(cfg.pp, cfg.pp_chunks, count), "ops": drawn}
+    return {"ranks": cfg.pp, "chunks": cfg.pp_chunks, "micro_batches": count,
+            "idle": bubble(cfg.pp, cfg.pp_chunks, count),
+            "ops": timeline(cfg.pp, cfg.pp_chunks, min(count, MOST_MICRO_BATCHES))}

@@ -14,6 +14,7 @@ import pipeline
 from config import Config
 from cost.memory import blocks_in_flight
 from cost.parameters import rank_mesh, stage_mesh
+from cost.plan_page import timeline
 from cost.step_time import bubble
 from interface.layout import stage_layers
 from pipeline import rank_layers, schedule, timetable
@@ -216,9 +217,10 @@ def test_batches_that_wait_for_both_sides_cost_no_time():
 # Plans
 
 def test_the_picture():
-    assert draw_schedule(2, 1, 3) == ["  rank 0   F0 F1       B0--- F2 B1---    B2---",
-                                           "  rank 1      F0 B0--- F1 B1--- F2 B2---"]
-    assert draw_schedule(2, 2, 2) == [
+    assert draw_schedule(timeline(2, 1, 3), 2, 1) == [
+        "  rank 0   F0 F1       B0--- F2 B1---    B2---",
+        "  rank 1      F0 B0--- F1 B1--- F2 B2---"]
+    assert draw_schedule(timeline(2, 2, 2), 2, 2) == [
         "  rank 0   F0a F1a F0b F1b         B0b----     B1b---- B0a---- B1a----",
         "  rank 1       F0a F1a F0b B0b---- F1b B1b---- B0a---- B1a----"]
 
