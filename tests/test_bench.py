@@ -1,13 +1,10 @@
 """The bench folder: collectives by hand equal the library's, the smoke test's numbers equal plain torch's,
 every program has the same kind of command line, and gpu_matrix.py is rehearsed on a CPU."""
 import contextlib
-import dataclasses
 import importlib
 import io
 import json
-import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -24,13 +21,9 @@ import gpu_matrix
 import moe_layer
 import smoke
 import speed
-from test_accelerator import XPU, stand_in
 from test_graph import graphs_on_a_cpu
 
-from interface.command_line import parse
 from parallel import make_mesh
-from plan import estimate
-from runtime.launch import World
 
 
 def every_collective(world, tp):
@@ -224,36 +217,6 @@ def test_every_program_has_help_and_one_line_for_a_wrong_flag(name, capsys):
     assert errors.count("\n") == 1 and "--no-such-flag" in errors and f"{name}.py --help" in errors
 
 
-def test_checkpoint_and_the_drills_say_what_they_do():
-    for path, words in (("checkpoint.py", "checkpoint.py diff A B"), ("tests/drills/kill.py", "--count 200")):
-        job = subprocess.run([sys.executable, ROOT / path, "--help"], capture_output=True, text=True)
-        assert (job.returncode, job.stderr) == (0, "") and words in job.stdout, job
-        assert max(map(len, job.stdout.splitlines())) <= 110
-
-
-def test_young_routing_is_told_from_settled_routing():
-    """Milliseconds and paths of steps 30 to 60 and 300 to 330; a step that was done again is named."""
-    assert speed.counted_steps(0, has_experts=False) == (60, [(30, 60)])
-    assert speed.counted_steps(0, has_experts=True) == (330, [(30, 60), (300, 330)])
-    assert speed.counted_steps(20, has_experts=True) == (20, [(10, 20)])
-    assert speed.counted_steps(4, has_experts=False) == (4, [(2, 4)])
-    times = [90.0] * 200 + [70.0] * 130
-    paths = ["plain"] * 4 + ["graph"] * 36 + ["redone"] * 3 + ["graph"] * 287
-    windows = [speed.window(World(), first, last, times, paths) for first, last in [(30, 60), (300, 330)]]
-    assert windows[0] == {"steps": [30, 60], "ms": 90.0, "paths": {"graph": 0.9, "redone": 0.1}}
-    assert speed.times_of(windows) == "90.00 ms in steps 30 to 60, 10% redone; 70.00 ms in steps 300 to 330"
-
-
-def test_a_row_of_speed_has_the_time_that_plan_expects(monkeypatch):
-    """On a GPU that plan.py knows. On another one the row says nothing of a plan."""
-    world = World(size=2)
-    cfg = parse(["dense-210m", "--zero", "1", "--global-batch", "16"], data="synthetic")
-    assert speed.planned_ms(cfg, world, 128256) is None
-    monkeypatch.setattr(speed, "device_name", lambda device: "NVIDIA H200")
-    planned = speed.planned_ms(cfg, world, 128256)
-    assert planned == estimate(cfg, 2, "h200", 128256)["ms"] and planned > 30
-
-
 def test_all_rows_of_a_moe_layer_run(monkeypatch, capsys):
     """Tiny, on a CPU: without a GPU's clock, graph and kernels."""
     def once(f, n=1):
@@ -266,51 +229,6 @@ def test_all_rows_of_a_moe_layer_run(monkeypatch, capsys):
     moe_layer.measure("W2", torch.device("cpu"))
     labels = [line[2:16].strip() for line in capsys.readouterr().out.splitlines()[1:]]
     assert labels == ["dense, compile", "dropless", "same, pointers", "capacity 1.0", "loop over expe"]
-
-
-# -----------------------------------------------------------------------------
-# two_nodes.sh, with a python that trains nothing
-
-STAND_IN = """#!/bin/sh
-case "$1 $2" in
-    *device_count*) echo 0; exit ;;
-    "-c "*) echo 4321; exit ;;
-    "- "*) exec {python} -SE "$@" ;;
-esac
-for word; do
-    [ "$before" != --out ] || out=$word
-    [ "$before$word" != --steps100000 ] || long=1
-    before=$word
-done
-mkdir -p "$out/step_000008"
-printf '[node 2/2 node1] x, y\\nnote: 1 of 1 groups of x span nodes\\n'
-loss=1.0
-[ "$out" != "${{out%/$WRONG}}" ] && loss=1.01
-echo '{{"step": 1, "ms": 1.0, "loss": '$loss'}}' > "$out/metrics.jsonl"
-echo '{{"step": 1, "traffic": {{"to other nodes": [2e6, 2e6]}}}}' > "$out/notes.jsonl"
-[ -z "$long" ] || {{ [ "$RANK" = 1 ] || {{ echo "rank 0 $SAID"; exit 1; }}; exec sleep 60; }}
-"""
-CAN_NAME_HOSTS = shutil.which("unshare") and not subprocess.run(["unshare", "-u", "true"],
-                                                                stderr=subprocess.DEVNULL).returncode
-
-
-@pytest.mark.skipif(not CAN_NAME_HOSTS, reason="unshare -u needs root: a process with a host name of its own")
-@pytest.mark.parametrize("wrong, said, fails", [
-    ("none", "lost a peer", []), ("whole", "is done", ["node 2 is killed", "resumed at step 8"])])
-def test_the_two_nodes_drill_fails_where_a_check_does(wrong, said, fails, tmp_path):
-    stand_in = tmp_path / "python"
-    stand_in.write_text(STAND_IN.format(python=sys.executable))
-    stand_in.chmod(0o755)
-    done = subprocess.run([ROOT / "bench/two_nodes.sh", "--cpu", "--out", tmp_path / "out"], text=True,
-                          capture_output=True, env={**os.environ, "PYTHON": str(stand_in), "WRONG": wrong,
-                                                    "SAID": said})
-    lines = done.stdout.splitlines()
-    failed = [line for line in lines if line.startswith("FAIL")]
-    print(done.stdout, done.stderr)
-    assert done.returncode == bool(fails) and len(failed) == len(fails)
-    for line, words in zip(failed, fails, strict=True):
-        assert words in line
-    assert sum(line.startswith("ok ") for line in lines) == 27 - len(fails)
 
 
 # -----------------------------------------------------------------------------
@@ -341,28 +259,14 @@ def rehearsed(world, *parts):
 
 
 def test_every_part_runs_on_two_ranks_of_a_cpu():
-    lines, others = run_ranks(2, rehearsed)
+    """fp32 and bf16 are fp64's function with another dtype."""
+    parts = [part for part in gpu_matrix.PARTS if part not in ("fp32", "bf16")]
+    lines, others = run_ranks(2, rehearsed, *parts)
     assert others == []
-    results = [line for line in lines if not line.startswith("  ")]  # and the others say what begins
-    assert len(results) == len(gpu_matrix.PARTS)
-    for line, part in zip(results, gpu_matrix.PARTS, strict=True):
-        if part in ("fp64", "fp32", "bf16"):
-            assert line.startswith(f"{part}: 3 layouts of 2 ranks equal one rank, worst error ")
-        elif part == "replicas":
-            assert line.startswith("2 bf16 steps: ") and line.endswith("; two runs as well")
-        else:
-            assert line.startswith(f"{part}: left out, ")
-
-
-def layouts_on_a_stand_in(world):
-    with small(), stand_in():
-        return gpu_matrix.check_layouts(dataclasses.replace(world, device=XPU), "fp64")
-
-
-def test_no_tensor_of_the_layouts_stays_on_the_host():
-    """The reference's too: an index in host memory is an error there, as it is on a GPU."""
-    line, _ = run_ranks(2, layouts_on_a_stand_in)
-    assert line.startswith("fp64: 3 layouts of 2 ranks equal one rank, worst error ")
+    fp64, replicas, *on_gpus = [line for line in lines if not line.startswith("  ")]  # which say what begins
+    assert fp64.startswith("fp64: 3 layouts of 2 ranks equal one rank, worst error ")
+    assert replicas.startswith("2 bf16 steps: ") and replicas.endswith("; two runs as well")
+    assert [line.split(": left out, ")[0] for line in on_gpus] == parts[2:]
 
 
 def graphs(world):

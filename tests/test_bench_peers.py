@@ -1,6 +1,5 @@
 """Other trainers beside ours: what a cell trains, how cells run, and the table."""
 import dataclasses
-import json
 import math
 import sys
 import time
@@ -20,50 +19,6 @@ from cost.parameters import count_parameters
 from interface.command_line import parse
 from runtime.launch import World
 
-# A package with nanoGPT's interface: its GPT has as many parameters as ours, and predicts from one token.
-STAND_IN = '''
-from dataclasses import dataclass
-import torch
-from torch import nn
-from torch.nn import functional as F
-
-@dataclass
-class GPTConfig:
-    block_size: int
-    vocab_size: int
-    n_layer: int
-    n_head: int
-    n_embd: int
-    dropout: float
-    bias: bool
-
-class GPT(nn.Module):
-    def __init__(self, config):
-        super().__init__()
-        width, layers = config.n_embd, config.n_layer
-        self.tokens = nn.Embedding(config.vocab_size, width)
-        self.places = nn.Embedding(config.block_size, width)
-        self.blocks = nn.Parameter(torch.zeros(layers * (12 * width**2 + 2 * width) + width + EXTRA))
-
-    def configure_optimizers(self, weight_decay, learning_rate, betas, device_type):
-        return torch.optim.AdamW(self.parameters(), lr=learning_rate, betas=betas, weight_decay=weight_decay)
-
-    def forward(self, x, y):
-        logits = F.linear(self.tokens(x) + self.places.weight[:x.size(1)], self.tokens.weight)
-        return logits, F.cross_entropy(logits.flatten(0, 1), y.flatten()) + 0 * self.blocks.sum()
-'''
-
-
-@pytest.fixture
-def stand_in(tmp_path):
-    def write(extra=0):
-        folder = tmp_path / f"nanoGPT{extra}"
-        folder.mkdir()
-        (folder / "model.py").write_text(STAND_IN.replace("EXTRA", str(extra)))
-        return str(folder)
-    return write
-
-
 TINY = ("--n-layer 2 --n-embd 32 --n-head 2 --n-kv-head 2 --ffn-hidden 128 --seq-len 32 --vocab-size 256 "
         "--micro-batch 2 --dtype fp32 --no-compile")
 
@@ -76,39 +31,6 @@ def tiny(workload):
 def cell(workload, trainer, path=""):
     flags = peer_cell.Flags(workload, trainer, path=path, steps=4, flags=tiny(workload))
     return peer_cell.run(flags, World())
-
-
-def test_a_table_of_ours_and_others(stand_in, tmp_path, capsys, monkeypatch):
-    """One peer runs, one has no path; each cell is a line of JSON, and the ratio is that of their rates."""
-    def here(command, out, seconds):
-        peer_cell.main(command[2:])
-        return True
-
-    rows = tmp_path / "rows.jsonl"
-    monkeypatch.setattr(peers, "finish", here)
-    monkeypatch.setattr(peers, "gpus_here", lambda: 1)
-    monkeypatch.setitem(peers.PLACES, "torchtitan", "torchtitan_that_nobody_has/__init__.py")
-    peers.main(["G2", "W1", "--steps", "4", "--trainers", "ours", "nanogpt", "torchtitan", "--flags", TINY,
-                "--nanogpt", stand_in(), "--json", str(rows), "--logs", str(tmp_path / "logs")])
-    ours, theirs, llama, absent = map(json.loads, rows.read_text().splitlines())
-    assert [row["trainer"] for row in (theirs, llama, absent)] == ["nanogpt", "ours", "torchtitan"]
-    assert absent["why"] == "not here: give --torchtitan PATH"
-    assert ours["parameters"] == theirs["parameters"] == 33952 and ours["gpus"] == 1
-    assert theirs["windows"][0]["steps"] == [2, 4], "the last half counts"
-    assert (tmp_path / "logs/G2-1-nanogpt.log").exists()
-    header, _, first, second = capsys.readouterr().out.splitlines()[-4:]
-    assert header == "| workload | GPUs | ours | nanogpt | torchtitan | ratio |"
-    found = first.strip("| ").split(" | ")
-    assert found[:2] == ["G2", "1"] and found[4:] == ["-", f"{ours['tok_s_gpu'] / theirs['tok_s_gpu']:.2f}"]
-    assert found[3] == f"{theirs['tok_s_gpu'] / 1e3:.1f} ({theirs['ms']:.2f})"
-    assert second.endswith("| - | - | - |")
-
-
-def test_a_model_of_another_size_is_refused(stand_in, capsys):
-    with pytest.raises(SystemExit) as end:
-        cell("G2", "nanogpt", stand_in(extra=1))
-    assert end.value.code == 2
-    assert "NanoGPT has 33,953 parameters where ours has 33,952" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("workload, trainer", [("W1", "hf"), ("G2", "hf-bf16"), ("W2b", "hf"),

@@ -55,19 +55,14 @@ def micro_batch(token=0, cp=1):
     pytest.param({"recompute": "full"}, marks=pytest.mark.long)],
     ids=["dense", "experts", "experts-full", "experts-selective", "window", "no-rope", "recompute"])
 def test_the_number_of_graphs_does_not_grow_with_the_layers(flags, graphs):
-    counts = []
-    for n_layer in (2, 4):
-        cfg = Config(**TINY, n_layer=n_layer, **flags)
-        mesh = parallel.make_mesh(World(), 1, 1, 1, n_experts=cfg.n_experts, cp=1)
-        choice = choose(cfg, mesh, torch.device("cpu"))
-        parts = build(cfg, mesh, 64, torch.device("cpu"), choice=choice)
-        step = make_step(Step(cfg, *parts), choice)
-        for number in (1, 2):
-            step([micro_batch(), micro_batch()], number)
-        counts.append(len(graphs))
-        graphs.clear()
-        torch._dynamo.reset()
-    assert counts[0] == counts[1] <= 4, counts
+    cfg = Config(**TINY, n_layer=5, **flags)
+    mesh = parallel.make_mesh(World(), 1, 1, 1, n_experts=cfg.n_experts, cp=1)
+    choice = choose(cfg, mesh, torch.device("cpu"))
+    parts = build(cfg, mesh, 64, torch.device("cpu"), choice=choice)
+    step = make_step(Step(cfg, *parts), choice)
+    for number in (1, 2):
+        step([micro_batch(), micro_batch()], number)
+    assert 0 < len(graphs) <= 4
 
 
 PLACES = ((parallel, "_uncompiled"), (parallel.Axis, "start_all_reduce"), (attention, "attend_segments"),

@@ -238,18 +238,3 @@ def test_a_run_on_several_hosts_stands_beside_its_prediction(tmp_path, capsys):
         "plan GiB": f"{planned['memory']:.2f}", "s/it": "0.9000", "plan s/it": f"{planned['ms'] / 1e3:.4f}",
         "ms/sample": "14.06", "tok/s/GPU": "9", "TFLOP/s": "101", "mfu %": "50.0", "eff %": "100.0",
         "scaling": "-", "loss": "1.0000", "min GiB": "30.50"}
-
-
-def test_the_published_table_stands_beside_the_prediction(tmp_path, capsys):
-    run_folder(tmp_path / "one", 1, 64, 200.0)
-    saved = json.loads((tmp_path / "one/config.json").read_text())
-    (tmp_path / "one/config.json").write_text(json.dumps({**saved, "preset": "bert-345m"}))
-    scaling.main(["--published", str(tmp_path / "one")])
-    out = [line.split() for line in capsys.readouterr().out.splitlines()]
-    table = {row[0]: row for row in out[3:8]}
-    assert table["1"][1:4] == ["22.39", "100.0", "%"] and table["1"][7:] == ["3.12", "100.0", "%"]
-    assert table["128"][1:3] == ["0.87", "20.1"] and table["128"][7:] == ["-"]  # 22.39 / 0.87 / 128
-    plan.main(["bert-345m", "--micro-batch=4", "--gpu=a100-40", "--scaling=1,8,32,64,128"])
-    rows = [line.split() for line in capsys.readouterr().out.splitlines() if "%" in line]
-    assert [row[6] for row in rows] == [row[4] for row in table.values()]
-    assert [row[8] for row in rows] == [row[5] for row in table.values()]

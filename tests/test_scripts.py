@@ -366,6 +366,7 @@ def test_qdel_and_qrerun_submit_no_second_job(site):
     assert [p.name for p in (site[0] / "jobs").iterdir()] == ["1.json"]
 
 
+@pytest.mark.long
 def test_generic_pbs_stopped_and_submitted_again(site):
     """Two hosts and the file OUT/stop; the second job, on one host, resumes from its save."""
     folder, env = site

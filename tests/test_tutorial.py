@@ -24,7 +24,7 @@ from runtime import launch
 from tutorial import exercises, solutions, test_exercises
 from tutorial.grader import equal
 from tutorial.mistakes import MISTAKES
-from tutorial.run import BLOCK, ROW, commands, reading_minutes, refresh, with_reading_minutes
+from tutorial.run import BLOCK, commands
 
 TEXT = (ROOT / "tutorial/README.md").read_text()
 BLOCKS = BLOCK.findall(TEXT)
@@ -64,9 +64,10 @@ def test_every_class_and_function_to_read_is_in_the_files_beside_it():
                     assert re.search(rf"^\s*(def|class) {part}\b", code, re.M), (name, paragraph)
 
 
-@pytest.mark.parametrize("flags, outcome", [([], "2 failed"), (["--solutions"], "2 passed")])
+@pytest.mark.parametrize("flags, outcome", [
+    ([], "1 failed"), pytest.param(["--solutions"], "1 passed", marks=pytest.mark.long)])
 def test_the_command_that_the_reader_types(flags, outcome):
-    command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "tutorial", "-k", "chapter_05 or chapter_09"]
+    command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "tutorial", "-k", "chapter_09"]
     done = subprocess.run([sys.executable, *command, *flags], cwd=ROOT, capture_output=True, text=True)
     assert outcome in done.stdout.splitlines()[-1] and done.returncode == (not flags), done.stdout[-3000:]
 
@@ -203,18 +204,6 @@ def test_the_training_commands_run(tmp_path):
     assert len(seen) >= 14
 
 
-# -----------------------------------------------------------------------------
-# `make tutorial`
-
-def test_the_minutes_to_read_are_those_of_the_words():
-    chapters = re.split(r"^(?=## )", TEXT, flags=re.M)
-    assert len(ROW.findall(chapters[0])) == len(CHAPTERS)
-    assert with_reading_minutes(chapters) == chapters[0]
-    assert reading_minutes("## 7 Title\n" + 497 * "word " + "\n```sh\n" + 900 * "word " + "\n```\n") == 2
-    chapters[8] += 400 * "word "
-    changed = set(with_reading_minutes(chapters).splitlines()) - set(chapters[0].splitlines())
-    assert [line[:5] for line in changed] == ["| [7 "]
-
 
 def test_the_text_counts_its_exercises_and_quotes_the_grader():
     assert f"should now say `{len(TESTS)} passed`" in TEXT
@@ -241,30 +230,3 @@ def test_the_answers_of_chapter_15(capsys):
 
 def test_the_change_of_chapter_12_is_the_one_that_is_tested():
     assert [body for kind, body in BLOCKS if kind == "diff"] == [change_it.diffs()["activation"]]
-
-
-def test_new_numbers_replace_the_old_ones():
-    chapter = """Text: 1,234 of 2.5033, and 42.
-```sh
-first
-second
-```
-```
-...
-step=20/60 loss=2.5033 dt=1.0ms
-rank 1: 1,234 letters, made ...
-step=40/60 loss=1.9
-```
-```
-sum: 42 in out/dp2
-```
-The end of 42.
-"""
-    new, lost = refresh(chapter, [
-        "step=1/60 loss=9.9 dt=2.0ms\nstep=20/60 loss=2.4791 dt=13.5ms\nrank 2: 77,777 letters, made by me\n",
-        "sum: 1 in out/dp1\nsum: 43 in out/dp2\n"])
-    assert lost == ["step=40/60 loss=1.9"]
-    for before, now in (("2.5033", "2.4791"), ("1.0ms", "13.5ms"), ("rank 1:", "rank 2:"),
-                        ("1,234", "77,777"), ("sum: 42", "sum: 43")):
-        chapter = chapter.replace(before, now)
-    assert new == chapter
