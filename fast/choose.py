@@ -1,4 +1,5 @@
 """Which of the fast ways a run takes. Each has a plain twin that gives the same numbers."""
+import functools
 import socket
 from typing import NamedTuple
 
@@ -11,11 +12,11 @@ from fast.buckets import PEER, CopyBucket, KernelBucket, LoneBucket
 from fast.flex import FlexAttention
 from fast.padded import PaddedAllToAll
 from interface.terminal import say
-from layers import NORMS, Norm
+from layers import NORMS, Norm, vocab_cross_entropy
 from model import DTYPES, MLP
 from ops import backend, gelu_mlp, norms
 from ops.activations import swiglu_by_kernel
-from ops.cross_entropy import LinearCrossEntropy
+from ops.cross_entropy import linear_cross_entropy
 
 
 class Choice(NamedTuple):
@@ -46,8 +47,8 @@ class Choice(NamedTuple):
                 module.act = swiglu_by_kernel
             elif isinstance(module, MLP) and gelu_in_products:
                 module.products = gelu_mlp.products
-        if device.type != "cpu" and model.mesh.tp.size == 1 and not cfg.logit_softcap:
-            model.fused_loss = LinearCrossEntropy.apply
+        if device.type != "cpu" and not cfg.logit_softcap:
+            model.fused_loss = head_loss(model.mesh.tp)
 
     def install_dispatcher(self, layer):  # a moe.MoE
         if self.symm_mem:
@@ -68,6 +69,21 @@ class Choice(NamedTuple):
         if plain is Bucket and params[0].device.type in backend.TRITON_DEVICES:
             return KernelBucket
         return plain
+
+
+def head_loss(axis):
+    """Return the head and its loss as one function, for a vocabulary that is cut over an axis."""
+    if axis.size == 1:
+        return linear_cross_entropy
+
+    def losses(z, target, used):  # as ops.cross_entropy.cross_entropy_rows, but for the sum of the losses
+        logits = z.detach().requires_grad_()
+        with torch.enable_grad():
+            loss = vocab_cross_entropy(logits, target, used, axis)
+        grad, = torch.autograd.grad(loss, logits)
+        z.copy_(grad)
+        return loss.detach(), torch.ones_like(target, dtype=loss.dtype)
+    return functools.partial(linear_cross_entropy, losses=losses)
 
 
 def choose(cfg, mesh, device, reach=None):

@@ -14,8 +14,6 @@ def compile_blocks(model):
     of the graph. The experts are not compiled, because the number of rows per expert varies.
     """
     prepare_compiler()
-    from torch._dynamo import utils
-    utils.compilation_time_metrics.clear()  # of an earlier model in a notebook
     # Python counts the bytes of collectives, so the collectives stay outside the compiled graphs.
     keep_eager(parallel, "_uncompiled")
     keep_eager(parallel.Axis, "start_all_reduce")
@@ -69,13 +67,3 @@ def prepare_compiler():
 
 def keep_eager(place, name):
     setattr(place, name, torch.compiler.disable(getattr(place, name)))
-
-
-def compile_seconds():
-    """Return the host's seconds for the compilation of forward and backward so far."""
-    from torch._dynamo.utils import compile_times
-    seconds = 0.0
-    for phase, times in zip(*compile_times(repr="csv"), strict=True):
-        if phase in ("_compile.compile_inner", "backward._backward_impl"):
-            seconds += sum(float(time) for time in times.split(", "))
-    return seconds

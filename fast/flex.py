@@ -22,41 +22,18 @@ BLOCK = 128  # queries, and keys, of a block
 
 
 class FlexAttention:
-    """Called as attention.attend calls it. It keeps the lists of blocks, which all layers share."""
-
-    def __init__(self):
-        self.kernel = None  # of prepare(): a model whose layers hide no early keys never needs it
-        self.of_windows = {}  # never freed: a captured graph reads them
-        self.of_documents = {}  # those of one micro-batch
-        self.places = None  # of that micro-batch
-        self.version = 0  # how often they had been written
+    """Called as attention.attend calls it."""
+    kernel = None  # of prepare(): a model whose layers hide no early keys never needs it
 
     def __call__(self, q, k, v, window, places):
         """q (B, h, queries, D), k and v (B, g, keys, D) -> (B, h, queries, D). See attention.attend."""
         self.prepare()
-        mask = self.mask(q, k, window, places)
+        mask = block_mask(q, k, window, places)
         return self.kernel(q, k, v, block_mask=mask, enable_gqa=q.size(1) != k.size(1))
 
     def prepare(self):
         if self.kernel is None:
             self.kernel = make_kernel()
-
-    def mask(self, q, k, window, places):
-        if torch.compiler.is_compiling():
-            return block_mask(q, k, window, places)  # --compile makes it in the graph of each layer
-        kept = self.of_windows
-        key = (*q.shape, k.size(2), window, q.device)
-        if places is not None:
-            whole = places if places._base is None else places._base  # The segments of cp are parts of it.
-            if whole is not self.places or whole._version != self.version:
-                self.places = whole
-                self.version = whole._version
-                self.of_documents = {}
-            kept = self.of_documents
-            key += (places.storage_offset(), places.stride())
-        if key not in kept:
-            kept[key] = block_mask(q, k, window, places)
-        return kept[key]
 
 
 def make_kernel():

@@ -39,21 +39,27 @@ ACTIVATIONS = {"swiglu": swiglu, "geglu": geglu, "gelu": gelu, "relu2": relu2}
 GATED = {"swiglu", "geglu"}
 
 
-class SwiGLU(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, pair):  # gate and up side by side, (R, 2f)
-        pair = pair.contiguous()  # The kernel goes over rows.
-        ctx.save_for_backward(pair)
-        return silu_mul(pair)
-
-    @staticmethod
-    def backward(ctx, grad_h):
-        (pair,) = ctx.saved_tensors
-        return silu_mul_backward(grad_h.contiguous(), pair)
+@torch.library.custom_op("nanoshard::swiglu", mutates_args=())
+def swiglu_by_kernel(pair: torch.Tensor) -> torch.Tensor:
+    """swiglu of gate and up side by side, (R, 2f). --compile and --recompute full may run it again."""
+    return silu_mul(pair.contiguous())  # The kernel goes over rows.
 
 
-def swiglu_by_kernel(pair):  # torch 2.11 compiles this call, but not SwiGLU.apply as a module's act
-    return SwiGLU.apply(pair)
+@swiglu_by_kernel.register_fake
+def _(pair):
+    return pair.new_empty(pair.size(0), pair.size(1) // 2)
+
+
+def keep_pair(ctx, inputs, output):
+    ctx.save_for_backward(*inputs)
+
+
+def swiglu_backward(ctx, grad_h):
+    (pair,) = ctx.saved_tensors
+    return silu_mul_backward(grad_h.contiguous(), pair.contiguous())
+
+
+swiglu_by_kernel.register_autograd(swiglu_backward, setup_context=keep_pair)
 
 
 def silu_mul(gate, up=None, n_valid=None):

@@ -1,27 +1,11 @@
 """Whether an operation runs as a Triton kernel or as its torch twin: one answer for all of ops/."""
 import importlib.util
-from pathlib import Path
 
 import torch
 
 DTYPES = torch.bfloat16, torch.float16, torch.float32, torch.int64
-
-
-def triton_devices():
-    """Return the kinds of torch devices that the installed Triton compiles for."""
-    found = importlib.util.find_spec("triton")
-    if found is None or not found.submodule_search_locations:
-        return ()
-    vendors = {"cuda": "amd" if torch.version.hip else "nvidia", "xpu": "intel"}
-    kinds = []  # by folders, one for each vendor: importing Triton takes a second
-    for kind, vendor in vendors.items():
-        folders = [Path(place, "backends", vendor) for place in found.submodule_search_locations]
-        if any(folder.is_dir() for folder in folders):
-            kinds.append(kind)
-    return tuple(kinds)
-
-
-TRITON_DEVICES = triton_devices()
+# The kinds of torch devices with Triton: GPUs of NVIDIA and AMD, and of Intel
+TRITON_DEVICES = ("cuda", "xpu") if importlib.util.find_spec("triton") else ()
 
 
 def is_hopper(device):

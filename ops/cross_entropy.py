@@ -1,7 +1,7 @@
-"""The head and its cross-entropy as one function.
+"""The head and its cross-entropy as one function, which computes its gradients in forward.
 
-The logits are written once, read once, and overwritten by their gradient, up to a factor per row that is
-known only at the end of the row. In backward, that factor multiplies the small results.
+So the logits live for some rows at a time. They are written once, read once, and overwritten by their
+gradient, up to a factor per row that is known only at the end of the row and multiplies the small results.
 """
 import torch
 import torch.nn.functional as F
@@ -10,7 +10,8 @@ from ops import backend
 from ops.cublas_lt import multiply
 
 IGNORE = -100  # a target that takes no part: its loss is 0, its gradient exactly 0
-ROWS_AT_ONCE = 1024  # of the torch twin, which computes in fp32
+ROWS_AT_ONCE = 1024  # of the torch twin, which computes in fp32; a block is a multiple
+LOGITS_BYTES = 2**30  # of a block's logits, about
 
 
 def cross_entropy_rows(z, target, used):
@@ -44,31 +45,63 @@ def cross_entropy_rows_torch(z, target, used):
     return loss, trained.to(loss.dtype)
 
 
-class LinearCrossEntropy(torch.autograd.Function):
-    """The sum of the cross-entropies in nats, (), in at least fp32. A target of IGNORE adds nothing."""
+def rows_per_block(vocab, element_bytes):
+    """Return how many rows of logits (rows, vocab) there are at once."""
+    blocks = LOGITS_BYTES // (vocab * element_bytes * ROWS_AT_ONCE)
+    return ROWS_AT_ONCE * max(1, blocks)
 
+
+def add_product(total, a, b):
+    """Return a b, (m, n), or with a total their sum in its memory."""
+    if total is None:
+        product = multiply(a, b)
+        return product.float() if product.dtype == torch.float16 else product
+    if total.dtype == a.dtype:
+        return total.addmm_(a, b)
+    return total.add_(multiply(a, b))
+
+
+def linear_cross_entropy(x, w, target, used, bias=None, losses=cross_entropy_rows):
+    """Return the sum of the cross-entropies in nats, (), in at least fp32. A target of IGNORE adds nothing.
+
+    x (R, C), w (V, C), target (R,), bias (V,). The first `used` of the V logits are tokens. losses: a
+    function like cross_entropy_rows. The gradient of w is summed over blocks of rows, and rounded to w's
+    dtype after each (fp16: summed in fp32).
+    """
+    return LinearCrossEntropy.apply(x, w, target, used, bias, losses, torch.is_grad_enabled())
+
+
+class LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, w, target, used, bias=None):  # x (R, C), w (V, C), target (R,), bias (V,)
-        z = multiply(x, w.T) if bias is None else F.linear(x, w, bias)  # (R, V)
-        loss, scale = cross_entropy_rows(z, target, used)
-        ctx.save_for_backward(x, w, z, scale)
-        ctx.has_bias = bias is not None
-        return loss.sum()
+    def forward(ctx, x, w, target, used, bias, losses, has_backward):
+        total = torch.zeros((), dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
+        grad_x = torch.empty_like(x) if has_backward else None
+        grad_w = grad_bias = None
+        n = rows_per_block(w.size(0), w.element_size())
+        for start in range(0, x.size(0), n):
+            block = slice(start, start + n)
+            rows = x[block]
+            z = multiply(rows, w.T) if bias is None else F.linear(rows, w, bias)  # (rows, V)
+            loss, scale = losses(z, target[block], used)
+            total += loss.sum()
+            # z holds (softmax - onehot) / scale. Without `out`, a bf16 tensor times the fp32 scale would be
+            # a tensor in fp32.
+            if has_backward:
+                torch.mul(multiply(z, w), scale.unsqueeze(1), out=grad_x[block])
+            if has_backward and ctx.needs_input_grad[1]:
+                scaled = torch.mul(rows, scale.unsqueeze(1), out=torch.empty_like(rows))
+                grad_w = add_product(grad_w, z.T, scaled)
+            if has_backward and bias is not None:
+                part = z.T @ scale.to(z.dtype)  # (V,)
+                grad_bias = part if grad_bias is None else grad_bias + part
+            del z  # before the next ones are made
+        ctx.save_for_backward(grad_x, grad_w, grad_bias)
+        return total
 
     @staticmethod
     def backward(ctx, grad_loss):
-        x, w, z, scale = ctx.saved_tensors  # z holds (softmax - onehot) / scale
-        scale = grad_loss * scale  # (R,)
-        grad_x = multiply(z, w)  # (R, C)
-        grad_x.mul_(scale.unsqueeze(1))
-
-        grad_w = None
-        if ctx.needs_input_grad[1]:
-            # Without `out`, a bf16 x times the fp32 scale would be a tensor in fp32.
-            scaled_x = torch.mul(x, scale.unsqueeze(1), out=torch.empty_like(x))
-            grad_w = multiply(z.T, scaled_x)
-
-        grad_bias = None
-        if ctx.has_bias:
-            grad_bias = z.T @ scale.to(z.dtype)
-        return grad_x, grad_w, None, None, grad_bias
+        grad_x, grad_w, grad_bias = ctx.saved_tensors
+        for grad in (grad_x, grad_w, grad_bias):
+            if grad is not None:
+                grad.mul_(grad_loss)
+        return grad_x, grad_w, None, None, grad_bias, None, None

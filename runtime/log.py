@@ -23,7 +23,6 @@ from corpus.samples import first_folder
 from cost.parameters import Rank, flops_per_token
 from cost.step_time import peak_flops
 from cost.traffic import bytes_between_nodes, traffic
-from fast.compile import compile_seconds
 from fast.symm_mem import bytes_allocated
 from interface.files import Rows, best_effort, must_write, write_whole
 from interface.presets import PRESETS
@@ -78,8 +77,6 @@ class Metrics:
                 run.log_file.experts.add({"step": run.state.step, "layers": experts})
         if stats is not None and run.state.step == run.first_step and run.log_file is not None:
             report_traffic(run, batch, sent)
-            if cfg.compile:
-                row["compile_s"] = compile_seconds()
         return row
 
 

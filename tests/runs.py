@@ -37,8 +37,7 @@ SHAPE = ["--n-layer=2", "--n-embd=16", "--n-head=2", "--n-kv-head=1", "--ffn-hid
 TINY = [*SHAPE, "--data=synthetic", "--micro-batch=2", "--global-batch=4", "--lr=1e-2", "--warmup=2",
         "--log-every=1", "--eval-every=0", "--no-plot", "--weight-decay=0.1"]
 TIMES = {"time", "ms", "ms_per_sample", "tok_s", "tok_s_gpu", "tflops", "tflops_causal", "mfu", "mem_gb",
-         "mem_gb_min", "step_ms_min", "step_ms_max", "slowest_rank",
-         "compile_s"}
+         "mem_gb_min", "step_ms_min", "step_ms_max", "slowest_rank"}
 
 
 def session(world, argv, plan=None):

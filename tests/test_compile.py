@@ -1,6 +1,5 @@
 """--compile: how many graphs a model has, and what a run says of its cost."""
 import contextlib
-import json
 from functools import partial
 from unittest import mock
 
@@ -124,12 +123,10 @@ def test_what_backward_runs_again_is_compiled_between_collectives(flags):
         check_same_training(compiled, eager)
 
 
-def test_a_run_says_what_compiling_cost(graphs, tmp_path):
+def test_a_compiled_run_has_the_losses_of_the_run_without(graphs, tmp_path):
     for out, more in ("eager", []), ("compiled", ["--compile"]):
         done = session(World(), [*FLAGS, *more, "--steps=3", "--save-every=0", "--prompt=",
                                  f"--out={tmp_path / out}"])
         assert done["code"] == 0, done
     plain, compiled = rows(tmp_path / "eager"), rows(tmp_path / "compiled")
     assert [row["loss"] for row in plain] == pytest.approx([row["loss"] for row in compiled], rel=1e-6)
-    first, *others = map(json.loads, (tmp_path / "compiled/metrics.jsonl").read_text().splitlines())
-    assert 0 < first["compile_s"] < first["ms"] / 1e3 and all("compile_s" not in row for row in others)

@@ -108,7 +108,7 @@ def test_the_head_has_the_loss_and_the_gradients_of_autograd():
         return F.cross_entropy(F.linear(x, w)[:, :12], target, reduction="sum")
 
     def fused_loss(x, w):
-        return cross_entropy.LinearCrossEntropy.apply(x, w, target, 12)
+        return cross_entropy.linear_cross_entropy(x, w, target, 12)
     found = [with_gradients(loss, (x, w)) for loss in (fused_loss, plain_loss)]
     for fused, plain in zip(*found, strict=True):
         torch.testing.assert_close(fused, plain, rtol=1e-12, atol=1e-12)
@@ -118,10 +118,10 @@ def test_a_target_that_takes_no_part():
     """Loss and gradients of head and input are exactly 0 there, the others as without it."""
     x, w = randn(4, 16).requires_grad_(), randn(384, 16).requires_grad_()
     target = torch.tensor([5, cross_entropy.IGNORE, 299, cross_entropy.IGNORE], device=DEVICE)
-    loss = cross_entropy.LinearCrossEntropy.apply(x, w, target, 300)
+    loss = cross_entropy.linear_cross_entropy(x, w, target, 300)
     dx, dw = torch.autograd.grad(loss, (x, w))
     part = x.detach()[::2].contiguous().requires_grad_()
-    want = cross_entropy.LinearCrossEntropy.apply(part, w, target[::2].contiguous(), 300)
+    want = cross_entropy.linear_cross_entropy(part, w, target[::2].contiguous(), 300)
     assert loss.item() == want.item() and not dx[1::2].any()
     for got, expected in zip((dx[::2], dw), torch.autograd.grad(want, (part, w)), strict=True):
         torch.testing.assert_close(got, expected, rtol=0, atol=0)
@@ -179,7 +179,7 @@ def test_swiglu(packed, n_valid):
 def test_swiglu_of_columns_that_follow_each_other():
     """The kernel goes over rows."""
     pair = randn(12, 5).T.requires_grad_()
-    got, want = activations.SwiGLU.apply(pair), activations.swiglu(pair.double())
+    got, want = activations.swiglu_by_kernel(pair), activations.swiglu(pair.double())
     assert_near(got, want, 1e-2)
     found, [wanted] = torch.autograd.grad(got.sum(), pair), torch.autograd.grad(want.sum(), pair)
     assert_near(found[0], wanted, 2e-2)

@@ -30,7 +30,7 @@ from corpus import samples, shards, tokenizer
 from corpus.masked import Masked
 from corpus.samples import Synthetic, document_places, open_data
 from model import GPT
-from ops.cross_entropy import IGNORE, LinearCrossEntropy
+from ops.cross_entropy import IGNORE, linear_cross_entropy
 from runtime import init_from
 from runtime.launch import World
 
@@ -142,13 +142,13 @@ def test_hidden_states_loss_and_gradients_are_transformers(hf):
 
 
 def test_the_fused_head_adds_the_bias():
-    """ops.cross_entropy.LinearCrossEntropy, which a GPU runs, in torch: loss and gradients as of autograd."""
+    """The head of a GPU, in torch: loss and gradients as of autograd."""
     torch.manual_seed(1)
     x, w, bias = (torch.randn(*shape, dtype=torch.float64, requires_grad=True)
                   for shape in ((6, 8), (128, 8), (128,)))
     target = torch.randint(99, (6,))
     want = F.cross_entropy(F.linear(x, w, bias)[:, :99], target, reduction="sum")
-    got = LinearCrossEntropy.apply(x, w, target, 99, bias)
+    got = linear_cross_entropy(x, w, target, 99, bias)
     torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
     for a, b in zip(torch.autograd.grad(2 * got, (x, w, bias)), torch.autograd.grad(2 * want, (x, w, bias)),
                     strict=True):
