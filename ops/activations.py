@@ -39,27 +39,23 @@ ACTIVATIONS = {"swiglu": swiglu, "geglu": geglu, "gelu": gelu, "relu2": relu2}
 GATED = {"swiglu", "geglu"}
 
 
+# --compile leaves these two whole, and --recompute full may run the first again.
 @torch.library.custom_op("nanoshard::swiglu", mutates_args=())
 def swiglu_by_kernel(pair: torch.Tensor) -> torch.Tensor:
-    """swiglu of gate and up side by side, (R, 2f). --compile and --recompute full may run it again."""
+    """swiglu of gate and up side by side, (R, 2f)."""
     return silu_mul(pair.contiguous())  # The kernel goes over rows.
 
 
-@swiglu_by_kernel.register_fake
-def _(pair):
-    return pair.new_empty(pair.size(0), pair.size(1) // 2)
-
-
-def keep_pair(ctx, inputs, output):
-    ctx.save_for_backward(*inputs)
-
-
-def swiglu_backward(ctx, grad_h):
-    (pair,) = ctx.saved_tensors
+@torch.library.custom_op("nanoshard::swiglu_backward", mutates_args=())
+def swiglu_backward(grad_h: torch.Tensor, pair: torch.Tensor) -> torch.Tensor:
     return silu_mul_backward(grad_h.contiguous(), pair.contiguous())
 
 
-swiglu_by_kernel.register_autograd(swiglu_backward, setup_context=keep_pair)
+swiglu_by_kernel.register_fake(lambda pair: pair.new_empty(pair.size(0), pair.size(1) // 2))
+swiglu_backward.register_fake(lambda grad_h, pair: pair.new_empty(pair.shape))
+swiglu_by_kernel.register_autograd(
+    lambda ctx, grad_h: swiglu_backward(grad_h, *ctx.saved_tensors),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs))
 
 
 def silu_mul(gate, up=None, n_valid=None):
