@@ -80,6 +80,7 @@ class Block(nn.Module):
     def __init__(self, cfg, mesh, layer=0):
         super().__init__()
         self.cfg = cfg
+        self.kept = KEPT if cfg.recompute == "selective" else []  # Choice.install() may add to it.
         self.norm1 = Norm(cfg, mesh)
         self.attn = Attention(cfg, mesh, layer)
         self.norm2 = Norm(cfg, mesh)
@@ -131,15 +132,13 @@ class Block(nn.Module):
         return (x, x) if place == "after" else self.norm2.input_and_norm(x)
 
     def maybe_recompute(self, f, *args):
-        """Return f(*args). Under --recompute, autograd keeps only the arguments (with selective
-        also the results of the functions in KEPT), and backward runs f again."""
+        """Return f(*args). Under --recompute, autograd keeps only the arguments and the results of
+        the functions in self.kept, and backward runs f again."""
         if self.cfg.recompute == "none" or not self.training:
             return f(*args)
         options = {"use_reentrant": False, "preserve_rng_state": draws_random_numbers(self.cfg)}
-        if self.cfg.recompute == "selective":
-            flash = self.attn.flash
-            kept = KEPT if flash is None else [*KEPT, flash.operation]
-            options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, kept)
+        if self.kept:
+            options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, self.kept)
         return checkpoint(f, *args, **options)
 
 

@@ -193,15 +193,13 @@ def blocks_in_flight(cfg, mesh):
 def _logits_bytes(rank):
     """Return the bytes of the head and the cross-entropy on the last stage."""
     cfg = rank.cfg
-    # The logits have the model's dtype, and their gradient overwrites them, a block of rows at a time. Over
-    # tp there are an fp32 copy, the softmax and its sum with the targets, too; with a soft-cap, in all rows,
-    # the softmax, its gradient, and the gradient scaled.
-    rows = min(rank.head_rows, rows_per_block(rank.vocab, rank.weight_bytes))
-    logits = rows * rank.vocab * rank.weight_bytes
-    if rank.mesh.tp.size > 1:
-        logits += 3 * rows * rank.vocab * rank.sum_bytes
-    if cfg.logit_softcap:
-        logits = 3 * rank.head_rows * rank.vocab * rank.sum_bytes
+    # On one rank the logits have the model's dtype, and their gradient overwrites them. Over tp there are
+    # the softmax, its gradient, and the gradient scaled, all in fp32; with a soft-cap likewise, of all rows.
+    rows = rank.head_rows
+    if not cfg.logit_softcap:
+        rows = min(rows, rows_per_block(rank.vocab, rank.weight_bytes))
+    is_plain = rank.mesh.tp.size > 1 or cfg.logit_softcap
+    logits = rows * rank.vocab * (3 * rank.sum_bytes if is_plain else rank.weight_bytes)
     weight_grad = 0 if cfg.lora else rank.vocab * cfg.n_embd * rank.weight_bytes
     return logits + weight_grad
 

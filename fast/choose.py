@@ -31,17 +31,23 @@ class Choice(NamedTuple):
     def install(self, model):
         cfg = model.cfg
         device = next(model.parameters()).device
-        flex = FlexAttention() if self.flex else None  # All layers share its lists.
+        # A compiled graph would keep, and not compute again, what an autograd.Function in it returns.
+        one_graph = cfg.compile and model.mesh.tp.size * model.mesh.cp.size == 1
+        recomputes_graph = one_graph and cfg.recompute == "full"
+        flex = FlexAttention() if self.flex else None
         for block in model.blocks.values():
             block.attn.flex = flex
             block.attn.flash = flash.FlashAttention() if self.flash else None
+            if self.flash and (cfg.recompute == "selective" or recomputes_graph):
+                block.kept = [*block.kept, flash.FlashAttention.operation]
             if block.moe is not None:
                 self.install_dispatcher(block.moe)
         dtype = DTYPES[cfg.dtype]
         has_kernels = device.type in backend.TRITON_DEVICES and dtype in backend.DTYPES
-        gelu_in_products = gelu_mlp.is_possible(cfg, device)
+        norm_has_kernel = has_kernels and norms.fits(cfg.n_embd, dtype) and not recomputes_graph
+        gelu_in_products = gelu_mlp.is_possible(cfg, device) and not recomputes_graph
         for module in model.modules():
-            if isinstance(module, Norm) and has_kernels and norms.fits(cfg.n_embd, dtype):
+            if isinstance(module, Norm) and norm_has_kernel:
                 module.kernel = norms.KERNELS.get(NORMS[cfg.norm].kernel)
             elif isinstance(module, MLP) and has_kernels and cfg.mlp == "swiglu":
                 module.act = swiglu_by_kernel

@@ -2,6 +2,7 @@
 import json
 from functools import cache
 from typing import NamedTuple
+from unittest import mock
 
 import pytest
 from pool import ROOT
@@ -12,6 +13,7 @@ from cost.gpus import GPUS
 from cost.memory import CONTEXT, GIB
 from cost.parameters import Rank, stage_mesh
 from interface.command_line import parse
+from ops.cross_entropy import rows_per_block
 
 RESULTS = ROOT / "bench/results"
 
@@ -32,6 +34,7 @@ class Row(NamedTuple):
     uneven: bool = False  # steps 30 to 60 of W2b where ranks share the experts: their routing is still uneven
     lease: str = ""  # where it was measured, and at which commit or for what
     measured: bool = False  # dense products by measured algorithms: fast/products.py
+    blocks: bool = False  # the head had logits of some rows at a time, as today
 
 
 ROWS = [Row(**line) for line in lines_of("rows.jsonl") + lines_of("rows-of-tables.jsonl")]
@@ -67,7 +70,8 @@ def predicted_over_measured(row, uneven):
 
 def predicted_gib(row):
     """Return what plan.py expects of the memory that a row counts."""
-    parts = estimate(row.flags, row.gpus, row.gpu)["memory_gib"]
+    with mock.patch("cost.memory.rows_per_block", rows_per_block if row.blocks else lambda *_: 10**9):
+        parts = estimate.__wrapped__(row.flags, row.gpus, row.gpu)["memory_gib"]
     outside = CONTEXT / GIB if "reserved" in row.counts else parts["overhead"]
     if "symmetric" not in row.counts:
         rank = rank_0(row.flags, row.gpus)
@@ -77,7 +81,7 @@ def predicted_gib(row):
 
 
 def test_rows_of_each_kind_are_found():
-    assert (len(ROWS), len(TIMED), len(UNEVEN)) == (230, 210, 6)
+    assert (len(ROWS), len(TIMED), len(UNEVEN)) == (228, 210, 6)
 
 
 @pytest.mark.parametrize("row", TIMED, ids=str)
