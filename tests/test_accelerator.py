@@ -23,7 +23,7 @@ import doctor
 from config import Config
 from cost.step_time import peak_flops
 from fast.choose import Choice, choose
-from ops import accelerator
+from ops import accelerator, backend
 from parallel import make_mesh
 from runtime.launch import World, print_node
 
@@ -164,7 +164,8 @@ def stand_in():
                                   current_accelerator=lambda check_available=False: torch.device("xpu"))
     neighbours = mock.patch.object(torch.distributed, "batch_isend_irecv", on_the_cpu)
     backward = mock.patch.object(torch.autograd, "_engine_run_backward", in_stand_in)
-    with modules, names, devices, neighbours, backward, StandIn():
+    kernels = mock.patch.object(backend, "TRITON_DEVICES", ())
+    with modules, names, devices, neighbours, backward, kernels, StandIn():
         yield
 
 

@@ -217,19 +217,6 @@ def test_a_model_has_the_gradients_of_the_mask(family, flags):
     check_model(family, **flags)
 
 
-def test_all_layers_share_the_lists():
-    made = []
-
-    def counted(original, *args):
-        made.append(args)
-        return original(*args)
-
-    with planted("fast.flex.block_mask", counted):
-        check_model("windows")
-    # Two layers, with a window and without: two lists for each of the two places, one for the window alone.
-    assert len(made) == 5
-
-
 def test_documents_alone_through_the_kernel():
     """The oracle of test_masks.py: each document alone through the model."""
     def with_flex(original, layer, *args):
