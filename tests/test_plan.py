@@ -403,14 +403,11 @@ def test_search_lists_only_what_fits_fastest_first(capsys):
 
 
 def test_search_cuts_long_sequences(capsys):
-    """One sequence of 131,072 on two GPUs: on small ones only halves of it fit, on large ones they are faster
-    than two stages or tp 2. Short sequences are not cut."""
-    flags = ["dense-210m", "--seq-len", "131072", "--gpus", "2", "--global-batch", "1", "--search", "--gpu"]
-    plans = planned(capsys, *flags, "a100-40")
-    assert {p["layout"]["cp"] for p in plans} == {2}
-    plans = planned(capsys, *flags, "a100-80")
-    assert plans[0]["layout"]["cp"] == 2 and {p["layout"]["cp"] for p in plans} == {1, 2}
-    assert min(p["ms"] for p in plans if p["layout"]["cp"] == 1) > 1.2 * plans[0]["ms"]
+    """Halves of one sequence of 131,072 are faster than two stages. Short sequences are not cut."""
+    plans = planned(capsys, "dense-210m", "--seq-len", "131072", "--gpus", "2", "--global-batch", "1",
+                    "--search", "--gpu", "a100-80")
+    fastest = {name: min(p["ms"] for p in plans if p["layout"][name] == 2) for name in ("cp", "pp", "tp")}
+    assert fastest["tp"] < fastest["cp"] < fastest["pp"] / 1.2
     cfg = preset("dense-210m", seq_len=4096, global_batch=1)
     assert {this.cp for this in plan.layouts(cfg, 4, "h200")} == {1, 2}  # 4 would leave 1,024 positions
     assert {this.cp for this in plan.layouts(dataclasses.replace(cfg, seq_len=2048), 4, "h200")} == {1}
