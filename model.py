@@ -22,9 +22,9 @@ In ddp.py and zero.py, n is the length of a whole buffer. In Axis, m is that of 
 Between the blocks the tokens lie flat, (n, C). Each tp rank holds n contiguous rows of the B*t.
 parallel.py's primitives are the identity on an axis of one rank.
 """
-import functools
 import hashlib
 import math
+from functools import partial
 
 import torch
 import torch.nn as nn
@@ -138,7 +138,7 @@ class Block(nn.Module):
             return f(*args)
         options = {"use_reentrant": False, "preserve_rng_state": draws_random_numbers(self.cfg)}
         if self.kept:
-            options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, self.kept)
+            options["context_fn"] = partial(create_selective_checkpoint_contexts, self.kept)
         return checkpoint(f, *args, **options)
 
 

@@ -32,12 +32,10 @@ from attention import rope_cache, rotate
 from config import Config, head_width, pad_vocab
 from corpus.samples import Synthetic, micro_batches
 from cost.parameters import count_parameters, flops_per_token
-from fast.choose import head_loss
 from interface.presets import PRESETS
 from layers import vocab_cross_entropy
 from model import GPT, MLP
 from moe import MoE
-from ops import cross_entropy
 from ops.activations import ACTIVATIONS, GATED
 from ops.cross_entropy import IGNORE
 from parallel import make_mesh
@@ -239,39 +237,6 @@ def test_the_cross_entropy_is_torchs_and_computed_in_fp32(n, dtype, rel):
     # The gradient is rounded to the logits' dtype at the end only; fp16's smallest number is 6e-8
     atol = 1e-12 if dtype == torch.float64 else 1e-7
     torch.testing.assert_close(grad[:, :used], wide.grad, rtol=torch.finfo(dtype).eps, atol=atol)
-
-
-def head_of_a_share(world, x, w, bias, target, used):
-    """Return the loss of GPUs in blocks of 1,024 rows, and the gradients of x, this rank's w and bias."""
-    mesh = make_mesh(world, tp=world.size)
-    own = [part.chunk(world.size)[world.rank].clone().requires_grad_() for part in (w, bias)]
-    x = x.clone().requires_grad_()
-    with mock.patch.object(cross_entropy, "LOGITS_BYTES", 1):
-        loss = head_loss(mesh.tp)(x, own[0], target, used, own[1])
-        with torch.no_grad():
-            assert head_loss(mesh.tp)(x, own[0], target, used, own[1]) == loss
-    return loss.item(), *torch.autograd.grad(loss / 3000, (x, *own))
-
-
-@pytest.mark.parametrize("n, dtype, rel", [(1, torch.float64, 1e-12), (2, torch.float64, 1e-12),
-                                           (1, torch.float16, 1e-2), (2, torch.float16, 1e-2)], ids=str)
-def test_the_head_in_blocks_of_rows_is_torchs(n, dtype, rel):
-    """Most targets are one token, so that in fp16 the sum of its gradients over the rows is out of range."""
-    rng = torch.Generator().manual_seed(1)
-    x, w, bias = (torch.randn(*shape, generator=rng).to(dtype) for shape in ((3000, 8), (128, 8), (128,)))
-    x[:, 0], w[:, 0] = 100, 0
-    target = torch.full((3000,), 7)
-    target[::5] = torch.randint(0, 100, (600,), generator=rng)
-    target[::3] = IGNORE
-    wide = [part.double().requires_grad_() for part in (x, w, bias)]
-    want = F.cross_entropy(F.linear(*wide)[:, :100], target, ignore_index=IGNORE, reduction="sum")
-    results = run_ranks(n, head_of_a_share, x, w, bias, target, 100)
-    by_x = sum(grad_x.double() for _, grad_x, *_ in results)
-    cut = [torch.cat(parts).double() for parts in zip(*(rest for _, _, *rest in results), strict=True)]
-    for loss, *_ in results:
-        assert loss == pytest.approx(want.item(), rel=rel)
-    for got, expected in zip((by_x, *cut), torch.autograd.grad(want / 3000, wide), strict=True):
-        torch.testing.assert_close(got, expected, rtol=rel, atol=rel * expected.abs().max().item())
 
 
 @family

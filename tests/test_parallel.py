@@ -4,9 +4,11 @@ each axis, and with --shard, which share and which are replicas.
 import dataclasses
 import itertools
 from datetime import timedelta
+from unittest import mock
 
 import pytest
 import torch
+import torch.nn.functional as F
 from pool import run_ranks
 from test_layouts import LLAMA
 
@@ -16,8 +18,10 @@ from cost import plan_flags
 from cost.traffic import share_between_nodes
 from ddp import Bucket
 from fast.buckets import PeerBucket
-from fast.choose import choose
+from fast.choose import choose, head_loss
 from interface.layout import check_ranks
+from ops import cross_entropy
+from ops.cross_entropy import IGNORE
 from parallel import MAX, Axis, all_to_all, gather_rows, make_mesh, scatter_rows
 from runtime.launch import World
 
@@ -260,3 +264,39 @@ def test_gpus_of_a_node_copy_within_a_shard():
         choice = choose(cfg, mesh, torch.device("cuda"), lambda mesh, axis, device: axis.size <= 8)
         assert choice.peer_copies == copies
         assert (choice.bucket_class(Bucket, mesh.dp, [torch.zeros(1)]) is PeerBucket) == copies
+
+
+# -----------------------------------------------------------------------------
+# The head of GPUs, whose vocabulary is cut over tp
+
+def head_of_a_share(world, x, w, bias, target, used):
+    """Return the loss of GPUs in blocks of 1,024 rows, and the gradients of x, this rank's w and bias."""
+    mesh = make_mesh(world, tp=world.size)
+    own = [part.chunk(world.size)[world.rank].clone().requires_grad_() for part in (w, bias)]
+    x = x.clone().requires_grad_()
+    with mock.patch.object(cross_entropy, "LOGITS_BYTES", 1):
+        loss = head_loss(mesh.tp)(x, own[0], target, used, own[1])
+        with torch.no_grad():
+            assert head_loss(mesh.tp)(x, own[0], target, used, own[1]) == loss
+    return loss.item(), *torch.autograd.grad(loss / 3000, (x, *own))
+
+
+@pytest.mark.parametrize("n, dtype, rel", [(1, torch.float64, 1e-12), (2, torch.float64, 1e-12),
+                                           (1, torch.float16, 1e-2), (2, torch.float16, 1e-2)], ids=str)
+def test_the_head_in_blocks_of_rows_is_torchs(n, dtype, rel):
+    """Most targets are one token, so that in fp16 the sum of its gradients over the rows is out of range."""
+    rng = torch.Generator().manual_seed(1)
+    x, w, bias = (torch.randn(*shape, generator=rng).to(dtype) for shape in ((3000, 8), (128, 8), (128,)))
+    x[:, 0], w[:, 0] = 100, 0
+    target = torch.full((3000,), 7)
+    target[::5] = torch.randint(0, 100, (600,), generator=rng)
+    target[::3] = IGNORE
+    wide = [part.double().requires_grad_() for part in (x, w, bias)]
+    want = F.cross_entropy(F.linear(*wide)[:, :100], target, ignore_index=IGNORE, reduction="sum")
+    results = run_ranks(n, head_of_a_share, x, w, bias, target, 100)
+    by_x = sum(grad_x.double() for _, grad_x, *_ in results)
+    cut = [torch.cat(parts).double() for parts in zip(*(rest for _, _, *rest in results), strict=True)]
+    for loss, *_ in results:
+        assert loss == pytest.approx(want.item(), rel=rel)
+    for got, expected in zip((by_x, *cut), torch.autograd.grad(want / 3000, wide), strict=True):
+        torch.testing.assert_close(got, expected, rtol=rel, atol=rel * expected.abs().max().item())
