@@ -84,7 +84,7 @@ def estimate(cfg, gpus, gpu, vocab, uneven=False):
     fullest = max(map(memory, ranks.values()), key=lambda parts: sum(parts.values()))
     used = sum(fullest.values())
 
-    saved = saved_activations(first, max_load_factor(cfg, first.mesh, uneven=uneven)).saved
+    saved, _ = saved_activations(first, max_load_factor(cfg, first.mesh, uneven=uneven))
     sent = Counter()  # of the stage that sends the most over an axis
     between = 0
     seconds = {}  # of a micro-batch

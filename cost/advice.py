@@ -6,11 +6,12 @@ from cost.step_time import bubble, matmul_shapes, waves
 
 def idle_warnings(rank, gpu, vocab, stage_ms):
     """Return all warnings. gpu: a cost.gpus.Gpu. vocab: before padding. stage_ms: of each stage."""
-    return [*width_warnings(rank.cfg), *shape_warnings(rank, gpu, vocab),
-            *pipeline_warnings(rank.cfg, rank.mesh, stage_ms), *network_warnings(rank.cfg, gpu.node)]
+    return [*shape_warnings(rank, gpu, vocab), *pipeline_warnings(rank.cfg, rank.mesh, stage_ms),
+            *network_warnings(rank.cfg, gpu.node)]
 
 
-def width_warnings(cfg):
+def shape_warnings(rank, gpu, vocab):
+    cfg = rank.cfg
     lines = []
     for name, n in {"n-embd": cfg.n_embd, f"ffn-hidden / tp {cfg.tp}": cfg.ffn_hidden // cfg.tp}.items():
         for multiple, why in ((8, "slower kernels"), (64, "partly empty tiles"), (128, "the edge of a tile")):
@@ -21,12 +22,6 @@ def width_warnings(cfg):
     head_dim = head_width(cfg)
     if head_dim % 64:
         lines.append(f"head dim {head_dim}: attention kernels pad it to {ceil_div(head_dim, 64) * 64}")
-    return lines
-
-
-def shape_warnings(rank, gpu, vocab):
-    cfg = rank.cfg
-    lines = []
     if vocab % 128:
         lines.append(f"the vocabulary {vocab} is padded to {ceil_div(vocab, 128) * 128} rows")
     dense, experts = matmul_shapes(rank)

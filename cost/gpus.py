@@ -3,7 +3,6 @@ from typing import NamedTuple
 
 
 class Gpu(NamedTuple):
-    """What one kind of GPU and its cluster can do."""
     peak: float       # FLOP/s, dense bf16
     hbm: float        # B/s of its own memory
     memory: float     # bytes that a process can have
@@ -44,7 +43,6 @@ GPUS = {
     "mi250x": Gpu(hbm=1.4e12, memory=63.9 * 2**30, **MI250X),
     "pvc": Gpu(hbm=1.3e12, memory=63.9 * 2**30, **PVC),
 }
-NODE = 8  # GPUs of a node, where no kind is named
 
 
 def kind_of(name, gib):

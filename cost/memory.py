@@ -4,7 +4,6 @@ Activations are counted tensor by tensor, as model.py and ops/ keep them for bac
 """
 import itertools
 import os
-from typing import NamedTuple
 
 from cost.parameters import Rank, micro_batches
 from cost.step_time import allocated_row_factor
@@ -18,38 +17,30 @@ from zero import uses_slot
 GIB = 2**30
 CONTEXT = 1.2 * GIB  # CUDA context, buffers of cuBLAS and NCCL: on the card, but not torch's
 PROCESS = 0.25 * GIB  # Python with torch, on a CPU
-# Of what a step allocates and frees, the part that torch's allocator reserves without using it.
-FRAGMENTS = 0.05
+FRAGMENTS = 0.05  # of what a step allocates and frees, what torch's allocator reserves without using it
 IMBALANCE = 1.44  # rows of the fullest rank's experts over the mean, in exact messages
 GRADIENTS = 1 / 3  # of what a block keeps for backward, the largest gradients that are alive at once
 
 # -----------------------------------------------------------------------------
-# What a block keeps for backward
-
-class BlockActivations(NamedTuple):
-    """Bytes of one block, or of a part of it, in one micro-batch."""
-    saved: float    # tensors that backward needs
-    remains: float  # what stays of them under --recompute, and what selective keeps in their place
-
+# What a block keeps for backward: functions that return (saved, remains), bytes of one micro-batch.
+# saved: tensors that backward needs. remains: of them under --recompute, and what selective keeps instead.
 
 def saved_activations(rank, load_factor=0.0):
-    """Return the BlockActivations of one block. A test compares them with what autograd keeps.
+    """Return (saved, remains) of one block. A test compares them with what autograd keeps.
 
     load_factor: rows of this rank's experts over the balanced number, dropless with ep > 1. 0 takes the
     largest number that there has to be memory for.
     """
-    elements = rank.rows * rank.cfg.n_embd  # of one (B*t, C) tensor
     parts = [_attention_activations(rank), _mlp_activations(rank)]
     if rank.cfg.n_experts:
         parts.append(_expert_activations(rank, load_factor))
-    saved = sum(part.saved for part in parts)
+    saved, remains = map(sum, zip(*parts, strict=True))
     if rank.cfg.dropout > 0:
-        saved += 2 * elements / rank.mesh.tp.size  # the masks of both residual branches, a byte per element
-    return BlockActivations(saved, sum(part.remains for part in parts))
+        saved += 2 * rank.split_rows * rank.cfg.n_embd  # the masks of both branches, a byte per element
+    return saved, remains
 
 
-def _attention_activations(rank):
-    """Of a block's input to the input of norm2."""
+def _attention_activations(rank):  # of a block's input to the input of norm2
     cfg = rank.cfg
     rows = rank.rows
     C = cfg.n_embd
@@ -65,10 +56,9 @@ def _attention_activations(rank):
         row += rank.q + rank.kv  # q and k rotated, or normed
     saved = rows * row
     if rank.mesh.cp.size > 1:
-        # Attention keeps keys and values of whole sequences. Besides its output it keeps the outputs
-        # of the rank's two segments. Rotated queries are copies, so the original q k v can be freed.
-        whole_sequences = 2 * rank.kv * cfg.micro_batch * cfg.seq_len
-        saved += whole_sequences + rows * rank.q
+        # Attention keeps keys and values of whole sequences, and the outputs of the rank's two segments.
+        # Rotated queries are copies, so the original q k v can be freed.
+        saved += 2 * rank.kv * cfg.micro_batch * cfg.seq_len + rows * rank.q
         if cfg.pos == "rope" and not has_norm:
             saved -= rows * qkv
     if cfg.zero < 3:
@@ -80,14 +70,13 @@ def _attention_activations(rank):
         remains += rank.weight_bytes * rows * (qkv + rank.q + C) + wide
     if cfg.qk_norm == "all":  # q and k widened, and the same divided by their mean square's root
         wide += 2 * rank.sum_bytes * rows * (rank.q + rank.kv)
-    return BlockActivations(rank.weight_bytes * saved + wide, remains)
+    return rank.weight_bytes * saved + wide, remains
 
 
-def _mlp_activations(rank):
-    """Of the MLP or of the shared experts, with norm2's output."""
+def _mlp_activations(rank):  # of the MLP or of the shared experts, with norm2's output
     cfg = rank.cfg
     if not rank.hidden:
-        return BlockActivations(0, 0)
+        return 0, 0
     gates = 2 if cfg.mlp in GATED else 1
     # Gate, up and their product (GEGLU also gelu(gate)), or the hidden layer before and after GELU.
     inner = rank.rows * rank.hidden * {"swiglu": 3, "geglu": 4}.get(cfg.mlp, 2)
@@ -100,11 +89,10 @@ def _mlp_activations(rank):
         remains = inner + concatenated  # the shared experts are not recomputed
     elif cfg.recompute == "selective":
         remains = rank.rows * (rank.hidden * gates + cfg.n_embd)  # all products
-    return BlockActivations(rank.weight_bytes * saved, rank.weight_bytes * remains)
+    return rank.weight_bytes * saved, rank.weight_bytes * remains
 
 
-def _expert_activations(rank, load_factor):
-    """Of the router and the routed experts alone."""
+def _expert_activations(rank, load_factor):  # of the router and the routed experts alone
     cfg = rank.cfg
     n = rank.split_rows
     held = rank.expert_rows()  # rows of this rank's experts
@@ -122,8 +110,7 @@ def _expert_activations(rank, load_factor):
         row += cfg.n_embd  # the input of the experts
     saved = router + rank.weight_bytes * (held * row + n * cfg.top_k * cfg.n_embd)
     remains = saved if cfg.recompute == "selective" else router
-    remains += rank.weight_bytes * n * cfg.n_embd  # norm2's output
-    return BlockActivations(saved, remains)
+    return saved, remains + rank.weight_bytes * n * cfg.n_embd  # norm2's output
 
 
 # -----------------------------------------------------------------------------
@@ -190,8 +177,8 @@ def blocks_in_flight(cfg, mesh):
     return most
 
 
-def _logits_bytes(rank):
-    """Return the bytes of the head and the cross-entropy on the last stage."""
+def logits_bytes(rank):
+    """Return the bytes of the head and the cross-entropy, on the last stage."""
     cfg = rank.cfg
     # On one rank the logits have the model's dtype, and their gradient overwrites them. Over tp there are
     # the softmax, its gradient, and the gradient scaled, all in fp32; with a soft-cap likewise, of all rows.
@@ -211,13 +198,12 @@ def memory(rank):
     fragments. torch's allocator counts neither this, nor symm_mem, nor what travels as peer copies.
     """
     cfg = rank.cfg
-    block = saved_activations(rank)
-    kept = block.saved if cfg.recompute == "none" else block.remains
-    activations = blocks_in_flight(cfg, rank.mesh) * kept
-    logits = _logits_bytes(rank) if rank.has_head else 0
-    workspace = GRADIENTS * block.saved
+    saved, remains = saved_activations(rank)
+    activations = blocks_in_flight(cfg, rank.mesh) * (saved if cfg.recompute == "none" else remains)
+    logits = logits_bytes(rank) if rank.has_head else 0
+    workspace = GRADIENTS * saved
     if cfg.recompute != "none":  # One block's activations come back.
-        workspace += block.saved - block.remains
+        workspace += saved - remains
     workspace = max(0, workspace - logits)  # The logits are gone by then.
     symm_mem = 0
     if rank.choice.symm_mem:  # One buffer of rows for each layer, two for all layers.
@@ -237,8 +223,8 @@ def memory(rank):
 def check_memory(cfg, mesh, vocab_size, world):
     """Raise ValueError, with numbers, if a step needs more memory than there is.
 
-    On a CPU, where the kernel kills a process that takes too much, activations are counted, too. On a GPU
-    they are not: what passes may still be too large, and torch says so.
+    On a GPU activations are not counted: what passes may still be too large, and torch says so. On a CPU they
+    are, since the kernel kills a process that takes too much.
     """
     at_best = choose(cfg, mesh, world.device, lambda *_: True)  # no rank is asked what it can reach
     rank = Rank(cfg, mesh, vocab_size, at_best)
@@ -258,6 +244,5 @@ def check_memory(cfg, mesh, vocab_size, world):
             "--pp on more devices, --recompute full, or a smaller --micro-batch or --n-embd")
 
 
-def host_memory():
-    """Return the bytes of this machine's memory."""
+def host_memory():  # bytes
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

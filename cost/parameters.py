@@ -1,8 +1,7 @@
 """How many parameters a model has, how many of them one rank holds, and how much work one token is.
 
-Parameters are counted on the model itself. It is built on the meta device, which allocates nothing, and
-ddp.assign_buckets says which bucket each parameter belongs to. So no formula can drift from the model that
-trains.
+Parameters are counted on the model itself, built on the meta device, which allocates nothing, and in the
+buckets of ddp.assign_buckets. So no formula can drift from the model that trains.
 """
 import dataclasses
 from collections import Counter
@@ -14,7 +13,6 @@ import torch
 
 import ddp
 from config import head_width, n_masked, pad_vocab
-from cost.gpus import NODE
 from fast.choose import choose
 from model import DTYPES, GPT
 from moe import expert_capacity
@@ -40,27 +38,16 @@ class BucketSize(NamedTuple):
 
 
 @cache
-def _without_layout(cfg):
-    """Return cfg without its layout: all layouts that cut the model alike share one model."""
-    zero = 0 if cfg.zero == 1 else cfg.zero
-    return dataclasses.replace(cfg, micro_batch=1, global_batch=0, recompute="none", pp=1, tp=1, cp=1, ep=1,
-                               shard=0, pp_chunks=1, pp_layers="", zero=zero)
-
-
-@cache
 def _build(cfg, vocab_size, cut, lone_axes, first, blocks):
     """Return ([BucketSize], numbers of parameters) of a rank that holds these consecutive blocks.
 
-    The buckets are in the order in which backward fills them. cfg: from _without_layout. cut: the sizes of
-    AXES, 1 for those that do not cut the model. lone_axes: the names of the axes of one rank.
+    The buckets are in the order in which backward fills them. cfg: without its layout, so that all layouts
+    that cut the model alike share one. cut: the sizes of AXES, 1 for those that do not cut the model.
+    lone_axes: the names of the axes of one rank.
     """
     mesh = Mesh(*(Axis(name, size=size) for name, size in zip(AXES, cut, strict=True)))
     with torch.device("meta"):
         model = GPT(cfg, mesh, vocab_size, [(first, first + blocks)])
-    return _bucket_sizes(cfg, model, lone_axes), _count(cfg, model, vocab_size)
-
-
-def _bucket_sizes(cfg, model, lone_axes):
     position = {name: i for i, (name, _) in enumerate(model.named_parameters())}
     sizes = []
     for named_parameters in (ddp.trained_parameters(model), ddp.frozen_parameters(model)):
@@ -68,13 +55,20 @@ def _bucket_sizes(cfg, model, lone_axes):
         # Backward reaches the first layers last, so it completes the bucket with the last name first.
         groups.sort(key=lambda group: -position[group[-1][0]])
         for group in groups:
-            name, first = group[0]
+            name, p = group[0]
             params = [p for _, p in group]
-            is_muons = ddp.updated_by(name, first, cfg.optimizer) == "muon"
-            sizes.append(BucketSize(first.reduction_axis, ddp.uses_weight_decay(first), name,
+            is_muons = ddp.updated_by(name, p, cfg.optimizer) == "muon"
+            sizes.append(BucketSize(p.reduction_axis, ddp.uses_weight_decay(p), name,
                                     sum(p.numel() for p in params), shapes_of(params) if is_muons else [],
-                                    first.requires_grad, lone=len(group) == 1))
-    return sizes
+                                    p.requires_grad, lone=len(group) == 1))
+    return sizes, _count(cfg, model, vocab_size)
+
+
+@cache
+def _without_layout(cfg):
+    zero = 0 if cfg.zero == 1 else cfg.zero
+    return dataclasses.replace(cfg, micro_batch=1, global_batch=0, recompute="none", pp=1, tp=1, cp=1, ep=1,
+                               shard=0, pp_chunks=1, pp_layers="", zero=zero)
 
 
 def _count(cfg, model, vocab_size):
@@ -114,7 +108,7 @@ def flops_per_token(cfg, vocab_size):
     for attention, or half of that behind the causal mask (arXiv:2104.04473, appendix). C is the width of all
     heads. A masked language model has no such mask, and its head sees the masked tokens only.
     """
-    attention = 12 * cfg.n_layer * query_columns(cfg) * attended_length(cfg)
+    attention = 12 * cfg.n_layer * cfg.n_head * head_width(cfg) * attended_length(cfg)
     count = count_parameters(cfg, vocab_size)
     each = 4 if cfg.lora else 6
     products = each * count["matmul"] + (6 - each) * count["adapters"]
@@ -123,10 +117,6 @@ def flops_per_token(cfg, vocab_size):
         products -= each * (1 - n_masked(cfg.seq_len) / cfg.seq_len) * head
         return products + attention, products + attention
     return products + attention, products + attention / 2
-
-
-def query_columns(cfg):  # of all heads
-    return cfg.n_head * head_width(cfg)
 
 
 def attended_length(cfg):
@@ -156,14 +146,14 @@ def stage_mesh(cfg, gpus, stage):
                      n_experts=cfg.n_experts, shard=cfg.shard)
 
 
-# -----------------------------------------------------------------------------
-# One rank
-
 def micro_batches(cfg, mesh, batch=0):
     """Return a rank's micro-batches in a step of `batch` sequences, by default --global-batch."""
     sequences = batch or cfg.global_batch
     return max(1, sequences // (cfg.micro_batch * mesh.dp.size))
 
+
+# -----------------------------------------------------------------------------
+# One rank
 
 class Rank:
     """What one rank holds of a model, and what of a micro-batch passes it.
@@ -172,7 +162,7 @@ class Rank:
     which `node` reach each other's memory.
     """
 
-    def __init__(self, cfg, mesh, vocab_size, choice=None, node=NODE):
+    def __init__(self, cfg, mesh, vocab_size, choice=None, node=8):
         self.cfg = cfg
         self.mesh = mesh
         self.choice = choice
@@ -195,7 +185,7 @@ class Rank:
         most = n_masked(cfg.seq_len) if cfg.objective == "mlm" else cfg.seq_len
         self.head_rows = cfg.micro_batch * min(most, cfg.seq_len // mesh.cp.size)
         # Columns: of queries, of keys, of the hidden layer that every token passes, of the head
-        self.q = query_columns(cfg) // mesh.tp.size
+        self.q = cfg.n_head * head_width(cfg) // mesh.tp.size
         self.kv = max(cfg.n_kv_head // mesh.tp.size, 1) * head_width(cfg)
         dense = cfg.n_shared_experts if cfg.n_experts else 1
         self.hidden = dense * cfg.ffn_hidden // mesh.tp.size

@@ -3,8 +3,8 @@
     step = (1 + bubble) * micro-batches * micro-batch of the slowest rank
            + gradients to fp32 + communication that compute does not hide + optimizer
 
-The comment beside each constant says where it was measured: ceilings, single kernels, traces. None of
-them was fitted to the milliseconds of a step on H200 but where it says so.
+The comment beside each constant says where it was measured: ceilings, single kernels, traces. None was
+fitted to the milliseconds of a step on H200 but where it says so.
 """
 import math
 
@@ -14,9 +14,6 @@ from fast.choose import needs_row_limit
 from ops.accelerator import device_name
 from ops.activations import GATED
 from pipeline import timetable
-
-# -----------------------------------------------------------------------------
-# What was measured
 
 # Matrix products
 RAMP = 64  # elements of the inner dimension until a tile's pipeline is full
@@ -28,16 +25,13 @@ ATTENTION = 0.34  # of peak, causal FLOPs: cuDNN SDPA both ways, 340 TFLOP/s on 
 SHORT = 0.2 / 1024  # the same per token of short sequences: 200 TFLOP/s at 1024, in G2's trace
 LONG = 2048, 8192  # tokens between which the rate grew by 1.35 with heads of 128, and by 1.06 with 64
 GROWTH = 0.16  # exponent: for all heads the rate at 8192 tokens is 1.25 times that at 2048
-# With cp a segment of queries meets the keys of all segments before it. cuDNN does not take that mask.
-# These three were fitted to the two rows with --cp of bench/README.md, segments of 4096 and 16384.
-SEGMENT = 0.18  # of peak
+# With cp, where cuDNN does not take the mask: fitted to the two rows with --cp of bench/README.md
+SEGMENT = 0.18  # of peak, segments of 4096 tokens
 SEGMENTS = 4096, 16384  # tokens of a segment, between which the rate grows
 SEGMENT_GROWTH = 0.25  # exponent: the rate at 16384 tokens is 1.41 times that at 4096
 TOUCHES = 3  # times a saved tensor passes through memory outside products: write, read, gradient
 STREAM = 0.95  # of hbm, kernels over flat buffers: AdamW 4.17, gradients to fp32 4.0 of 4.28 TB/s
-# Bytes per parameter that is stepped: AdamW reads gradient, master and two moments, and writes the last
-# three and bf16 weights. The norm of the gradient reads 4 more.
-ADAM = 34
+ADAM = 34  # bytes per parameter: the gradient twice; master and two moments, both ways; the bf16 weight
 ENTROPY = 0.82  # of hbm, cross-entropy: 2.43 ms for W1's 8.4 GB
 
 # Messages
@@ -48,18 +42,15 @@ DISPATCH = 0.84  # of link, experts' rows: 250 GB/s by all_to_all, 280 to 320 th
 HIDDEN = 0.5  # of the possible overlap of compute and NCCL: 0.504 ms beside 1.865 ms took 2.125
 COPIED = 0.85  # the same where copy engines carry the bytes: it took 1.936
 
-# The host
-GAP = 63e-6  # s per block between the kernels of a CUDA graph: 1,223 kernels, 1.5 ms in W1's trace
-KERNEL_GAP = 1.5e-3 / 1223  # s between two of these kernels
-LAUNCH = {True: 0.2e-3, False: 0.5e-3}  # s of host per block, compiled or not, without a CUDA graph
+# Kernels in a CUDA graph
+GAP = 63e-6  # s per block between them: 1,223 kernels, 1.5 ms in W1's trace
+KERNEL_GAP = 1.5e-3 / 1223  # s between two of them
 
 # The fullest of `ep` ranks has 1 + SKEW sqrt((ep - 1) / E) times the mean number of rows in the worst layer:
-# the row limits on which W2b had settled on real tokens at steps 200 and 300. The mean layer has a third of
-# the excess: the largest of 4 loads is 1.03 deviations above the mean, of 24 x 4 it is 2.5.
+# the row limits on which W2b had settled on text after 200 steps. The mean layer has a third of the excess.
 SKEW = 3.05
-# While routing is young the mean layer's fullest rank has this part of the rows that it could have beyond its
-# share: 0.42 to 0.43 in steps 30 to 60 of W2b on text, for 2, 4 and 8 ranks
-# (bench/results/young-loads-h100.jsonl). In some step and layer it had all rows but a few.
+# While routing is young the mean layer's fullest rank has this part of the rows beyond its share, and that of
+# the worst layer all: W2b on text, steps 30 to 60 (bench/results/young-loads-h100.jsonl).
 UNEVEN = 0.425
 MOST_UNEVEN = 8  # ranks: the largest ep for which the loads were summed
 
@@ -82,13 +73,11 @@ def max_load_factor(cfg, mesh, worst=False, uneven=False):
         return 1.0
     most = mesh.ep.size - 1
     excess = SKEW * math.sqrt(most / cfg.n_experts)
-    young = most
+    young = most if uneven else 0
     if not worst:
         excess /= 3
         young *= UNEVEN
-    if uneven:
-        excess = max(excess, young)
-    return 1 + min(excess, most)
+    return 1 + min(max(excess, young), most)
 
 
 def row_limit_factor(cfg, mesh, uneven=False):
@@ -97,10 +86,9 @@ def row_limit_factor(cfg, mesh, uneven=False):
 
 
 def allocated_row_factor(cfg, mesh):
-    """Return the rows for which there are buffers.
+    """Return the rows for which there are buffers: --ep-slack, or as many as a step needed, if that is more.
 
-    They begin at --ep-slack, and grow if a step needs more, which is while routing is young. Over more ranks
-    than it was measured on, those are counted that it settles to.
+    That is while routing is young; over more ranks than it was measured on, what it settles to.
     """
     is_measured = mesh.ep.size <= MOST_UNEVEN
     return max(min(cfg.ep_slack, mesh.ep.size), row_limit_factor(cfg, mesh, uneven=is_measured))
@@ -112,8 +100,7 @@ def allocated_row_factor(cfg, mesh):
 def waves(m, n, count, gpu):
     """Return how many waves the output tiles of `count` products (m, n) fill, and how many they take.
 
-    Each multiprocessor of the GPU computes one tile of a wave. The tiles are those of gpu.tiles that take the
-    least time.
+    A wave is a tile on each multiprocessor. The tiles are those of gpu.tiles that take the least time.
     """
     found = []
     for height, width in gpu.tiles:
@@ -126,10 +113,7 @@ def waves(m, n, count, gpu):
 
 
 def matmul_seconds(m, n, k, gpu, count=1):
-    """Return the seconds of `count` products (m, k) x (k, n).
-
-    Their rate is that of full tiles, less the empty part of the last wave and the tail.
-    """
+    """Return the seconds of `count` products (m, k) x (k, n)."""
     used, whole = waves(m, n, count, gpu)
     rate = gpu.peak * gpu.sustained * k / (k + RAMP) * used / (whole + gpu.tail)
     if n % 64 or k % 64:
@@ -138,10 +122,7 @@ def matmul_seconds(m, n, k, gpu, count=1):
 
 
 def matmul_shapes(rank):
-    """Return the matrix products of one block, for the forward of one micro-batch.
-
-    They are two lists of (m, n, k, count), for matmul_seconds: the dense ones, and the experts'.
-    """
+    """Return the (m, n, k, count) of one block's products in a micro-batch's forward: dense, the experts'."""
     cfg = rank.cfg
     C = cfg.n_embd
     gates = 2 if cfg.mlp in GATED else 1
@@ -162,22 +143,18 @@ def matmul_shapes(rank):
 def product_seconds(rank, gpu, load):
     """Return the seconds of one block's matrix products, forward and backward of one micro-batch.
 
-    --recompute full runs the forward once more. A weight that is not trained has no gradient. load: rows of
-    this rank's experts over the balanced number.
+    load: rows of this rank's experts over the balanced number.
     """
     cfg = rank.cfg
     dense, experts = matmul_shapes(rank)
-    passes = 2 if cfg.lora else 3
+    passes = 2 if cfg.lora else 3  # a weight that is not trained has no gradient
     if cfg.recompute == "full":
         passes += 1
     seconds = sum(matmul_seconds(*shape, gpu, count) for *shape, count in dense)
     if cfg.fp8:
         seconds /= gpu.fp8
     for m, n, k, count in experts:
-        if cfg.capacity_factor:
-            seconds += matmul_seconds(m, n, k, gpu, count)
-        else:
-            seconds += 2 * count * m * n * k / (GROUPED * gpu.peak) * load
+        seconds += 2 * count * m * n * k / (GROUPED * gpu.peak) * load
         seconds += count * n * k * rank.weight_bytes / gpu.hbm  # each weight is read for few rows
     return passes * seconds
 
@@ -257,10 +234,9 @@ def ring_latency(axis, stride, gpu):
 
 
 def communication_seconds(rank, gpu, sent):
-    """Return the seconds of one micro-batch's messages over tp, cp, ep and pp, both ways.
+    """Return the seconds of one micro-batch's messages over tp, cp, ep and pp, which compute does not hide.
 
-    Compute does not hide them. sent: {axis name: bytes of the micro-batch}, the experts' rows those of the
-    fullest rank.
+    sent: {axis name: bytes of the micro-batch}, the experts' rows those of the fullest rank.
     """
     mesh = rank.mesh
     ep_rate = DISPATCH * gpu.link if mesh.ep.size <= gpu.node else gpu.net
@@ -281,11 +257,11 @@ def exposed_seconds(mesh, gpu, reductions, slowest, overlap):
     """Return the seconds of the sums of gradients and gathers of weights that compute does not hide.
 
     reductions: {axis name: cost.traffic.Reduction}. slowest: seconds of the micro-batches during
-    which they are sent; backward is 2/3 of these. overlap: the part of what could be hidden that is.
+    which they are sent. overlap: the part of what could be hidden that is.
     """
     axes = mesh.axes()
     exposed = 0.0
-    for kind, share in (("gradients", 2 / 3), ("weights", 1 / 3)):
+    for kind, share in (("gradients", 2 / 3), ("weights", 1 / 3)):  # beside backward, beside forward
         whole = 0.0
         tail = 0.0
         for name, reduction in reductions.items():
@@ -325,13 +301,9 @@ def stage_time(rank, gpu, saved, sent, *, uneven=False):
     load = max_load_factor(cfg, rank.mesh, uneven=uneven)
     # --recompute full runs the forward once more, a third of all but the products, which say it themselves.
     times = 4 / 3 if cfg.recompute == "full" else 1
-    per_block = product_seconds(rank, gpu, load) + times * other_seconds(rank, gpu, saved)
-    seconds = rank.blocks * per_block
+    seconds = rank.blocks * (product_seconds(rank, gpu, load) + times * other_seconds(rank, gpu, saved))
     if rank.has_head:
         seconds += head_seconds(rank, gpu)
-    if not rank.choice.graph:  # The host launches kernels, and all_to_all asks it how many rows travel.
-        host = LAUNCH[cfg.compile] * rank.blocks * times * (2 if cfg.n_experts else 1)
-        seconds = max(seconds, host)
 
     per_micro_batch = {axis: nbytes / micro_batches(cfg, rank.mesh) for axis, nbytes in sent.items()}
     if "ep" in per_micro_batch:
@@ -354,11 +326,16 @@ def step_time(rank, gpu, slowest, reductions):
     # From ZeRO-2 on gradients are sent in every micro-batch, before that in the last one.
     beside = compute if cfg.zero > 1 else slowest
     overlap = COPIED if "copied" in map(rank.gradient_kind, rank.trained) else HIDDEN
+    moved = ADAM
+    if cfg.dtype == "bf16":  # A master is the 16 bits that a weight lacks.
+        moved -= 2
+    if cfg.moments_dtype == "bf16":  # Two moments are read and written, each with 2 bytes.
+        moved -= 4 * (rank.sum_bytes - 2)
     return {"compute": compute,
             "bubble": idle,
             "gradients": gradients,
             "reduce": exposed_seconds(rank.mesh, gpu, reductions, beside, overlap),
-            "optimizer": updated_bytes(rank) / (STREAM * gpu.hbm) + muon_seconds(rank, gpu)}
+            "optimizer": rank.owned() * moved / (STREAM * gpu.hbm) + muon_seconds(rank, gpu)}
 
 
 def summed_bytes(rank):
@@ -379,16 +356,6 @@ def summed_bytes(rank):
         if kind != "lone":
             nbytes += bucket.elements * each
     return nbytes
-
-
-def updated_bytes(rank):
-    """Return the bytes that the optimizer moves."""
-    each = ADAM
-    if rank.cfg.dtype == "bf16":  # A master is the 16 bits that a weight lacks.
-        each -= 2
-    if rank.cfg.moments_dtype == "bf16":  # Two moments are read and written, each with 2 bytes.
-        each -= 4 * (rank.sum_bytes - 2)
-    return rank.owned() * each
 
 
 def muon_seconds(rank, gpu):

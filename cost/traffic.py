@@ -1,7 +1,7 @@
 """The bytes that a rank sends in one optimizer step, collective by collective, before it runs.
 
-While a model trains, parallel.Axis counts the same bytes by the same formulas of ring algorithms. A
-test compares the two, and a run prints both after its first step.
+parallel.Axis counts the same bytes while a model trains, by the same formulas of ring algorithms. A test
+compares the two, and a run prints both after its first step.
 """
 from collections import Counter
 from typing import NamedTuple
@@ -30,21 +30,19 @@ def traffic(rank, batch):
     if cfg.router_bias_rate > 0:
         # moe.update_router_bias: an all-reduce of E fp64 counts per layer and step
         sent["stage"] += 2 * rank.mesh.stage.ring * rank.blocks * cfg.n_experts * 8
-    # Each stage sends an activation to the next stage and its gradient to the stage before.
+    # an activation to the next stage, its gradient to the stage before
     messages = 2 * cfg.pp_chunks - rank.has_embedding - rank.has_head
     sent["pp"] += num_micro_batches * messages * rank.split_rows * cfg.n_embd * rank.weight_bytes
     sent.update(muon_bytes(rank))
-    # The bytes of fp64 that Optimizer.stats all-reduces
-    sent["world"] += 2 * rank.mesh.world.ring * 8 * (len(StepStats._fields) + VOTES)
+    sent["world"] += 2 * rank.mesh.world.ring * 8 * (len(StepStats._fields) + VOTES)  # Optimizer.stats, fp64
     return {axis: nbytes for axis, nbytes in sent.items() if nbytes}
 
 
 def share_between_nodes(axis, node_of):
-    """Return the share of the bytes sent over an axis that leave the node of this rank.
+    """Return the share of the bytes sent over an axis that leave this node, in the mean over its ranks here.
 
-    It is the mean over the ranks of the axis on this node. node_of(rank) is the node of a rank. Over
-    ep, rows go to all others alike; over pp, to the stages before and after. Over the others, in a
-    ring, each rank sends to the next one.
+    node_of: a function from a rank to its node. Over ep, rows go to all others alike; over pp, to the stages
+    before and after; over the others, in a ring, to the next rank.
     """
     places = [node_of(rank) for rank in axis.ranks]
     here = places[axis.rank]
@@ -73,7 +71,7 @@ def tensor_parallel_bytes(rank):
     cfg = rank.cfg
     # Attention and the MLP gather and scatter (B*T, C) once each. Backward does both adjoints.
     calls = rank.blocks * ((8 if rank.hidden else 4) + _recomputed_calls(rank))
-    # The embedding's scatter and the head's gather, with the adjoint. With adapters nothing is trained before
+    # The head's gather and the embedding's scatter, with the adjoint. With adapters nothing is trained before
     # the first block's gather, so two adjoints are left out.
     calls += 2 * rank.has_head
     if not cfg.lora:
@@ -89,10 +87,7 @@ def tensor_parallel_bytes(rank):
 
 
 def _recomputed_calls(rank):
-    """Return the gathers and scatters of one block that recomputation repeats.
-
-    It stops at the last tensor that backward needs.
-    """
+    """Return a block's gathers and scatters that run again, up to the last tensor that backward needs."""
     cfg = rank.cfg
     if cfg.recompute == "none":
         return 0
@@ -103,9 +98,8 @@ def _recomputed_calls(rank):
 
 
 def context_parallel_bytes(rank):
-    """Of one block. Keys and values of whole sequences are gathered, once more when backward runs the
-    attention again, and their gradients are reduce-scattered. --recompute selective keeps the attention's
-    output, but not the gathered keys and values that backward needs.
+    """Of one block: keys and values of whole sequences are gathered, under --recompute again in backward, and
+    their gradients are reduce-scattered.
     """
     cfg = rank.cfg
     gathered = cfg.micro_batch * cfg.seq_len * 2 * rank.kv * rank.weight_bytes
@@ -142,10 +136,9 @@ class Reduction(NamedTuple):
 def reductions(rank, batch=0):
     """Return {axis name: Reduction} of a step of `batch` sequences, by default --global-batch.
 
-    An all-reduce is a reduce-scatter and an all-gather of gradients. ZeRO-1 all-gathers weights in the
-    place of gradients. ZeRO-2 reduces in every micro-batch, and ZeRO-3 also gathers in each. Peer
-    copies carry gradients in the model's dtype. With --shard, all this stays in the shards, and the
-    replicas all-reduce their slices once.
+    ZeRO-1 all-gathers weights in the place of gradients. ZeRO-2 reduces in every micro-batch, and ZeRO-3 also
+    gathers in each. Peer copies carry gradients in the model's dtype. With --shard, all this stays in the
+    shards, and the replicas all-reduce their slices once.
     """
     cfg = rank.cfg
     num_micro_batches = micro_batches(cfg, rank.mesh, batch)
@@ -180,8 +173,8 @@ def reductions(rank, batch=0):
 def muon_bytes(rank):
     """Return {axis name: bytes that Muon sends in an update}.
 
-    Over the shard of a bucket, under ZeRO, the elements of matrices go to their owners, and updates come
-    back. Over tp, matrices that tp cuts have all-reduces of their Gram matrices and of their norms.
+    Under ZeRO the elements of matrices go to their owners, and updates come back. Over tp, matrices that it
+    cuts have all-reduces of their Gram matrices and of their norms.
     """
     nbytes = iteration_dtype(DTYPES[rank.cfg.dtype]).itemsize
     sent = Counter()
