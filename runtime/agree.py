@@ -143,28 +143,26 @@ class Stop:
         If it was skipped, this is collective over the world."""
         now = time.monotonic()
         self.longest_step = max(self.longest_step, now - begun)
-        found = self.read_sums(world)
+        sums = self.sums
+        before = self.copied
         self.sums = None
+        self.copied = None
+        if world.size == 1:
+            found = self.reasons()
+        elif sums is None:
+            found = world.everyone.maximum(self.reasons())  # six of each rank, over the world
+        elif sums.device.type in PROMPT:
+            found = sums.tolist()
+        else:
+            self.copied = start_copy(sums)
+            found = [False] * VOTES
+            if before is not None:
+                copy, event = before
+                event.synchronize()  # the host waits for the step before at most
+                found = copy.tolist()
         steps = 1 if self.copied is None else 2  # the votes of a step are read in this one or in the next
         session.signals.leaves = now + steps * (now - begun) + self.longest_save
         return next((reason for reason, asked in zip(REASONS, found, strict=True) if asked), None)
-
-    def read_sums(self, world):
-        """Return, for each of REASONS, whether a rank has voted for it."""
-        before = self.copied
-        self.copied = None
-        if world.size == 1:
-            return self.reasons()
-        if self.sums is None:
-            return world.everyone.maximum(self.reasons())  # six of each rank, over the world
-        if self.sums.device.type in PROMPT:
-            return self.sums.tolist()
-        self.copied = start_copy(self.sums)
-        if before is None:
-            return [False] * VOTES
-        copy, event = before
-        event.synchronize()  # the host waits for the step before at most
-        return copy.tolist()
 
 
 # -----------------------------------------------------------------------------
