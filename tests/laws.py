@@ -53,9 +53,9 @@ TEXTS = {"bench": (".py", ".sh", ".js", ".html", ".pbs", ".slurm"),
 
 # What is larger today: a number here only falls, and what is within its limit leaves the list.
 OVER = {
-    "runtime, interface": (4282, 29),
+    "runtime, interface": (4280, 29),
     "corpus, cost, programs": (6218, 31),
-    "house": (17094, 96),
+    "house": (17092, 96),
     "tests": (23285, 83)}
 LONG_FILES = {
     "tests/test_kernels.py": 639}
