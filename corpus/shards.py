@@ -123,6 +123,7 @@ def verify(folder, cache=True):
         if found != file["sha256"]:
             raise ValueError(f"{path} has sha256 {found[:9]}, expected {file['sha256'][:9]}; "
                              f"{how_to_fix(folder, meta)}")
-    with suppress(OSError):  # in a read-only folder the files are read each time
-        write_whole(record, json.dumps(good))
+    if good != seen:
+        with suppress(OSError):  # in a read-only folder the files are read each time
+            write_whole(record, json.dumps(good))
     return len(files)

@@ -94,6 +94,9 @@ def kind_of(name, path, key):
     if not name.endswith(".txt") and (is_table or is_json or name.endswith((".json", ".csv", ".tsv"))):
         raise ValueError(f"{path} would be trained on with its brackets or separators; write a JSON object "
                          f"on each line (jq -c '.[]') with the text under --text-key {key}, or name it .txt")
+    with open(path, "rb") as f:
+        if f.read(4) == ZSTD:  # its reader does not tell that a text is cut short; a record is broken then
+            raise ValueError(f"{path} is no .jsonl.zst; unpack it")
     return "text"
 
 

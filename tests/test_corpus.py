@@ -138,6 +138,7 @@ BROKEN = {  # what: (name, content, words of the one line)
     "zip": ("a.zip", b"PK\x03\x04" + bytes(range(128, 256)), "not utf-8"),
     "cut gzip": ("a.jsonl.gz", gzip.compress(GOOD)[:-60], "a.jsonl.gz is damaged or cut short"),
     "cut text": ("a.txt.gz", gzip.compress(make_text(9000).encode())[:-60], "damaged or cut short"),
+    "packed text": ("a.txt.zst", readers.ZSTD + b"\x20\x04\x21\0\0text", "no .jsonl.zst; unpack it"),
     "cut line": ("a.jsonl", GOOD + b'{"text": "cut off\n', "row 61 is no JSON"),
     "other key": ("a.jsonl", GOOD + b'{"words": "x"}\n', "row 61 has no text under 'text', it has words;"),
     "NaN": ("a.jsonl", GOOD + b'{"text": NaN}\n', "row 61 has no text under 'text'"),
