@@ -116,6 +116,7 @@ def _run(job):
                                     timeout=timedelta(seconds=COLLECTIVE))
             joined = True
             words = _words(store, rank)
+            dist.barrier()  # else one that fails at once would take away what another still connects to
         calls = CollectiveLog()
         everyone = Everyone(rank, size, words, calls)
         world = World(rank=rank, size=size, local_rank=rank, launcher="test", calls=calls,

@@ -9,6 +9,7 @@ import tempfile
 import time
 from typing import NamedTuple
 
+import pytest
 import torch
 import torch.distributed as dist
 from pool import COLLECTIVE
@@ -21,6 +22,12 @@ from parallel import make_mesh
 from runtime.launch import World
 
 EOD = 0  # the symbol that begins a document of Documents
+
+
+def parameters(table, quick):
+    """Return a table's names as pytest's parameters: make test has those in `quick`, make long the others."""
+    assert {*quick} <= {*table}
+    return [pytest.param(name, marks=[] if name in quick else [pytest.mark.long]) for name in table]
 
 
 def one_process_model(cfg):

@@ -250,7 +250,6 @@ def small(steps=2):
 
 
 def rehearsed(world, *parts):
-    """Return the lines that gpu_matrix.main prints on this rank."""
     said = io.StringIO()
     ranks = mock.patch.multiple(gpu_matrix, launch=lambda **options: world, shutdown=lambda world: None)
     with small(), ranks, contextlib.redirect_stdout(said):
@@ -292,7 +291,6 @@ def wrong_layout(world):
 
 
 def wrong_weights(world):
-    """The second rank's weights differ from the first's."""
     prints = gpu_matrix.weights_of
 
     def weights_of(training):

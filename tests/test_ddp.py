@@ -131,13 +131,12 @@ def test_masters_keep_the_digits_that_16_bit_weights_round_away(dtype, n, zero):
 # -----------------------------------------------------------------------------
 # Replicas after many steps
 
-def run_20(world, flags, batch):
-    with mock.patch.object(test_layouts, "STEPS", 20):
+def run_8(world, flags, batch):
+    with mock.patch.object(test_layouts, "STEPS", 8):
         return run(world, flags, batch)
 
 
 def assert_replicas_equal(results):
-    """Assert that all ranks' copies of a piece have the same bits -> number of pieces with several copies."""
     found = {}
     for seen in results:
         for name, local in seen["replicas"].items():
@@ -153,12 +152,12 @@ def assert_replicas_equal(results):
     ("one-kv-head", 4, dict(tp=2, zero=1)), ("gpt2", 4, dict(pp=2)),
     ("dropless", 4, dict(cp=2, ep=2, zero=1)),
     pytest.param("dropless", 4, dict(tp=2, ep=2, zero=1), marks=pytest.mark.long)], ids=str)
-def test_replicas_have_equal_bits_after_20_steps(family, n, layout):
-    flags = dict(flags_of(family), **layout, dtype="fp32", steps=20)
-    results = run_ranks(n, run_20, flags, sequences(n, layout))
+def test_replicas_have_equal_bits_after_8_steps(family, n, layout):
+    flags = dict(flags_of(family), **layout, dtype="fp32", steps=8)
+    results = run_ranks(n, run_8, flags, sequences(n, layout))
     assert assert_replicas_equal(results) > 0, "no piece is on several ranks"
     losses = [row[0] for row in results[0]["stats"]]
-    assert len(set(losses)) == 20 and np.isfinite(losses).all()
+    assert len(set(losses)) == 8 and np.isfinite(losses).all()
 
 
 # -----------------------------------------------------------------------------
@@ -333,7 +332,6 @@ def losses(world, zero, dtype, products=None):
 
 @pytest.mark.parametrize("dtype, rounding", [("bf16", 1e-3), ("fp64", 1e-14)])
 def test_zero_3_differs_from_zero_1_by_its_several_products_alone(dtype, rounding):
-    """docs/zero.md says so."""
     zero_1, split, zero_3 = (run_ranks(2, losses, zero, dtype, products)[0]
                              for zero, products in ((1, None), (1, 3), (3, None)))
     assert split == zero_3 and zero_3 == pytest.approx(zero_1, rel=rounding)
@@ -403,7 +401,6 @@ def replicas_that_differ(world, dtype):
 
 
 def test_groups_start_equal_and_are_compared():
-    """The groups differ before a start, which is seen, and they are equal after it."""
     for before, after, masters_equal in run_ranks(4, replicas_that_differ, "bf16"):
         assert any(line.startswith("wte.weight on ranks 2-3 differs") for line in before), before
         assert after == [] and masters_equal, "the groups differ after the start"

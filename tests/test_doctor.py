@@ -58,22 +58,6 @@ def test_mpiexec_that_does_not_fit(tmp_path, monkeypatch, text, status, words):
     assert got[0] == status and words in got[1] and bool(got[2]) == (status != "OK"), got
 
 
-def test_triton_is_right_only_after_a_kernel_ran(monkeypatch):
-    """A stand-in adds here; the kernel itself is tested in test_kernels.py."""
-    cpu = torch.device("cpu")
-    assert doctor.triton_kernel(cpu)[0] == "OK"
-    monkeypatch.setattr(doctor, "TRITON_DEVICES", ("cpu",))
-
-    def broken(*_):
-        raise RuntimeError("a log\nno C compiler found")
-    for add, status, words in ((broken, "FAIL", "RuntimeError: no C compiler found"),
-                               (lambda x, y, total, *_: total.zero_(), "FAIL", "wrongly"),
-                               (lambda x, y, total, *_: torch.add(x, y, out=total), "OK", "ran")):
-        monkeypatch.setattr(doctor, "launch_sum", add)
-        got = doctor.triton_kernel(cpu)
-        assert got[0] == status and words in got[1], got
-
-
 @pytest.mark.parametrize("devices, env, libraries, status, words", [
     ([], {}, {}, "OK", "no fabric"),
     (["cxi/cxi0"], {}, {}, "WARN", "cxi/cxi0, but NCCL has no plugin"),
@@ -115,14 +99,6 @@ def test_the_slowest_link_is_named():
     assert "9 between nodes: median 10 GB/s" in text
     status, text, fix = reach.links({**rates, (1, 4): 3e9}, hosts)
     assert status == "WARN" and "slowest ranks 1 and 4 with 3, 70% less" in text and "a and b" in fix
-
-
-@pytest.mark.parametrize("size", [2, 3, 4, 7, 12, 4096])
-def test_each_rank_meets_ranks_near_and_far(size):
-    met = [reach.partners(rank, size) for rank in range(size)]
-    for turn in zip(*met, strict=True):
-        assert all(other is None or turn[other] == rank != other for rank, other in enumerate(turn))
-    assert {1, 2, 4, 2048} & {*range(size)} <= {*met[0]} and len(met[0]) <= size.bit_length()
 
 
 def test_disks_devices_and_data(tmp_path, monkeypatch):
@@ -203,20 +179,6 @@ def test_scaling(tmp_path, capsys):
     with pytest.raises(SystemExit) as e:
         scaling.main([str(tmp_path / "none")])
     assert e.value.code == 2
-
-
-def test_a_run_that_went_on_in_another_layout_has_a_row_for_each(tmp_path, capsys):
-    """The start at step 9 was replaced by that at step 6, and the one at step 3 changed nothing."""
-    run_folder(tmp_path / "a", 2, 8, 10.0, rows=12)
-    cfg = json.loads((tmp_path / "a/config.json").read_text())
-    one = {**cfg, "world": 1, "dp": 1}
-    starts = [(0, one), (3, one), (9, {**cfg, "tp": 2}), (6, cfg)]
-    (tmp_path / "a/history.jsonl").write_text(
-        "".join(json.dumps({"step": step, "config": config}) + "\n" for step, config in starts))
-    scaling.main([str(tmp_path / "a")])
-    lines = [line.split() for line in capsys.readouterr().out.splitlines()[2:4]]
-    assert [line[:4] for line in lines] == [["a@0", *"118"], ["a@6", *"228"]]
-    assert [line[4] for line in lines] == ["1.0000", "0.0100"], "no row has the seconds of both"
 
 
 def test_a_run_on_several_hosts_stands_beside_its_prediction(tmp_path, capsys):

@@ -62,7 +62,6 @@ def other_coordinates(original, cfg, mesh, *args, **ranks):
 
 
 def tokens_of_this_rank(original, source, first, count, device):
-    """trained_tokens that takes the share of one replica's sequences for the share of each."""
     size, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
     return size * original(source, first + rank * (count // size), count // size, device)
 
@@ -77,12 +76,10 @@ def token_count(factor):
 
 
 def divided_after_backward(original, model, data_parallel, batches, n_trained, *args):
-    """several_stages that divides the loss, but not what backward starts from."""
     return original(model, data_parallel, batches, 1, *args) / n_trained
 
 
 def mean_of_means(original, model, data_parallel, batches, n_trained, *args):
-    """forward_backward that divides each micro-batch by its own tokens."""
     forward = model.forward
     parts = len(batches) * model.mesh.dp.size
 
@@ -144,7 +141,6 @@ def never_clips(original, optimizer, lr, grad_norm):
 # First weights
 
 def draw_of_this_rank(original, shape, std, key, device):
-    """normal_from_key with another key on each rank."""
     return original(shape, std, f"{key}/{torch.distributed.get_rank()}", device)
 
 
@@ -215,34 +211,28 @@ def slice_of_the_replica(original, bucket, rank, n):
 # Tensor and context parallelism, and the model
 
 def target_of_first_rank(original, ctx, logits, target, axis):
-    """_VocabCrossEntropy.forward as if every rank had the first words of the vocabulary."""
     return original(ctx, logits, target, dataclasses.replace(axis, rank=0))
 
 
 def without_padding(original, logits, target, vocab_size, axis):
-    """vocab_cross_entropy to which the vocabulary's padding are words."""
     return original(logits, target, logits.size(1) * axis.size, axis)
 
 
 def bias_on_every_rank(original, layer, x):
-    """RowLinear.forward that adds the bias before the sum."""
     return scatter_rows(F.linear(x, layer.weight, layer.bias), layer.tp)
 
 
 def next_kv_head(original, attention, cfg, mesh, *args):
-    """Attention.__init__ with the key/value heads dealt out one by one."""
     original(attention, cfg, mesh, *args)
     head = mesh.tp.rank % cfg.n_kv_head
     attention.wk.rows = attention.wv.rows = slice(head * attention.D, (head + 1) * attention.D)
 
 
 def repeated_grad(original, ctx, grad):
-    """_ScatterRows.backward without the all-gather."""
     return torch.cat([grad] * ctx.axis.size), None
 
 
 def own_rows(original, ctx, grad):
-    """_GatherRows.backward without the sum."""
     return grad.chunk(ctx.axis.size)[ctx.axis.rank], None
 
 
@@ -256,7 +246,6 @@ def keys_of_next_rank(original, q, k, v, cfg, axis, **options):
 
 
 def segments_by_rank(original, x, axis):
-    """gather_segments that leaves the segments in the order of the ranks."""
     return gather_rows(x, axis)
 
 
@@ -270,12 +259,10 @@ def one_piece(original, model, t, cache, device):
 
 
 def places_of_own_segments(original, *args):
-    """micro_batches() that counts places in the rank's own tokens."""
     return [(x, y, document_places(x, EOD)) for x, y, _ in original(*args)]
 
 
 def other_masks(original, block, *args):
-    """Block.maybe_recompute as if nothing were drawn in the block."""
     with mock.patch("model.draws_random_numbers", return_value=False):
         return original(block, *args)
 
@@ -286,19 +273,16 @@ def alone(original, x, cut=None, axis=None, **rest):
 
 
 def one_matrix(original, params):
-    """muon.shapes_of that takes the experts of a layer for the rows of one matrix."""
     return [((p.numel() // p.size(-1), p.size(-1)), tuple(p.full_shape[-2:])) for p in params]
 
 
 # Stages and chunks
 
 def neighbouring_stages(original, cfg, pp):
-    """rank_layers with the stages of a rank one after the other."""
     return stage_layers(cfg, pp.size * cfg.pp_chunks)[pp.rank * cfg.pp_chunks:][:cfg.pp_chunks]
 
 
 def newest_first(original, ring, n, forward, backward):
-    """Ring.walk whose backwards take the newest micro-batch."""
     waiting = []
 
     def noted(i, chunk, hidden):
@@ -309,18 +293,15 @@ def newest_first(original, ring, n, forward, backward):
 
 
 def received_too_early(original, ring, op):
-    """Ring.receive that returns the memory as it is before the message comes."""
     received = original(ring, op)
     return None if received is None else torch.zeros_like(received)
 
 
 def first_layer(original, attention, cfg, mesh, layer):
-    """Attention.__init__ that takes each layer for the first."""
     original(attention, cfg, mesh, 0)
 
 
 def without_places(original, model, tokens, targets=None, places=None, hidden=None, **options):
-    """GPT.forward that knows no documents on later stages."""
     return original(model, tokens, targets, None if hidden is not None else places, hidden, **options)
 
 
@@ -332,7 +313,6 @@ def not_over(original, axis, x, *op, name):
 
 
 def all_rows_of_later_ranks(original, layer, x, places=None):
-    """MoE.route to which padding on later tp ranks is text."""
     if places is not None and layer.mesh.tp.rank:
         places = places.clamp(min=1)
     return original(layer, x, places)
@@ -344,7 +324,6 @@ def doubled_router_loss(original, model, *args, **kwargs):
 
 
 def no_router_gradient(original, *args, **kwargs):
-    """GPT.forward whose router loss has a value and no gradient."""
     out, router_loss = original(*args, **kwargs)
     return out, router_loss.detach()
 
@@ -359,7 +338,6 @@ def gates_of_own_experts(original, layer, x, gates, plan):
 
 
 def own_block_alone(original, ctx, grad):
-    """_AllToAll.backward that loses the gradients of the rows that other ranks had."""
     grad, *others = original(ctx, grad)
     for rank, block in enumerate(grad.split(ctx.send)):
         if rank != ctx.axis.rank:
@@ -368,18 +346,15 @@ def own_block_alone(original, ctx, grad):
 
 
 def garbage_in_empty_slots(original, ctx, x, perm, inv_perm, K=1):
-    """Permute.forward that leaves whatever was in memory in the slots that nobody fills."""
     out = original(ctx, x, perm, inv_perm, K)
     return out.masked_fill((perm >= K * x.size(0)).unsqueeze(1), torch.nan)
 
 
 def capacity_of_two_ranks(original, cfg, n):
-    """expert_capacity of twice the rows."""
     return original(cfg, 2 * n)
 
 
 def plan_by_sender(original, dispatcher, *args):
-    """AllToAll.plan that leaves the received rows by sender."""
     plan = original(dispatcher, *args)
     rows = torch.arange(plan.by_expert.numel())
     return plan._replace(by_expert=rows, by_sender=rows)
@@ -521,7 +496,6 @@ def test_the_runs_without_faults_are_in_the_table():
 # The tester's own tests: planting
 
 def wrong_rank(world):
-    """Call make_mesh on the last rank alone; the others call nothing."""
     if world.rank == world.size - 1:
         make_mesh(world, groups=False)
 

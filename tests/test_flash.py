@@ -137,7 +137,7 @@ def with_flash(cfg, kernel):
     return model
 
 
-@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("recompute", ["none", pytest.param("selective", marks=pytest.mark.long), "full"])
 def test_a_compiled_model_is_the_model_without(recompute):
     """One graph per block, loss and gradients in fp64."""
     cfg = Config(n_layer=2, n_embd=32, n_head=4, n_kv_head=2, ffn_hidden=48, seq_len=16, vocab_size=64,
@@ -219,12 +219,10 @@ def check_kernels(T, h, g, D, is_causal):
 
 
 def without_mask(original, flash, q, k, v, is_causal):
-    """FlashAttention whose queries see all keys."""
     return original(flash, q, k, v, False)
 
 
 def twice(original, ctx, grad, *args):
-    """The kernel's backward, of twice the gradient."""
     return original(ctx, 2 * grad, *args)
 
 

@@ -72,7 +72,6 @@ CASES = {  # name: (sequences, query heads, key heads, queries, keys, window, me
 
 
 def check_case(case, dtype, tolerance):
-    """Compare output and gradients of q, k, v with those of the mask."""
     torch.manual_seed(5)
     n, h, g, n_queries, n_keys, window, mean = CASES[case]
     q = torch.randn(n, h, n_queries, 8, dtype=dtype, requires_grad=True)
@@ -95,7 +94,6 @@ def test_output_and_gradients_are_those_of_the_mask(case):
 
 
 def wider_window(original, n_queries, n_keys, window, places):
-    """pair_rule in which a query sees 50 keys more."""
     return original(n_queries, n_keys, window + 50, places)
 
 
@@ -149,7 +147,6 @@ def expanded(counts, columns, n_columns):
 
 
 def check_lists(n_queries, n_keys, window, mean):
-    """Compare the blocks with the mask, and forward's lists with backward's."""
     q = torch.empty(2, 1, n_queries, 8)
     k = torch.empty(2, 1, n_keys, 8)
     places = random_places(2, n_keys, mean)[:, -n_queries:] if mean else None
@@ -250,7 +247,6 @@ def test_when_the_kernel_is_chosen(changed, possible):
 
 
 def test_a_graph_reads_the_documents_of_each_step(tmp_path):
-    """A run on a CPU as on a GPU, with an emulated graph, against the mask."""
     flags = [*TINY, "--window=6", "--full-every=2", "--steps=5"]
     with mock.patch.object(samples, "Synthetic", Documents):
         said = session(World(), [*flags, f"--out={tmp_path}/mask"])

@@ -35,7 +35,6 @@ def spread(*shape, dtype=torch.float64):
 
 
 def case(dtype=torch.float64, n=32, n_in=48, outs=(32, 16)):
-    """x, weights, bias and the gradient of the output."""
     torch.manual_seed(0)
     x = torch.randn(n, n_in, dtype=dtype, requires_grad=True)
     weights = [torch.randn(n_out, n_in, dtype=dtype, requires_grad=True) for n_out in outs]
@@ -62,7 +61,6 @@ def rounded(x, form):
 
 
 def by_definition(x, weights, bias, grad):
-    """What results() gives of fp8.linear, in fp64."""
     x8, w8 = (rounded(t, fp8.FORWARD) for t in (x, torch.cat(weights)))
     g8 = rounded(grad, fp8.BACKWARD)
     gw = (g8.t() @ x8).split([w.size(0) for w in weights])
@@ -130,7 +128,6 @@ def test_linear_is_what_its_definition_says(dtype, tolerance):
 
 
 def always_forward(original, parts, form, *args, **options):
-    """quantise() in the format of forward, also for gradients."""
     return original(parts, fp8.FORWARD, *args, **options)
 
 
@@ -193,7 +190,6 @@ def nearest_fp8(original, builder, value, to, mode):
 
 @pytest.fixture
 def interpreter(monkeypatch):
-    """Triton's interpreter, without a GPU."""
     pytest.importorskip("triton", reason="Triton has no wheel for this system")
     if not torch.cuda.is_available():
         from triton.runtime import interpreter
@@ -265,12 +261,12 @@ def test_attention_and_mlp_use_it_and_nothing_else_does():
 
 
 @pytest.mark.parametrize("base,n,tolerance,layout", [
-    (LLAMA, 2, 1e-10, dict()), (LLAMA, 2, 1e-10, dict(pp=2)), (LLAMA, 2, 1e-10, dict(zero=1)),
-    (LLAMA, 2, 1e-10, dict(zero=2)), (GPT2, 2, 1e-10, dict(zero=3)), (LLAMA, 2, 1e-10, dict(zero=3)),
-    (LLAMA, 1, 1e-10, dict(recompute="selective")), (GPT2, 1, 1e-10, dict(recompute="full")),
-    (SHARED, 2, 1e-10, dict(ep=2, zero=1)),
-    (LLAMA, 2, 1e-4, dict(tp=2)), (GPT2, 2, 1e-4, dict(tp=2, recompute="selective")),
-    (GPT2, 2, 1e-4, dict(cp=2))],
+    (LLAMA, 2, 1e-10, dict(pp=2)), (GPT2, 2, 1e-10, dict(zero=3)), (GPT2, 1, 1e-10, dict(recompute="full")),
+    (SHARED, 2, 1e-10, dict(ep=2, zero=1)), (GPT2, 2, 1e-4, dict(tp=2, recompute="selective")),
+    *(pytest.param(*place, marks=pytest.mark.long) for place in (
+        (LLAMA, 2, 1e-10, dict()), (LLAMA, 2, 1e-10, dict(zero=1)), (LLAMA, 2, 1e-10, dict(zero=2)),
+        (LLAMA, 2, 1e-10, dict(zero=3)), (LLAMA, 1, 1e-10, dict(recompute="selective")),
+        (LLAMA, 2, 1e-4, dict(tp=2)), (GPT2, 2, 1e-4, dict(cp=2))))],
     ids=lambda x: str(x).replace(" ", "") if isinstance(x, dict) and len(x) < 3 else "")
 def test_a_layout_equals_one_process(base, n, tolerance, layout):
     """Losses, norms and every gradient of three steps, fp64. Over tp and cp a rank has scales of its own, and

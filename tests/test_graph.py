@@ -9,7 +9,7 @@ import pytest
 import torch
 from pool import run_ranks
 from runs import TINY, rows, same, session
-from shared import CapturedStreams, Masked, SharedBuffer
+from shared import CapturedStreams, Masked, SharedBuffer, parameters
 
 import ddp
 import train
@@ -113,8 +113,10 @@ def graphed_session(world, argv):
         return session(world, argv), seen
 
 
-@pytest.mark.parametrize("flags", [[], ["--zero=1"], ["--zero=1", *MOE], ["--zero=1", "--ep-slack=1", *MOE]],
-                         ids=["ddp", "zero1", "experts", "experts-that-overflow"])
+@pytest.mark.parametrize("flags", [
+    [], ["--zero=1", "--ep-slack=1", *MOE], pytest.param(["--zero=1"], marks=pytest.mark.long),
+    pytest.param(["--zero=1", *MOE], marks=pytest.mark.long)],
+    ids=["ddp", "experts-that-overflow", "zero1", "experts"])
 def test_a_run_with_a_graph_is_the_run_without(flags, tmp_path):
     """Logged every step, evaluated, checked, saved, a range skipped, resumed: weights, moments, every row."""
     common = [*TINY, "--lr=1e-3", *flags, "--eval-every=3", "--eval-iters=2", "--check-every=2",
@@ -150,6 +152,13 @@ FORMS = {
         window=5, full_every=2, window_rope_base=20.0, tied=True, recompute="selective"),
     "experts-norms-after": dict(EXPERTS, zero=1, qk_norm="all", norm_place="after", mlp="relu2"),
 }
+FLAGS = {
+    "ddp-dropout": ACCUMULATED, "zero1-recompute": dict(SMALL, zero=1, recompute="full"),
+    "zero1-tp2-dropout": dict(ACCUMULATED, zero=1, tp=2),
+    "experts-accumulated": dict(EXPERTS, global_batch=8),
+    "experts-zero1-recompute": dict(EXPERTS, zero=1, recompute="full"),
+    "experts-cp2-zero1-dropout": dict(EXPERTS, cp=2, zero=1, dropout=0.2),
+    "experts-that-overflow-dropout": dict(EXPERTS, zero=1, dropout=0.2, ep_slack=1.0), **FORMS}
 STEPS = 7  # without a graph, captured, and replayed
 
 
@@ -195,22 +204,11 @@ def same_bits(a, b):
     return len(a) == len(b) and all(x.tobytes() == y.tobytes() for x, y in zip(a, b, strict=True))
 
 
-@pytest.mark.parametrize("flags", [ACCUMULATED, dict(SMALL, zero=1, recompute="full"),
-                                   dict(ACCUMULATED, zero=1, tp=2),
-                                   dict(EXPERTS, global_batch=8),
-                                   dict(EXPERTS, zero=1, recompute="full"),
-                                   dict(EXPERTS, cp=2, zero=1, dropout=0.2),
-                                   dict(EXPERTS, zero=1, dropout=0.2, ep_slack=1.0)],
-                         ids=["ddp-dropout", "zero1-recompute", "zero1-tp2-dropout", "experts-accumulated",
-                              "experts-zero1-recompute", "experts-cp2-zero1-dropout",
-                              "experts-that-overflow-dropout"])
-def test_both_steps_give_the_same_bits(flags):
-    assert_same_bits(2, flags)
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_each_flag_of_todays_models_gives_the_same_bits(form):
-    assert_same_bits(2, FORMS[form])
+@pytest.mark.parametrize("name", parameters(FLAGS, [
+    "ddp-dropout", "zero1-tp2-dropout", "experts-zero1-recompute", "experts-that-overflow-dropout",
+    "four-norms"]))
+def test_both_steps_give_the_same_bits(name):
+    assert_same_bits(2, FLAGS[name])
 
 
 def assert_same_bits(n, flags, kind=Synthetic, take=None, take_plain=None):
@@ -253,7 +251,6 @@ def through_messages(*args):
 
 
 def in_small_buckets(*args):
-    """A bucket for each matrix."""
     with mock.patch.dict(ddp.DataParallel.__init__.__kwdefaults__, bucket_elements=1):
         return take_steps(*args)
 
@@ -335,7 +332,7 @@ def test_one_step_of_uneven_routing_keeps_the_graph(n, flags, kind, take):
     assert assert_same_bits(n, flags, kind, take) == (*BEFORE, "redone", "graph")
 
 
-@pytest.mark.parametrize("take", [in_lone_buckets, with_a_guard])
+@pytest.mark.parametrize("take", [in_lone_buckets, pytest.param(with_a_guard, marks=pytest.mark.long)])
 def test_gradients_that_are_not_copied_give_the_same_bits(take):
     """The optimizer reads the experts' gradients where backward, or the graph, wrote them. After
     a plain step the graph is captured again, and writes elsewhere."""
@@ -343,12 +340,12 @@ def test_gradients_that_are_not_copied_give_the_same_bits(take):
 
 
 def test_a_replay_divides_by_its_own_number_of_trained_tokens():
-    """It differs from step to step."""
     assert_same_bits(2, ACCUMULATED, Masked)
 
 
-@pytest.mark.parametrize("flags", [dict(SMALL, zero=1), dict(EXPERTS, zero=1, ep=1)],
-                         ids=["dense", "experts"])
+@pytest.mark.parametrize("flags", [
+    dict(SMALL, zero=1), pytest.param(dict(EXPERTS, zero=1, ep=1), marks=pytest.mark.long)],
+    ids=["dense", "experts"])
 def test_no_reader_sees_stale_weights(flags):
     """ZeRO-1 with gathers that wait for the next captured step: an evaluation right after a step reads the
     new weights of all ranks, and after wait_weights all replicas are equal."""

@@ -111,10 +111,9 @@ def test_the_message_names_a_checkpoint_and_a_range_to_skip():
 MOE = ["--n-experts=4", "--router=sigmoid", "--router-bias-rate=0.01"]
 
 
-LAYOUTS = [(1, []), (2, ["--zero=1"]), (2, ["--tp=2", *MOE]), (2, ["--pp=2"])]
-
-
-@pytest.mark.parametrize("n,layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("n,layout", [
+    (2, ["--tp=2", *MOE]), (2, ["--pp=2"]),
+    *(pytest.param(*place, marks=pytest.mark.long) for place in ((1, []), (2, ["--zero=1"])))], ids=str)
 def test_a_refused_spike_equals_a_skipped_range(tmp_path, n, layout):
     """Equal bits: weights, both moments, Adam's t, router bias, and the learning rate of later steps."""
     common = ["--steps=16", "--save-every=16", *layout]
@@ -156,7 +155,7 @@ def test_nan_on_one_rank_refuses_one_step(tmp_path, sigma):
     assert table[8]["skip_reason"].startswith("not finite: ") and table[-1]["nan_steps"] == 1
 
 
-@pytest.mark.parametrize("sigma", [0, 20])
+@pytest.mark.parametrize("sigma", [20, pytest.param(0, marks=pytest.mark.long)])
 def test_eight_refused_steps_in_a_row_end_the_run(tmp_path, sigma):
     bad = {step: "nan" for step in range(7, 20)}
     flags = ["--steps=30", "--save-every=3", f"--skip-spikes={sigma}"]

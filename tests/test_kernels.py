@@ -100,16 +100,18 @@ def test_cross_entropy(width, used):
     assert not z[:, used:].any()
 
 
-def test_the_head_has_the_loss_and_the_gradients_of_autograd():
-    x, w = torch.randn(6, 8, dtype=torch.float64), torch.randn(16, 8, dtype=torch.float64)
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_the_head_has_the_loss_and_the_gradients_of_autograd(has_bias):
+    leaves = [torch.randn(*shape, dtype=torch.float64) for shape in ((6, 8), (16, 8), (16,))[:2 + has_bias]]
     target = torch.tensor([1, 2, -100, 4, 11, 0])
 
-    def plain_loss(x, w):
-        return F.cross_entropy(F.linear(x, w)[:, :12], target, reduction="sum")
+    def plain_loss(x, w, bias=None):
+        return F.cross_entropy(F.linear(x, w, bias)[:, :12], target, reduction="sum")
 
-    def fused_loss(x, w):
-        return cross_entropy.linear_cross_entropy(x, w, target, 12)
-    found = [with_gradients(loss, (x, w)) for loss in (fused_loss, plain_loss)]
+    def fused_loss(x, w, *bias):
+        return cross_entropy.linear_cross_entropy(x, w, target, 12, *bias)
+    twice = torch.tensor(2.0, dtype=torch.float64)
+    found = [with_gradients(loss, leaves, twice) for loss in (fused_loss, plain_loss)]
     for fused, plain in zip(*found, strict=True):
         torch.testing.assert_close(fused, plain, rtol=1e-12, atol=1e-12)
 
@@ -177,7 +179,6 @@ def test_swiglu(packed, n_valid):
 
 
 def test_swiglu_of_columns_that_follow_each_other():
-    """The kernel goes over rows."""
     pair = randn(12, 5).T.requires_grad_()
     got, want = activations.swiglu_by_kernel(pair), activations.swiglu(pair.double())
     assert_near(got, want, 1e-2)
@@ -209,20 +210,6 @@ def test_permute_and_unpermute(K, padded):
         assert_near(got, torch_twin(back, y, inv_perm, K, gates), 1e-2)
     for got, want in zip(back_grad(y, p, perm, g), torch_twin(back_grad, y, p, perm, g), strict=True):
         assert_near(got, want, 1e-2)
-
-
-def test_unpermutes_torch_twin_has_autograds_gradients():
-    n, K, C = 7, 2, 5
-    perm = torch.randperm(n * K)
-    inv_perm = permute.invert(perm, n * K)
-    assert torch.equal(inv_perm[perm], torch.arange(n * K))
-    y = torch.randn(n * K, C, dtype=torch.float64, requires_grad=True)
-    p = torch.randn(n, K, dtype=torch.float64, requires_grad=True)
-    g = torch.randn(n, C, dtype=torch.float64)
-    want = torch.autograd.grad(permute.unpermute(y, inv_perm, K, p), (y, p), g)
-    got = permute.unpermute_backward(y.detach(), p.detach(), perm, g)
-    for a, b in zip(got, want, strict=True):
-        torch.testing.assert_close(a, b)
 
 
 @pytest.mark.parametrize("E, N", [(3, 1), (3, 128), (64, 300), (64, 128), (384, 100), (1025, 20)])
@@ -272,7 +259,6 @@ SIZES = {"one has all": [0, 50, 0, 0, 0], "some have none": [3, 0, 21, 0, 26], "
 
 @pytest.fixture
 def by_ours(small_tiles, monkeypatch):
-    """torch multiplies nothing."""
     monkeypatch.setattr(grouped_mm, "use_torch", lambda *_: False)
 
 
@@ -470,7 +456,6 @@ def test_adamw_rounds_moments_and_not_what_updates_the_weights(kernels):
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
 @pytest.mark.parametrize("keeps_dtype", [False, True])
 def test_muon(kernels, dtype, keeps_dtype):
-    """The kernels beside their torch twins: three steps, the second refused, lengths that fit no block."""
     from model import DTYPES
     from muon import Muon, iteration_dtype
     model_dtype, n = DTYPES[dtype], 5000
@@ -594,7 +579,6 @@ def install_kernels(model, devices, monkeypatch):
 
 @pytest.mark.parametrize("recompute", ["full", "selective"])
 def test_a_recomputed_block_has_the_same_gradients(recompute, few_programs, monkeypatch):
-    """By the kernel, whose input backward computes again."""
     tokens = torch.randint(64, (2, 17), device=DEVICE)
     found = []
     for how in ("none", recompute):

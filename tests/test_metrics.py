@@ -16,7 +16,7 @@ from faults import with_faults
 from pool import run_ranks
 from runs import TINY, chars, final, go, rows, session
 from safetensors.torch import load_file
-from shared import one_process_model
+from shared import one_process_model, parameters
 
 import plot
 import train
@@ -89,7 +89,8 @@ def plain_step(cfg, weights, number):
     return loss, grads, layers, torch.cat([p.detach().flatten() for p in model.parameters()]).norm().item()
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", parameters(RUNS, [
+    "tp 2", "pp 2", "moe pp 2", "moe, capacity", "moe, sigmoid"]))
 def test_every_logged_number_of_a_step(name, tmp_path):
     n, layout = RUNS[name]
     argv = [*FLAGS, *layout, "--save-every=1", "--keep=0", "--log-layers"]
@@ -132,6 +133,7 @@ def test_every_logged_number_of_a_step(name, tmp_path):
             assert row["expert_load_max"] == pytest.approx(4 * max(max(x["load"]) for x in layers.values()))
             assert (row["dropped"] > 0) == (cfg.capacity_factor > 0)
         check_rates(row, cfg, n)
+    assert not cfg.n_experts or "heaviest layer" in (tmp_path / "run/expert_load.txt").read_text()
 
 
 def check_layers(row, cfg, grads):
@@ -161,7 +163,6 @@ def check_dump(dumped, grads, row):
 
 
 def check_rates(row, cfg, ranks):
-    """The keys that follow from ms."""
     token = 6 * (2 * (2 * 16 * 16 + 2 * 16 * 8) + 128 * 16)  # attention's matrices, the head
     token += 6 * 2 * 3 * 16 * 32 * (cfg.top_k if cfg.n_experts else 1)  # SwiGLU: three matrices, both layers
     attention = 12 * 2 * 16 * 16  # layers, width, sequence
@@ -206,7 +207,6 @@ def test_norms_of_other_layers_are_found(norms_of_one, tmp_path):
 
 
 def test_norms_of_layers_are_summed_in_fp64_on_a_cpu(monkeypatch):
-    """So squares that fp32 cannot hold are no infinity."""
     grad = torch.full((4,), 1e25)
     piece = SimpleNamespace(name="blocks.0.attn.wq.weight", view=grad)
     monkeypatch.setattr("runtime.layer_norms.bucket_pieces", lambda *args, **how: [piece])
@@ -218,7 +218,6 @@ def test_norms_of_layers_are_summed_in_fp64_on_a_cpu(monkeypatch):
 
 
 def test_norms_of_layers_have_no_loss_scale(norms_of_one, tmp_path):
-    """test_every_logged_number_of_a_step has the other layouts."""
     [row] = layer_norms(tmp_path, "--steps=1", "--dtype=fp16")
     check_norms(*row, norms_of_one, 1e-2)
 
@@ -227,19 +226,6 @@ def test_norms_of_layers_in_steps_that_are_not_taken(tmp_path):
     """In a step that is not finite, the layers whose gradient is not finite are missing."""
     table = layer_norms(tmp_path, "--train-range-to-skip", "2", "2", plan={4: "nan"})
     assert [len(layers) for layers, _ in table] == [5, 0, 5, 4, 5]
-
-
-def test_the_router_bias_follows_the_logged_loads(tmp_path):
-    """It rises by the rate where the load of the global batch is below the mean, and falls where above."""
-    flags = [*EXPERTS, "--router=sigmoid", "--router-bias-rate=0.02", "--tp=2", "--save-every=5"]
-    go(2, tmp_path, *flags, base=FLAGS)
-    lines = [json.loads(line)["layers"] for line in (tmp_path / "experts.jsonl").read_text().splitlines()]
-    for i in ("0", "1"):
-        loads = torch.tensor([x[i]["load"] for x in lines], dtype=torch.float64)  # (steps, E)
-        want = 0.02 * (0.25 - loads).sign().sum(0)
-        got = final(tmp_path, 5)[0][f"blocks.{i}.moe.router.bias"]
-        torch.testing.assert_close(got, want.float())
-        assert got.any()
 
 
 # -----------------------------------------------------------------------------

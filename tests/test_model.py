@@ -16,14 +16,14 @@ import typing
 from types import SimpleNamespace
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from plain_model import forward, total_loss
 from pool import run_ranks
+from shared import parameters
 from test_layouts import FAMILIES as ALL
-from test_layouts import mask_synthetic, run
+from test_layouts import mask_synthetic
 from test_moe import whole_layer
 
 import moe
@@ -132,7 +132,6 @@ def randomize(model):
 
 
 def gradients(cfg, model, data_parallel, opt):
-    """Return two micro-batches, their mean loss, and {name of a parameter: its gradient}."""
     make = mask_synthetic if cfg.objective == "mlm" else Synthetic
     source = make(cfg.vocab_size, cfg.seq_len, 1)
     batches = [source.batch(0, cfg.micro_batch), source.batch(cfg.micro_batch, cfg.micro_batch)]
@@ -237,17 +236,6 @@ def test_the_cross_entropy_is_torchs_and_computed_in_fp32(n, dtype, rel):
     # The gradient is rounded to the logits' dtype at the end only; fp16's smallest number is 6e-8
     atol = 1e-12 if dtype == torch.float64 else 1e-7
     torch.testing.assert_close(grad[:, :used], wide.grad, rtol=torch.finfo(dtype).eps, atol=atol)
-
-
-@family
-def test_padding_stays_zero_and_gets_no_probability(cfg):
-    model, data_parallel, opt = built(dataclasses.replace(cfg, weight_decay=0.5))
-    head = model.wte if cfg.tied else model.head
-    assert head.weight.shape == model.wte.weight.shape == (128, 16)
-    before = head.weight.detach().clone()
-    steps(cfg, model, data_parallel, opt, range(1, 5))
-    assert not head.weight[100:].any() and not model.wte.weight[100:].any()
-    assert (head.weight[:100] != before[:100]).any(dim=1).all()
 
 
 # -----------------------------------------------------------------------------
@@ -378,26 +366,6 @@ def test_init_statistics(cfg):
         assert abs(small(x, y)[0].item() / y.numel() - math.log(cfg.vocab_size)) < 0.02
 
 
-def parameter_shards(world, cfg):
-    model, _, _ = train.build(cfg, make_mesh(world, cfg.tp, cfg.pp), cfg.vocab_size, world.device)
-    world.everyone.barrier()  # a rank that left now would close connections that another one is still making
-    return {n: (p.detach().clone().numpy(), p.offset) for n, p in model.named_parameters()}
-
-
-@pytest.mark.parametrize("name,layout", [("llama", dict(tp=2)), ("gpt2", dict(pp=2))], ids=str)
-def test_init_is_independent_of_the_layout(name, layout):
-    """Bit for bit: every shard is a part of what one rank draws, and the shards cover all of it."""
-    cfg = FAMILIES[name]
-    whole = dict(built(cfg)[0].named_parameters())
-    seen = {n: torch.zeros(p.shape) for n, p in whole.items()}
-    for rank in run_ranks(2, parameter_shards, dataclasses.replace(cfg, **layout)):
-        for n, (shard, offset) in rank.items():
-            cut = tuple(slice(o, o + s) for o, s in zip(offset, shard.shape, strict=True))
-            assert torch.equal(whole[n][cut], torch.from_numpy(shard)), n
-            seen[n][cut] = 1
-    assert all(t.all() for t in seen.values())
-
-
 # -----------------------------------------------------------------------------
 # An activation of one's own
 
@@ -420,7 +388,6 @@ def test_a_function_of_two_products_is_gated(name):
 @pytest.mark.parametrize("capacity_factor", [0.0, 2.0])
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_an_expert_computes_what_the_mlp_computes(name, capacity_factor):
-    """... with the same weights, for every activation; and both what its function says."""
     cfg = Config(**dict(ONE_EXPERT, mlp=name, capacity_factor=capacity_factor))
     mlp = MLP(cfg, MESH, cfg.ffn_hidden).double()
     layer = MoE(cfg, MESH).double()
@@ -477,11 +444,8 @@ def traced_attention(*args, dropout_p, **kwargs):
     return REAL_ATTENTION(*args, **kwargs) * {0.0: 1.0, P: FACTORS["attention"]}[dropout_p]
 
 
-QUICK = "llama", "gpt2", "llama-bias-tied", "gemma3", "softmax-topk", "experts with norms after", "bert"
-
-
-@pytest.mark.parametrize("form", [
-    pytest.param(form, marks=[] if form in QUICK else [pytest.mark.long]) for form in FORMS])
+@pytest.mark.parametrize("form", parameters(FORMS, [
+    "llama", "gpt2", "llama-bias-tied", "gemma3", "softmax-topk", "experts with norms after", "bert"]))
 def test_dropout_is_at_each_of_its_places_in_training_only(form):
     """On the embedding, attention weights and what each half of a block adds: once and with p, forward and
     backward, also under recompute; nowhere in eval mode."""
@@ -576,17 +540,3 @@ def test_no_two_seeds_are_equal():
     for rank, seed in itertools.product(range(16), (1, 11)):
         found.update(seeds(World(rank=rank, size=16), seed, [*range(1, 13), 111, 1111], 3))
     assert len(found) == 16 * 2 * 14 * 2 * 3 and len(set(found.values())) == len(found)
-
-
-@pytest.mark.parametrize("n,layout", [(2, dict(tp=2)), (4, dict(tp=2, pp=2, zero=1))], ids=str)
-def test_recompute_repeats_the_dropout(n, layout):
-    """Every gradient and moment has the same bits with recomputation and without; dropout has an effect."""
-    flags = dict(ALL["llama-dropout"], n_layer=2, micro_batch=2, **layout)
-    stored = run_ranks(n, run, flags, 8)
-    for what in ("full", "selective"):
-        for seen, other in zip(run_ranks(n, run, dict(flags, recompute=what), 8), stored, strict=True):
-            assert seen["stats"] == other["stats"], "losses and norms"
-            for (name, a, *_), (_, b, *_) in zip(seen["pieces"], other["pieces"], strict=True):
-                np.testing.assert_array_equal(a, b, err_msg=name)
-    without = run_ranks(n, run, dict(flags, dropout=0.0), 8)
-    assert without[0]["stats"][0][0] != stored[0]["stats"][0][0] or layout.get("pp", 1) > 1

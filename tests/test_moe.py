@@ -10,7 +10,6 @@
 import contextlib
 import dataclasses
 import itertools
-import json
 import math
 import typing
 from unittest import mock
@@ -21,8 +20,6 @@ import test_layouts
 import torch
 import torch.nn.functional as F
 from pool import run_ranks
-from runs import go
-from shared import one_process_model
 from test_layouts import MOE, assemble
 
 import moe
@@ -36,7 +33,6 @@ from model import MLP
 from ops import grouped_mm
 from ops.split_master import whole
 from parallel import make_mesh
-from pipeline import forward_backward
 from runtime import resume
 from runtime.launch import World
 from runtime.saver import Saver
@@ -224,55 +220,10 @@ def test_the_capacity_is_exact(n, K, E, factor, rows):
     assert moe.expert_capacity(Config(top_k=K, n_experts=E, capacity_factor=factor), n) == rows
 
 
-class SameBatch:
-    """A data source whose micro-batches are all equal: the mean over any number of them is that of one."""
-    has_documents = False
-
-    def __init__(self, cfg):
-        self.pair = Synthetic(cfg.vocab_size, cfg.seq_len, 1).batch(0, cfg.micro_batch)
-
-    def batch(self, first, n):
-        return self.pair
-
-
-def aux_gradient(world, layout, n):
-    """Return {"pieces": this rank's gradients} of n micro-batches with the cross-entropy times zero."""
-    cfg = Config(**TINY, **layout)
-    mesh = make_mesh(world, cfg.tp, cfg.pp, cfg.ep)
-    model, data_parallel, opt = train.build(cfg, mesh, cfg.vocab_size, world.device)
-    forward = model.forward
-
-    def without_cross_entropy(*args, **kwargs):
-        out, router_loss = forward(*args, **kwargs)
-        return (out * 0.0 if model.has_head else out), router_loss
-    with mock.patch.object(model, "forward", without_cross_entropy):
-        count = n * cfg.micro_batch * mesh.dp.size
-        batches = train.micro_batches(cfg, mesh, SameBatch(cfg), 0, count, world.device)
-        data_parallel.reset()
-        forward_backward(model, data_parallel, batches, 1)
-        data_parallel.finish_grad_sync()
-    return owned(data_parallel, opt, {"": opt.grads})
-
-
 def owned(data_parallel, opt, vectors=None):
     """Return {"pieces": what this rank owns}, as assemble() takes it."""
     return {"pieces": [(name, whole(t).numpy().copy(), full, offset)
                        for name, t, full, offset in resume.own_pieces(data_parallel, opt, vectors)]}
-
-
-@pytest.mark.parametrize("n,micro_batches,layout", [
-    (1, 2, {}), (2, 1, {}), (2, 2, dict(pp=2)), (4, 2, dict(tp=2, ep=4, zero=1))], ids=str)
-def test_aux_gradient_alone_is_the_same_in_every_layout(n, micro_batches, layout):
-    """Compare a layout with autograd on the bare model: one micro-batch, nothing divided, nothing summed."""
-    model = one_process_model(Config(**TINY))
-    model(*SameBatch(model.cfg).pair)[1].backward()
-    want = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in model.named_parameters()}
-    got = assemble(run_ranks(n, aux_gradient, layout, micro_batches))
-    assert want["blocks.0.moe.router.weight"].norm() > 1e-6
-    for name, g in want.items():
-        error = (torch.from_numpy(got[name]) - g).abs().max().item()
-        scale = max(1e-3, g.abs().max().item())
-        assert error <= 1e-12 * scale, f"{name}: the balance loss's gradient is wrong by {error}"
 
 
 @pytest.mark.parametrize("flags", [
@@ -394,35 +345,12 @@ def gpu_branches():
         yield
 
 
-def run_gpu_branches(world, flags):
-    with gpu_branches():
-        return test_layouts.run(world, flags, 8)
-
-
-def test_garbage_rows_of_a_grouped_gemm_do_not_spread():
-    for n, layout in ((1, {}), (4, dict(ep=4, mlp="gelu"))):
-        flags = dict(TINY, **layout)
-        want = run_ranks(n, test_layouts.run, flags, 8)
-        for mine, theirs in zip(run_ranks(n, run_gpu_branches, flags), want, strict=True):
-            torch.testing.assert_close(mine["stats"], theirs["stats"], rtol=1e-12, atol=0)
-            assert all(math.isfinite(v) for row in mine["stats"] for v in row)
-
-
 @pytest.mark.parametrize("mode", [dict(), dict(capacity_factor=0.5)], ids=["dropless", "capacity"])
 @pytest.mark.parametrize("kind", ["plain", "skewed"])
 def test_gpu_branches_equal_the_loop_over_tokens(kind, mode):
     with gpu_branches():
         layer = block(top_k=2, aux_coef=0.3, **mode)
         assert_equals_loop(layer, tokens(kind, layer), f"{kind} {mode}")
-
-
-def test_two_runs_give_the_same_bits():
-    flags = dict(TINY, ep=2, dtype="fp32")
-    one, two = (run_ranks(2, test_layouts.run, flags, 8) for _ in range(2))
-    for a, b in zip(one, two, strict=True):
-        assert a["stats"] == b["stats"] and len(a["pieces"]) == len(b["pieces"])
-        for (name, s, _, _), (_, t, _, _) in zip(a["pieces"], b["pieces"], strict=True):
-            assert s.tobytes() == t.tobytes(), name
 
 
 # -----------------------------------------------------------------------------
@@ -446,7 +374,6 @@ def train_steps(cfg, steps, path=None):
 
 
 def stats_and_routings(recompute, **flags):
-    """One step -> {layer: its statistics}, number of calls of the router, stats of the step."""
     cfg = Config(**dict(TINY, recompute=recompute, **flags))
     calls = []
     forward = moe.Router.forward
@@ -474,7 +401,6 @@ DENSE = dict(test_layouts.LLAMA, n_layer=2, micro_batch=2)
 
 
 def upcycled_parameters(world, flags, path):
-    """Return the message of upcycling, and this rank's parameters."""
     cfg = Config(**DENSE, **flags)
     mesh = make_mesh(world, cfg.tp, cfg.pp, cfg.ep)
     model, data_parallel, opt = train.build(cfg, mesh, cfg.vocab_size, world.device)
@@ -549,26 +475,3 @@ def test_ep_that_does_not_divide_is_refused_with_one_that_does(n, flags):
     with pytest.raises(ValueError, match=r"divide.*; try --ep \d+$") as e:
         layout(cfg)
     layout(dataclasses.replace(cfg, ep=int(str(e.value).split()[-1])))
-
-
-def test_files_and_output_of_a_run_with_experts(tmp_path):
-    flags = ["tiny-moe", "--data=synthetic", "--n-embd=32", "--ffn-hidden=32", "--seq-len=16",
-             "--micro-batch=2", "--eval-every=0", "--n-layer=2", "--steps=3", "--log-every=1",
-             "--save-every=0", "--ep=2", "--capacity-factor=1.0", "--z-coef=0.001"]
-    said = go(2, tmp_path / "run", base=flags)
-    out = tmp_path / "run"
-    rows, layers = ([json.loads(line) for line in (out / name).read_text().splitlines()]
-                    for name in ("metrics.jsonl", "experts.jsonl"))
-    assert [r["step"] for r in rows] == [r["step"] for r in layers] == [1, 2, 3]
-    for row, each in zip(rows, layers, strict=True):
-        assert sorted(each["layers"]) == ["0", "1"]
-        for layer in each["layers"].values():
-            assert math.isclose(sum(layer["load"]), 1) and len(layer["load"]) == 8
-            assert 0 < layer["entropy"] <= math.log(8) + 1e-6 and 0 < layer["dropped"] < 1
-            assert 0.9 < layer["aux"] < 8 and 3.9 < layer["z"] < 5  # log(8)^2 = 4.3 for a new router
-        for key, name in (("aux_loss", "aux"), ("z_loss", "z"), ("dropped", "dropped")):
-            assert math.isclose(row[key], sum(layer[name] for layer in each["layers"].values()) / 2)
-        heaviest = max(max(layer["load"]) for layer in each["layers"].values())
-        assert math.isclose(row["expert_load_max"], 8 * heaviest)
-    bars = (out / "expert_load.txt").read_text()
-    assert bars.count("\nexpert ") == 8 and "heaviest layer" in bars and bars in said["out"] + "\n"

@@ -14,7 +14,6 @@ COMMAND = "<!-- mpiexec -n 2 python bench/one_step.py tiny --data synthetic -->\
 
 
 def watched(world, *flags):
-    """Return the lines of bench/one_step.py on this rank."""
     sys.path.insert(0, str(ROOT / "bench"))
     import one_step
 

@@ -33,12 +33,10 @@ from pipeline import Cache, timetable
 # Faults that a layout and its reference share: other tests find them, in this process
 
 def last_of_equals(original, scores, K):
-    """stable_top_k that prefers the highest column."""
     return scores.size(1) - 1 - original(scores.flip(1), K)
 
 
 def smallest_gates(original, dispatcher, expert_ids, gates):
-    """Capacity.plan that keeps the smallest gates."""
     return original(dispatcher, expert_ids, -gates)
 
 
@@ -49,7 +47,6 @@ def loss_with_bias(original, layer, *args):
 
 
 def loss_of_one_choice(original, layer, *args):
-    """MoE.balance_loss without the 1/K."""
     with mock.patch.object(layer, "K", 1):
         return original(layer, *args)
 
@@ -60,34 +57,28 @@ def routed_again(original, layer, *args):
 
 
 def norm_of_the_sum(original, block, x, *args):
-    """Block.compute with its last norm after the sum."""
     x, y = block.attention_half(x, *args)
     return block.norm2(x + block.mlp(y)), None
 
 
 def angles_of_windows(original, *args):
-    """GPT._rotation by the windows' base in every layer."""
     found = original(*args)
     return {False: found[True], True: found[True]}
 
 
 def one_key_more(original, *args, places=None, **options):
-    """attend in which a query sees the last token before its document."""
     return original(*args, places=None if places is None else places + 1, **options)
 
 
 def draws_of_first(original, masked, first, n):
-    """Masked.draw that counts samples from the start of the batch."""
     return original(masked, 0, n)
 
 
 def a_step_late(original, cfg, step):
-    """learning_rate of the step before."""
     return original(cfg, max(1, step - 1))
 
 
 def warm_up_of_another_rank(original, rank, pp, *args, **options):
-    """schedule of the rank at the other end of the pipeline."""
     return original(pp - 1 - rank, pp, *args, **options)
 
 
@@ -98,7 +89,6 @@ def to_the_same_chunk(original, ended_ops, chunks):
 
 
 def same_in_every_chunk(original, *args):
-    """dropout_seeds that forget the chunk."""
     seeds = original(*args)
     return [seeds[0] for _ in seeds]
 
@@ -189,7 +179,6 @@ def check_large_logits(words, *faults):
 
 
 def maximum_of_zero(original, axis, x, *op):
-    """Axis.all_reduce whose maximum is zero."""
     return x.zero_() if op else original(axis, x)
 
 
@@ -204,7 +193,6 @@ def test_cross_entropy_of_large_logits():
 # Generated text, checkpoints
 
 def cached_by_first_chunk(original, model, tokens, cache=None, chunk=0, **options):
-    """GPT.forward of which only the first chunk remembers keys and values."""
     return original(model, tokens, cache=Cache() if chunk else cache, chunk=chunk, **options)
 
 
@@ -217,7 +205,6 @@ def test_generation_detects_a_chunk_that_caches_nothing():
 
 
 def pieces_without_buffers(original, data_parallel, *args, **kwargs):
-    """runtime.pieces.own_pieces without the routers' biases."""
     with mock.patch.object(data_parallel, "buffers", {}):
         return original(data_parallel, *args, **kwargs)
 
@@ -290,7 +277,6 @@ def test_a_run_killed_around_the_end_of_an_epoch_goes_on_with_the_same_data(last
 
 
 def an_epoch_too_late(original, source, epoch, windows):
-    """shuffled_starts of the epoch after."""
     return original(source, epoch + 1, windows)
 
 

@@ -38,7 +38,6 @@ BF16, COMPUTE_32F = 14, 68
 
 
 def matrices(dtype=torch.float64, n=24, width=16, hidden=32):
-    """Return x, w1, w2 and a gradient of the result."""
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape):
@@ -52,7 +51,6 @@ def plain(x, w1, w2):
 
 
 def gradients(f, arguments, grad):
-    """Return f's result and the gradients of its arguments."""
     leaves = [x.clone().requires_grad_() for x in arguments]
     y = f(*leaves)
     return [y, *torch.autograd.grad(y, leaves, grad)]
@@ -171,7 +169,6 @@ def factors():
 
 
 def choose_proposal(i):
-    """Choose the i-th proposal for each Plan."""
     for shape, plan in cublas_lt.plans.items():
         cublas_lt.choices[str(shape)] = plan.proposals[i].name()
         plan.choose()
@@ -214,7 +211,6 @@ def test_the_models_mlp_gives_the_same_either_way(compiled):
 
 
 def in_products(world, *args):
-    """Run what test_layouts.run does, with GELU in the products of every MLP."""
     with mock.patch.object(gelu_mlp, "is_possible", lambda cfg, device: True):
         return matrix.run(world, *args)
 

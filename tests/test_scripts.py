@@ -66,7 +66,6 @@ def site(tmp_path):
 
 
 def submit(site, *options, script="generic.pbs", env=()):
-    """Run the stand-in for qsub."""
     folder, environment = site
     return subprocess.run(["qsub", *options, f"scripts/{script}"], env={**environment, **dict(env)},
                           cwd=folder, capture_output=True, text=True)
@@ -99,7 +98,7 @@ def run_job(*args, code=85, **kwargs):
     return said
 
 
-@pytest.mark.parametrize("nodes", [1, 2])
+@pytest.mark.parametrize("nodes", [2, pytest.param(1, marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", JOBS)
 def test_what_each_script_starts(site, name, nodes):
     folder, env = site

@@ -9,6 +9,7 @@ import torch
 from faults import nothing, with_faults
 from pool import run_ranks
 from runs import TINY, assert_resume_is_equal, final, go, optimizer_as_planned, rows, session
+from shared import parameters
 from test_layouts import MOE, equality
 
 import train
@@ -91,13 +92,13 @@ def units_apart(a, b):
 
 @pytest.fixture(scope="module")
 def base_run(tmp_path_factory):
-    """Return a run for --init-from."""
     out = tmp_path_factory.mktemp("base") / "run"
     go(1, out, "--steps=1", "--save-every=1", *BF16)
     return out
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", parameters(LAYOUTS, [
+    "one process", "zero 1", "zero 3, shard 2", "ep 2, zero 1", "upcycled, ep 2, zero 3", "muon, zero 1"]))
 def test_a_run_is_that_of_whole_masters(name, tmp_path, request):
     """After three steps: all but a few of a thousand masters are equal, and those are a few units apart."""
     n, flags = LAYOUTS[name]
@@ -124,8 +125,9 @@ def test_a_run_is_that_of_whole_masters(name, tmp_path, request):
     assert n_different <= n_masters / 500, (n_different, n_masters)
 
 
-@pytest.mark.parametrize("n, flags", [(1, []), (2, ["--zero=1"]), (2, ["--zero=3"]),
-                                      (2, ["--optimizer=muon", "--zero=2"])])
+@pytest.mark.parametrize("n, flags", [
+    (2, ["--optimizer=muon", "--zero=2"]), *(pytest.param(*place, marks=pytest.mark.long) for place in (
+        (1, []), (2, ["--zero=1"]), (2, ["--zero=3"])))])
 def test_a_resume_is_equal_to_the_bit(n, flags, tmp_path):
     assert_resume_is_equal(n, tmp_path, *BF16, *flags)
 
@@ -157,7 +159,6 @@ def test_a_checkpoint_of_whole_masters_is_read(tmp_path):
 
 
 def test_a_step_that_is_refused_changes_nothing(tmp_path):
-    """A gradient of step 2 is nan: as with whole masters, its update is left out."""
     went = go(1, tmp_path, *BF16, "--steps=3", "--save-every=3", plan={2: "nan"})
     states = [step["state"] for step in went["steps"]]
     assert states[1] == states[2] != states[0]
@@ -177,7 +178,6 @@ def test_memory_is_as_planned(flags):
 # Replicas, and a fault
 
 def masters_after_different_draws(world):
-    """Return this rank's masters after rank 1 has drawn slightly different initial weights."""
     cfg = Config(**dict(MOE, dtype="bf16"))
     model, data_parallel, opt = train.build(cfg, make_mesh(world), cfg.vocab_size, world.device)
     if world.rank:

@@ -186,8 +186,9 @@ def padded_steps(world, flags, slack):
 
 
 @pytest.mark.parametrize("steps, layout", [
-    (three_steps, dict(ep=4)), (three_steps, dict(ep=2, zero=1)), (three_steps, dict(ep=2, tp=2, zero=1)),
-    (padded_steps, dict(ep=4)), (padded_steps, dict(ep=2, zero=1, tp=2))],
+    (three_steps, dict(ep=2, tp=2, zero=1)), (padded_steps, dict(ep=2, zero=1, tp=2)),
+    *(pytest.param(*case, marks=pytest.mark.long) for case in (
+        (three_steps, dict(ep=4)), (three_steps, dict(ep=2, zero=1)), (padded_steps, dict(ep=4))))],
     ids=lambda value: value.__name__ if callable(value) else str(value))
 def test_a_step_that_overflowed_is_done_again(steps, layout):
     """Of buffers in symmetric memory, and of messages of a fixed size."""
@@ -236,7 +237,9 @@ def gloo_steps(world, flags):
     return three_steps(world, flags, bucket_elements=300)
 
 
-@pytest.mark.parametrize("layout", [dict(), dict(tp=2), dict(ep=2), dict(cp=2), dict(shard=2)], ids=str)
+@pytest.mark.parametrize("layout", [
+    dict(ep=2), dict(shard=2),
+    *(pytest.param(layout, marks=pytest.mark.long) for layout in (dict(), dict(tp=2), dict(cp=2)))], ids=str)
 def test_gradients_and_weights_by_copies_between_gpus(layout):
     """Without a graph (slack 0) each bucket's weights set out when it is stepped; with one only the
     embedding's do. At slack 1.0 a step of experts is done again."""
@@ -249,10 +252,11 @@ def test_gradients_and_weights_by_copies_between_gpus(layout):
         assert_equal_steps(got, want)
 
 
-@pytest.mark.parametrize("layout", [dict(zero=3), dict(zero=2, ep=2), dict(zero=3, tp=2),
-                                    dict(zero=3, ep=2, cp=2), dict(zero=2, shard=2),
-                                    pytest.param(dict(zero=2), marks=pytest.mark.long),
-                                    pytest.param(dict(zero=3, shard=2), marks=pytest.mark.long)], ids=str)
+@pytest.mark.parametrize("layout", [
+    dict(zero=2, ep=2), dict(zero=3, tp=2),
+    *(pytest.param(layout, marks=pytest.mark.long) for layout in (
+        dict(zero=2), dict(zero=3), dict(zero=3, ep=2, cp=2), dict(zero=2, shard=2), dict(zero=3, shard=2)))],
+    ids=str)
 def test_zero_2_and_3_by_copies_between_gpus(layout):
     """Two micro-batches a step; two slots for many small buckets."""
     flags = dict(TINY, micro_batch=layout.get("tp", 1) * layout.get("cp", 1), **layout)
