@@ -26,13 +26,10 @@ from unittest import mock
 
 import pytest
 import torch
+from plain_muon import reference as plain_reference
 from pool import run_ranks
-from shared import one_process_model
-from test_layouts import STEPS, capacity_ranks, check, flags_of, reference, run, sequences, source_of
+from test_layouts import capacity_ranks, check, flags_of, reference, run, sequences, source_of
 
-from config import Config
-from corpus.samples import Synthetic
-from optim import learning_rate
 from parallel import Axis
 
 PACKAGES = "ops", "fast", "runtime", "corpus", "cost", "interface"
@@ -169,49 +166,16 @@ CP, EP = (2, dict(cp=2)), (2, dict(ep=2))
 ZERO, ZERO2, ZERO3 = (2, dict(zero=1)), (2, dict(zero=2)), (2, dict(zero=3))
 
 
-def plain_pytorch(flags, batch):
-    """Train as run() does on one rank, in a loop that shares only model and learning rate with train.py.
-
-    Return (stats of each step, {name: full array}, None), as test_layouts.reference() does.
-    """
-    cfg = Config(**flags)
-    source = Synthetic(cfg.vocab_size, cfg.seq_len, cfg.seed)
-    model = one_process_model(cfg)
-    named = dict(model.named_parameters())
-    vectors = {n for n in named if "norm" in n or n.endswith("bias")}
-    adam = torch.optim.AdamW([dict(params=[p for n, p in named.items() if n not in vectors]),
-                              dict(params=[p for n, p in named.items() if n in vectors], weight_decay=0.0)],
-                             betas=(cfg.beta1, cfg.beta2), weight_decay=cfg.weight_decay)
-    stats, want = [], {}
-    for step in range(1, STEPS + 1):
-        x, y = source.batch((step - 1) * batch, batch)
-        adam.zero_grad()
-        loss = model(x, y)[0] / y.numel()
-        loss.backward()
-        want.update({f"step {step} grad {n}": p.grad.numpy().copy() for n, p in named.items()})
-        zeros = sum((p.grad == 0).sum().item() for p in named.values())
-        size = torch.cat([p.detach().flatten() for p in named.values()]).norm().item()
-        norm = torch.nn.utils.clip_grad_norm_(named.values(), cfg.clip).item()
-        stats.append([loss.item(), norm, zeros, size])
-        for group in adam.param_groups:
-            group["lr"] = learning_rate(cfg, step)
-        adam.step()
-    for n, p in named.items():
-        want["end " + n] = p.detach().numpy()
-        want.update({f"end {k}/{n}": adam.state[p][k].numpy() for k in ("exp_avg", "exp_avg_sq")})
-    return stats, want, None
-
-
 def run_with_faults(family, place, *faults):
     """Train a family of test_layouts.py with the faults. Return check(): it asserts that the results equal
-    those of one rank, or on one rank those of plain PyTorch.
+    those of one rank, or on one rank those of plain_muon.py.
 
     The run is over before check() is called, so a run that crashes does not count as a detected fault.
     """
     n, layout = place
     base, batch, kind = flags_of(family, layout), sequences(n, layout), source_of(family)
     if n == 1:
-        want = plain_pytorch(base, batch)
+        want = plain_reference(base, batch)
     else:
         want = reference(base, batch, *capacity_ranks(base, layout), kind)
     results = run_ranks(n, with_faults, faults, run, dict(base, **layout), batch, 1, 1, kind)

@@ -1,4 +1,4 @@
-"""Training with Muon written out for one process: the papers' formulas, one matrix after the other.
+"""Training with AdamW or Muon, written out for one process: the papers' formulas, one matrix after another.
 
 It shares no line with muon.py, optim.py and model.py: plain_model.py computes the loss. Only the first
 weights, the tokens and the learning rate are train.py's.
@@ -48,16 +48,17 @@ def adamw(weight, grad, mean, mean_square, t, lr, cfg):
     return weight - lr * decay * weight - lr * unbiased / (root + 1e-8), mean, mean_square
 
 
-def is_muons(name):
+def is_muons(cfg, name):
     """Whether Muon updates the weight of this name: the matrices inside blocks."""
-    return name.startswith("blocks.") and "norm" not in name and not name.endswith("bias")
+    is_matrix = name.startswith("blocks.") and "norm" not in name and not name.endswith("bias")
+    return cfg.optimizer == "muon" and is_matrix
 
 
 def update(cfg, weights, moments, grads, t):
     """Update all weights and moments in place. moments: {name: list}."""
     lr = learning_rate(cfg, t)
     for name, grad in grads.items():
-        if not is_muons(name):
+        if not is_muons(cfg, name):
             weights[name], *moments[name] = adamw(weights[name], grad, *moments[name], t, lr, cfg)
             continue
         of_muon = (lr * cfg.muon_lr_factor, cfg.momentum, cfg.weight_decay)
@@ -74,7 +75,7 @@ def reference(flags, batch, tokens=Synthetic):
     cfg = Config(**flags)
     model = one_process_model(cfg)
     weights = {name: p.detach().clone() for name, p in model.named_parameters()}
-    moments = {name: [torch.zeros_like(w) for _ in range(1 if is_muons(name) else 2)]
+    moments = {name: [torch.zeros_like(w) for _ in range(1 if is_muons(cfg, name) else 2)]
                for name, w in weights.items()}
     source = tokens(cfg.vocab_size, cfg.seq_len, cfg.seed)
     stats, want = [], {}
@@ -96,7 +97,7 @@ def reference(flags, batch, tokens=Synthetic):
         update(cfg, weights, moments, clipped, t)
     for name, weight in weights.items():
         want["end " + name] = weight.numpy()
-        names = ["momentum"] if is_muons(name) else ["exp_avg", "exp_avg_sq"]
+        names = ["momentum"] if is_muons(cfg, name) else ["exp_avg", "exp_avg_sq"]
         want.update({f"end {key}/{name}": moment.numpy()
                      for key, moment in zip(names, moments[name], strict=True)})
     return stats, want, None

@@ -1,9 +1,9 @@
 """Real ranks for the tests: a pool of processes that stays alive, gloo between them, torch imported once.
 
 run_ranks(n, fn, *args) calls fn(world, *args) on n ranks, and returns their results as a list. fn must be a
-function of a module that a worker can import. If a rank raises, the call fails with that rank's traceback. A
-collective that the other ranks do not match times out after COLLECTIVE seconds instead of hanging. A worker
-that dies or does not answer in time fails the call that it works for, and a new worker replaces it.
+function of a module that a worker can import. If a rank raises, dies or does not answer in time, the call
+fails with that rank's traceback, and new workers serve the next one. A collective that the other ranks do not
+match times out after COLLECTIVE seconds instead of hanging.
 """
 import atexit
 import contextlib
@@ -31,14 +31,9 @@ context = mp.get_context("forkserver")
 context.set_forkserver_preload(["torch", "torch.distributed", "torch.nn.functional", "torch.testing",
                                 "torch.utils.checkpoint", "torch.nn.attention.bias", "train"])
 COLLECTIVE = 20  # seconds that a rank waits for the other ranks in a collective
-AFTER_FAILURE = COLLECTIVE + 10  # seconds that the other ranks have to answer after one has failed
+AFTER_FAILURE = 5  # seconds that the other ranks have to say what they saw, after one has failed
 LIMIT = 240  # seconds for a whole call; the longest call on an idle machine takes a small part of this
 DYING = 10  # seconds to wait for the exit code of a worker whose pipe has closed
-
-# A worker sends READY once, then RESULT and IDLE for each call. Between these two it waits for a message that
-# lets it leave its process group: if it left early, it could break connections that other ranks still make.
-# GONE stands for a worker whose pipe has closed.
-READY, RESULT, IDLE, GONE = "ready", "result", "idle", "gone"
 
 workers = []  # by rank
 stores = None  # the folder of the FileStores; it is kept to the end, because a store needs its file
@@ -46,7 +41,7 @@ calls = itertools.count()
 
 
 class Worker:
-    """A process that serves one rank of each call."""
+    """A process that serves one rank of each call. It says True when its imports are over."""
 
     def __init__(self):
         self.pipe, theirs = context.Pipe()
@@ -73,57 +68,45 @@ class Worker:
 def _serve(pipe):
     sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
     import torch
+    import torch.distributed as dist
     torch.set_num_threads(1)
     gc.freeze()  # without this, each collection below would spend half a second on the imported modules
-    pipe.send((READY, None))
-    problem = ""
-    while not problem:
-        try:
-            job = pipe.recv_bytes()
-        except EOFError:  # the tests are over
-            return
-        joined, result, words = _run(job)
-        _send_result(pipe, result)
-        try:
+    pipe.send(True)
+    with contextlib.suppress(EOFError):  # the tests are over
+        while True:
+            result, words = _run(pipe.recv_bytes())
+            _send(pipe, result)
             pipe.recv_bytes()  # once all ranks have a result, none is still connecting to this rank
-        except EOFError:
-            return
-        del words
-        problem = _destroy_group() if joined else ": it could not join the process group"
-        pipe.send((IDLE, problem))
+            del words
+            gc.collect()  # mesh and model hold the groups in a reference cycle, and a group holds its threads
+            if dist.is_initialized():
+                dist.destroy_process_group()
 
 
 def _run(job):
-    """Run one call's function on this rank. Return (joined, (True, value) or (False, traceback), the store
-    that must live until all ranks have a result).
-
-    joined is False if the process group could not be made. Such a worker is of no further use: torch counts
-    the group that failed, so it would look for its next peers under a name that differs from theirs.
-    """
+    """Run one call's function on this rank. Return ((True, value) or (False, traceback), the store that must
+    live until all ranks have a result)."""
     import torch.distributed as dist
 
     from runtime.everyone import Everyone
     from runtime.launch import CollectiveLog, World
-    joined = True
     words = None
     try:
         rank, size, path, fn, args = ForkingPickler.loads(job)  # imports fn's module
         if size > 1:
-            joined = False
             store = dist.FileStore(path, size)
             store.set_timeout(timedelta(seconds=COLLECTIVE))  # the default is 300 s
             dist.init_process_group("gloo", store=store, rank=rank, world_size=size,
                                     timeout=timedelta(seconds=COLLECTIVE))
-            joined = True
             words = _words(store, rank)
             dist.barrier()  # else one that fails at once would take away what another still connects to
         calls = CollectiveLog()
         everyone = Everyone(rank, size, words, calls)
         world = World(rank=rank, size=size, local_rank=rank, launcher="test", calls=calls,
                       everyone=everyone, hosts=("",) * size, nodes=(0,) * size)
-        return joined, (True, fn(world, *args)), words
+        return (True, fn(world, *args)), words
     except BaseException:
-        return joined, (False, traceback.format_exc()), words
+        return (False, traceback.format_exc()), words
 
 
 def _words(store, rank):
@@ -137,23 +120,11 @@ def _words(store, rank):
     return words
 
 
-def _send_result(pipe, result):
+def _send(pipe, result):
     try:
-        pipe.send((RESULT, result))
+        pipe.send(result)
     except Exception:  # a value that cannot be pickled fails the call, not the worker
-        pipe.send((RESULT, (False, traceback.format_exc())))
-
-
-def _destroy_group():
-    """Leave the process group. Return "", or what went wrong."""
-    import torch.distributed as dist
-    try:
-        gc.collect()  # mesh and model hold the groups in a reference cycle, and each group holds its threads
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        return ""
-    except BaseException:
-        return f": its process group could not be destroyed:\n{traceback.format_exc()}"
+        pipe.send((False, traceback.format_exc()))
 
 
 # -----------------------------------------------------------------------------
@@ -162,7 +133,7 @@ def _destroy_group():
 def run_ranks(n, fn, *args):
     """Return [fn(world, *args) of rank 0, of rank 1, ...].
 
-    AssertionError: a rank raised, died or did not answer.
+    AssertionError: a rank raised, died or did not answer. Then new workers take the places of all n.
     """
     global stores
     if stores is None:
@@ -170,12 +141,21 @@ def run_ranks(n, fn, *args):
         atexit.register(_close)
     _fill(n)
     path = f"{stores}/{next(calls)}"
-    jobs = [ForkingPickler.dumps((rank, n, path, fn, args)) for rank in range(n)]
-    for worker, job in zip(workers, jobs, strict=False):
+    for rank in range(n):
         with contextlib.suppress(OSError):  # the worker has just died, and _collect will find its pipe closed
-            worker.pipe.send_bytes(job)
-    results = _collect(n)
-    failed = [f"rank {r}: {value}" for r, (ok, value) in sorted(results.items()) if not ok]
+            workers[rank].pipe.send_bytes(ForkingPickler.dumps((rank, n, path, fn, args)))
+    failed = ["interrupted"]
+    try:
+        results = _collect(n)
+        failed = [f"rank {rank}: {value}" for rank, (ok, value) in sorted(results.items()) if not ok]
+    finally:  # also after Ctrl-C: a worker that is still busy would send this call's result to the next call
+        for rank in range(n):
+            if failed:
+                workers[rank].end()
+                workers[rank] = Worker()
+            else:
+                with contextlib.suppress(OSError):  # it has died after its result, and _fill will see it
+                    workers[rank].pipe.send_bytes(b"leave")
     if failed:
         raise AssertionError("\n".join(failed))
     return [results[rank][1] for rank in range(n)]
@@ -192,65 +172,29 @@ def _fill(n):
     for rank, worker in enumerate(workers[:n]):
         if not worker.ready:
             with contextlib.suppress(EOFError, OSError):
-                worker.ready = worker.pipe.poll(LIMIT) and worker.pipe.recv() == (READY, None)
+                worker.ready = worker.pipe.poll(LIMIT) and worker.pipe.recv()
             if not worker.ready:
                 workers[rank] = Worker()
                 raise AssertionError(f"rank {rank}: its worker could not start: it {worker.end(DYING)}")
 
 
 def _collect(n):
-    """Wait until every worker is idle again or replaced. Return {rank: (True, value) or (False, text)}."""
-    results, busy, start = {}, set(range(n)), time.monotonic()
-    until, waiting = start + LIMIT, set()  # waiting: ranks with a result, still in their group
-    try:
-        while busy and (left := until - time.monotonic()) > 0:
-            pipes = {workers[rank].pipe: rank for rank in busy}
-            for pipe in connection.wait(list(pipes), left):
-                rank = pipes[pipe]
-                try:
-                    kind, value = pipe.recv()
-                except (EOFError, OSError):
-                    kind, value = GONE, ""
-                if kind == RESULT:
-                    results[rank] = value
-                    waiting.add(rank)
-                    continue
-                busy.remove(rank)
-                if kind == GONE or value:
-                    waiting.discard(rank)
-                    _replace(rank, results, DYING, value)
-            failed = not all(ok for ok, _ in results.values())
-            if failed:
-                until = min(until, time.monotonic() + AFTER_FAILURE)
-            if failed or len(results) == n:
-                _leave(waiting)
-    finally:  # also after Ctrl-C: a worker that is still busy would send this call's result to the next call
-        stuck, seconds = busy - waiting, time.monotonic() - start
-        for rank in stuck:
-            _replace(rank, results, 0, f" after {seconds:.0f} s without an answer")
-        _leave(waiting)
-        for rank in busy - stuck:
-            idle = False
-            with contextlib.suppress(EOFError, OSError):
-                idle = workers[rank].pipe.poll(DYING) and workers[rank].pipe.recv() == (IDLE, "")
-            if not idle:
-                _replace(rank, results, 0, " because it could not leave its process group")
+    """Wait for all results, after a failure for a while. Return {rank: (True, value) or (False, text)}."""
+    results = {}
+    until = time.monotonic() + LIMIT
+    while len(results) < n and (left := until - time.monotonic()) > 0:
+        pipes = {workers[rank].pipe: rank for rank in range(n) if rank not in results}
+        for pipe in connection.wait(list(pipes), left):
+            rank = pipes[pipe]
+            try:
+                results[rank] = pipe.recv()
+            except (EOFError, OSError):
+                results[rank] = False, f"its worker {workers[rank].end(DYING)}"
+        if not all(ok for ok, _ in results.values()):
+            until = min(until, time.monotonic() + AFTER_FAILURE)
+    for rank in range(n):
+        results.setdefault(rank, (False, "it gave no answer, and its worker was killed by the pool"))
     return results
-
-
-def _leave(waiting):
-    """Tell the ranks that have a result to destroy their process groups."""
-    for rank in waiting:
-        with contextlib.suppress(OSError):
-            workers[rank].pipe.send_bytes(b"leave")
-    waiting.clear()
-
-
-def _replace(rank, results, patience, why):
-    text = f"its worker {workers[rank].end(patience)}{why}"
-    if results.setdefault(rank, (False, text))[0]:  # keep the result: only what came after it went wrong
-        warnings.warn(f"rank {rank}: after its result, {text}", stacklevel=4)
-    workers[rank] = Worker()
 
 
 def _close():

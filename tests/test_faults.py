@@ -2,7 +2,7 @@
 over the wrong ranks, a division, a slice of another rank, a wait that is left out, a mask, a seed.
 
 faults.py says how they are planted. They train on without an error; a layout is compared with one process,
-and one process with plain PyTorch. Where a larger project had such a fault, its thread stands in the name.
+and one process with plain_muon.py. Where a larger project had such a fault, its thread stands in the name.
 test_other_faults.py has those that other comparisons find. At the end: the tester's own tests.
 """
 import contextlib
@@ -524,12 +524,12 @@ def test_faults_are_removed_after_an_error():
     run_with_faults("llama", ONE)()
 
 
-# The pool: a worker that dies or hangs fails its own call, with a message, and no other
+# The pool: a rank that raises, dies or hangs fails its own call, with a message, and no other
 
 def total(world):
     t = torch.full((1000,), 1.0 + world.rank)
     dist.all_reduce(t)
-    return t[0].item(), os.getpid()
+    return t[0].item()
 
 
 def fails(world, how):
@@ -540,20 +540,16 @@ def fails(world, how):
         if how == "dies":
             os._exit(7)
         time.sleep(1000)
-    return total(world) if how != "hangs" else None
+    return total(world)
 
 
 @pytest.mark.parametrize("how,words", [
     ("raises", "KeyError: \"the first rank's partner\""), ("dies", "its worker died, exit code 7"),
-    ("hangs", "its worker was killed by the pool after")])
+    ("hangs", "its worker was killed by the pool")])
 def test_a_rank_that_fails_fails_its_call_alone(how, words, monkeypatch):
-    before = run_ranks(3, total)
     if how == "hangs":
         monkeypatch.setattr(pool, "LIMIT", 1)
     with pytest.raises(AssertionError, match=words):
         run_ranks(3, fails, how)
     monkeypatch.undo()
-    after = run_ranks(3, total)
-    assert [value for value, _ in after] == [6.0] * 3
-    assert (after[1] == before[1]) == (how == "raises"), "a worker that died or hung is replaced"
-    assert [after[0], after[2]] == [before[0], before[2]]
+    assert run_ranks(3, total) == [6.0] * 3

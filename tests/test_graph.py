@@ -359,20 +359,6 @@ def test_no_reader_sees_stale_weights(flags):
         assert same_bits(weights, others) and same_bits(weights, plain[0][2][0])
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("flags", [["--tp=2"], ["--ep=2", "--n-experts=4", "--top-k=1"], ["--zero=3"],
-                                   ["--cp=2"], ["--pp=2"], ["--tp=2", "--recompute=full"]],
-                         ids=["tp2", "ep2", "zero3", "cp2", "pp2", "tp2-recompute"])
-def test_compiled_is_eager(flags, tmp_path):
-    for out in ("eager", "compiled"):
-        argv = [*TINY, *flags, "--steps=3", "--save-every=0", "--dtype=fp64", "--prompt=",
-                f"--out={tmp_path / out}", *["--compile"] * (out == "compiled")]
-        assert [r["code"] for r in run_ranks(2, session, argv)] == [0, 0]
-    for a, b in zip(rows(tmp_path / "eager"), rows(tmp_path / "compiled"), strict=True):
-        assert a["loss"] == pytest.approx(b["loss"], rel=1e-10)
-        assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-8)
-
-
 def test_experts_without_a_kernel_of_their_own_are_no_graph(monkeypatch):
     """The loop over experts reads row counts on the host. A recorded step would repeat the first counts."""
     monkeypatch.setattr(choose, "has_cuda_api", lambda device: True)

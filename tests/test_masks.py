@@ -1,4 +1,4 @@
-"""Masks of tokens. --objective mlm: its masks, its head, transformers' MegatronBert, runs, --fill.
+"""Masks of tokens. --objective mlm: its masks, its head, runs, --fill; test_export.py has MegatronBert.
 --doc-mask: a token attends to its own document alone; the oracle is each document alone through the model.
 
 test_layouts.py has the layouts of both, test_model.py compares BERT with the model that is written out.
@@ -17,8 +17,8 @@ from faults import with_faults
 from pool import run_ranks
 from runs import assert_refused, chars, final, go, refused, rows, session
 from safetensors.torch import load_file
-from shared import Documents, one_process_model
-from test_layouts import BERT, flags_of
+from shared import Documents
+from test_layouts import flags_of
 from test_model import MESH, randomize
 
 import plan
@@ -84,61 +84,6 @@ def test_the_masks_of_a_sample_are_those_of_every_version():
 
 # -----------------------------------------------------------------------------
 # The masked language model
-
-# Our names, and those of MegatronBertForMaskedLM in transformers. A block's names begin with blocks.i here,
-# and with bert.encoder.layer.i there.
-NAMES = {"wte": "bert.embeddings.word_embeddings", "wpe": "bert.embeddings.position_embeddings",
-         "norm": "bert.encoder.ln", "mlm.dense": "cls.predictions.transform.dense",
-         "mlm.norm": "cls.predictions.transform.LayerNorm", "mlm": "cls.predictions"}
-BLOCK = {"norm1": "attention.ln", "attn.wq": "attention.self.query", "attn.wk": "attention.self.key",
-         "attn.wv": "attention.self.value", "attn.wo": "attention.output.dense", "norm2": "ln",
-         "mlp.w1": "intermediate.dense", "mlp.w2": "output.dense"}
-
-
-def theirs(name):
-    module, kind = name.rsplit(".", 1)
-    if not module.startswith("blocks"):
-        return f"{NAMES[module]}.{kind}"
-    _, number, part = module.split(".", 2)
-    return f"bert.encoder.layer.{number}.{BLOCK[part]}.{kind}"
-
-
-def test_hidden_states_loss_and_gradients_are_transformers(hf):
-    cfg = Config(**{**BERT, "n_layer": 3, "n_embd": 32, "vocab_size": 99})
-    torch.manual_seed(1)
-    model = one_process_model(cfg)
-    with torch.no_grad():
-        for p in model.parameters():  # no weight is zero or one
-            p[:p.used] += 0.1 * torch.randn_like(p[:p.used])
-    x, y = Masked(Synthetic(98, cfg.seq_len, 1), 1).batch(0, 4)
-    bert = hf.MegatronBertForMaskedLM(hf.MegatronBertConfig(
-        vocab_size=128, hidden_size=32, num_hidden_layers=3, num_attention_heads=4, intermediate_size=24,
-        hidden_act="gelu_pytorch_tanh", hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
-        max_position_embeddings=cfg.seq_len, layer_norm_eps=1e-5, pad_token_id=None,
-        tie_word_embeddings=True)).double()
-    named = dict(bert.named_parameters())
-    with torch.no_grad():
-        named["bert.embeddings.token_type_embeddings.weight"].zero_()
-        for name, p in model.named_parameters():
-            named[theirs(name)].copy_(p)
-        named["cls.predictions.bias"][99:] = -1e9  # our padding takes no probability
-    hidden = {}
-    for module in (model.blocks["0"], model.blocks["1"], model.norm):
-        module.register_forward_hook(
-            lambda module, _, out: hidden.update({module: out[0] if isinstance(out, tuple) else out}))
-    loss = model(x, y)[0] / (y >= 0).sum()
-    loss.backward()
-    out = bert(input_ids=x, labels=y, output_hidden_states=True)
-    out.loss.backward()
-    # The other model returns the embedding and each block's output, the last one after the final norm
-    for got, want in zip(hidden.values(), out.hidden_states[1:], strict=True):
-        torch.testing.assert_close(got, want.flatten(0, 1), rtol=0, atol=1e-10)
-    np.testing.assert_allclose(loss.item(), out.loss.item(), rtol=1e-12)
-    unused = set(named) - {theirs(name) for name, _ in model.named_parameters()}
-    assert unused == {"bert.embeddings.token_type_embeddings.weight"}, unused
-    for name, p in model.named_parameters():
-        want = named[theirs(name)].grad[:p.used]
-        torch.testing.assert_close(p.grad[:p.used], want, rtol=0, atol=1e-10, msg=name)
 
 
 # Runs of train.py
@@ -211,7 +156,7 @@ def test_a_checkpoint_goes_on_in_any_layout(mlm, tmp_path, layout):
 def test_what_no_run_can_have_is_refused(mlm, tmp_path):
     argv = [*BASE, f"--data={mlm.parent / 'toy'}", f"--out={tmp_path / 'new'}"]
     for flags, *words in [
-            (["--prompt=a"], "--prompt"), (["--vocab-size=1"], "[MASK]"),
+            (["--prompt=a"], "--prompt"), (["--vocab-size=1"], "symbols"),
             (["--vocab-size=200", f"--init-from={mlm}"], "a vocabulary of"),
             (["--objective=causal", f"--resume={mlm}/step_000003"], "--objective mlm")]:
         assert_refused(session(World(), [*argv, *flags]), *words)

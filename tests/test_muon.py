@@ -1,4 +1,4 @@
-"""Muon: its formula, steps that are refused, the planner's memory, checkpoints.
+"""Muon: its formula, what an update needs of memory, clipping, checkpoints.
 
 test_layouts.py compares it in every layout with plain_muon.py, which is written from the papers, in fp64 to
 1e-10; test_faults.py has its faults.
@@ -153,7 +153,7 @@ def test_the_update_needs_no_more_memory_than_adamws_second_moment():
 
 
 # -----------------------------------------------------------------------------
-# Steps that are refused, clipping, and the weights of a 16-bit model
+# Clipping
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
@@ -170,9 +170,6 @@ def test_momenta_have_clipped_gradients_without_the_loss_scale(dtype):
         assert norms[width] < cfg.clip
     torch.testing.assert_close(norms[dtype], norms["fp64"], rtol=1e-5 if dtype == "fp32" else 0.03, atol=0)
 
-
-# -----------------------------------------------------------------------------
-# The planner
 
 
 # -----------------------------------------------------------------------------
