@@ -31,7 +31,7 @@ context = mp.get_context("forkserver")
 context.set_forkserver_preload(["torch", "torch.distributed", "torch.nn.functional", "torch.testing",
                                 "torch.utils.checkpoint", "torch.nn.attention.bias", "train"])
 COLLECTIVE = 20  # seconds that a rank waits for the other ranks in a collective
-AFTER_FAILURE = 5  # seconds that the other ranks have to say what they saw, after one has failed
+AFTER_FAILURE = 2  # seconds that the other ranks have to say what they saw, after one has failed
 LIMIT = 240  # seconds for a whole call; the longest call on an idle machine takes a small part of this
 DYING = 10  # seconds to wait for the exit code of a worker whose pipe has closed
 
