@@ -368,4 +368,5 @@ def deterministic(on):
     import torch
     if on:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it
-    torch.use_deterministic_algorithms(on)
+    if on != torch.are_deterministic_algorithms_enabled():  # it imports torch._inductor, for seconds
+        torch.use_deterministic_algorithms(on)

@@ -1,6 +1,7 @@
 import os
 import threading
 from multiprocessing import forkserver
+from unittest import mock
 
 import pool  # noqa: F401 sets what the server imports
 import pytest
@@ -9,6 +10,8 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # for test_kernels.py; Triton reads it at its first import
 os.environ["COLUMNS"] = "100"  # the terminal to whose width lines are folded
+with mock.patch.object(os, "cpu_count", lambda: 1):
+    import prepare  # noqa: F401 its --workers is 1 by default: a text of a test needs no process of its own
 forkserver.ensure_running()  # it forks the pool's ranks, and imports torch while pytest collects the tests
 # Seconds that the tests of the longest files take on a busy machine, those marked long included. These files
 # start first, so that none of them is left for the end.

@@ -8,10 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from runs import refused as run_refused
+from runs import assert_refused, session
 
 import prepare
-import train
 from config import Config
 from corpus import order, samples, shards
 from corpus import text as readers
@@ -220,7 +219,7 @@ def test_edited_files_are_caught_by_verify(toy, capsys):
     edit(shard, 4096 + 77, b"\1")
     opens(folder)()  # headers and sizes are right; a run also compares the sha256, once per node
     argv = ["tiny", f"--data={folder}", "--seq-len=8", f"--out={folder}.run"]
-    run_refused(train.main, argv, f"{shard} has sha256")
+    assert_refused(session(World(), argv), f"{shard} has sha256")
     code, out, err = run(capsys, "--name", "toy", "--out", folder.parent, "--verify")  # without a SOURCE
     assert code == 2 and err.count("\n") == 1 and f"nanoshard: {shard} has sha256" in err
     shard.unlink()
