@@ -39,7 +39,7 @@ from hub.tokenizer import export_tokenizer
 from hub.weights import HuggingFace, read_from, tensors
 from interface import paths
 from interface.command_line import command_line, read_run_config, refuse_unread, wrong_input
-from interface.files import load_json, must_write, whole_folder
+from interface.files import load_json, whole_folder
 from runtime import adapters
 
 Command = tyro.conf.Positional[Literal["import", "export", "gguf", "peft"]]
@@ -270,7 +270,7 @@ def main(argv=None):
     if not flags.out or not is_new:
         raise ValueError(f"--out {flags.out or 'is missing'}: give a new directory, or for gguf a new file")
     only = "model.gguf" if command == "gguf" else ""
-    with must_write(out), whole_folder(out, only) as folder:
+    with whole_folder(out, only) as folder:
         said = COMMANDS[command](flags, folder)
     print(said)
 

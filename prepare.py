@@ -47,7 +47,7 @@ from corpus import chat, shards, text, tokenizer
 from corpus.order import draw_keys, permute
 from corpus.shards import SPLITS
 from interface.command_line import command_line, wrong_input
-from interface.files import must_write, remove_folder, set_aside, whole_folder
+from interface.files import remove_folder, set_aside, whole_folder
 from interface.terminal import say, warn
 
 VOCAB_SIZE = 4096  # for bpe: an id stands for 3.5 characters of Python, and does not dwarf a small model
@@ -377,7 +377,7 @@ def main(argv=None):
         say(f"{folder} is up to date")
         return 0
     old = None
-    with must_write(folder), whole_folder(folder) as work:
+    with whole_folder(folder) as work:
         said = make_data(flags, files, val_files, command, work)
         if folder.exists():
             old = set_aside(folder.resolve(), f"{folder.name}.old")

@@ -10,6 +10,7 @@ Each stands in the README below a line <!-- make picture: NAME -->. tests/test_p
 import argparse
 import inspect
 import json
+import math
 import os
 import subprocess
 import sys
@@ -57,9 +58,11 @@ def printed(rows):
     """Return the end of what `make train` prints: the last steps, the curve, the lowest loss."""
     lines = []
     for row in rows[-2:]:
-        val_loss = f" val_loss={row['val_loss']:.4f}" if "val_loss" in row else ""
-        lines.append(f"step={row['step']}/{rows[-1]['step']} loss={row['loss']:.4f}{val_loss} "
-                     f"lr={row['lr']:.2e} gnorm={row['grad_norm']:.3f} ...")
+        line = (f"step={row['step']}/{rows[-1]['step']} loss={row['loss']:.4f} "
+                f"lr={row['lr']:.2e} gnorm={row['grad_norm']:.3f} ...")
+        if "val_loss" in row:
+            line += f" val_loss={row['val_loss']:.4f} val_ppl={math.exp(row['val_loss']):.5g}"
+        lines.append(line)
     series = [("loss", "", plot.points(rows, "loss")), ("val_loss", "x", plot.points(rows, "val_loss"))]
     with mock.patch("shutil.get_terminal_size", lambda *fallback: TERMINAL):
         lines += [line.rstrip() for line in plot.draw("loss", series).splitlines()]

@@ -30,7 +30,6 @@ from timing import slowest
 import plot
 from config import Outcome
 from ddp import DataParallel
-from interface.files import must_write
 from interface.terminal import say
 from ops.checksum import checksum
 from optim import AdamW
@@ -197,7 +196,7 @@ def to_wandb(rows, flags, ranks):
 def run(world, flags):
     """Return the rows, whether all ranks hold the same weights, and the seconds of training."""
     first, mesh = world.rank == 0, make_mesh(world)
-    with world.everyone.input(), must_write(flags.out):
+    with world.everyone.input():
         if first:
             flags.out.mkdir(parents=True, exist_ok=True)
             metrics = open(flags.out / "metrics.jsonl", "w")

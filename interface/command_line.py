@@ -93,8 +93,8 @@ def command_line(cls, argv, prog, about, default=None):
 # The config.json of a run
 
 # What a run writes there beside its flags. The last two are of earlier versions.
-OF_THE_RUN = ("vocab_size_used", "mask_token", "git", "argv", "world", "nodes", "launcher", "dp", "torch",
-              "machine", "attention", "products", "split_masters")
+OF_THE_RUN = ("vocab_size_used", "mask_token", "git", "argv", "world", "nodes", "launcher", "job", "dp",
+              "torch", "machine", "attention", "products", "split_masters")
 
 
 def model_of(source, values):

@@ -17,7 +17,6 @@ from pathlib import Path
 from interface.terminal import say, warn
 
 LOCK_WAIT = 60.0  # seconds that --resume auto waits for a run that is just leaving
-NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
 
 
 def write_whole(path, content):
@@ -82,17 +81,6 @@ def best_effort(what, errors=OSError):
         yield
     except errors as e:
         warn(f"{what}: {e}; going on without it")
-
-
-@contextlib.contextmanager
-def must_write(path, flag="--out"):
-    """Let the OSError of a full or read-only disk say what to do."""
-    try:
-        yield
-    except OSError as e:
-        if e.errno not in NO_ROOM:
-            raise
-        raise OSError(f"{path} cannot be written: {e}; free space there, or give another {flag}") from None
 
 
 # -----------------------------------------------------------------------------

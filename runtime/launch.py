@@ -74,6 +74,12 @@ def started_by():
     return detect(os.environ)
 
 
+def job_id():
+    """Return the scheduler's name of the job that this process runs in, or None."""
+    jobs = map(os.environ.get, ("PBS_JOBID", "SLURM_JOB_ID", "LSB_JOBID", "FLUX_JOB_ID"))
+    return next(filter(None, jobs), None)
+
+
 # -----------------------------------------------------------------------------
 # What a rank knows of the others
 
@@ -201,6 +207,10 @@ def print_node(world):
     place = f"[node {world.nodes[world.rank] + 1}/{world.n_nodes} {socket.gethostname()}]"
     say(f"{place} {world.launcher}: {world.local_size} of {world.size} ranks here, {chip}, "
         f"{backend}torch {torch.__version__}")
+    n_gpus = 0 if world.device.type == "cpu" else torch.accelerator.device_count()
+    if n_gpus > world.local_size:
+        how = f"mpiexec -n {n_gpus} python ... uses" if world.size == 1 else f"{n_gpus} ranks per node use"
+        say(f"  uses {world.local_size} of {n_gpus} GPUs: {how} all")
 
 
 def shutdown(world):

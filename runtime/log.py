@@ -24,14 +24,14 @@ from cost.parameters import Rank, flops_per_token
 from cost.step_time import peak_flops
 from cost.traffic import bytes_between_nodes, traffic
 from fast.symm_mem import bytes_allocated
-from interface.files import Rows, best_effort, must_write, write_whole
+from interface.files import Rows, best_effort, write_whole
 from interface.presets import PRESETS
-from interface.terminal import clock, say, short, show, warn
+from interface.terminal import clock, in_colour, say, short, show, warn
 from moe import expert_stats
 from ops.accelerator import device_name, peak_memory, peak_resident
 from optim import learning_rate
 from pipeline import generate
-from runtime import ending, profiles, timing, watch
+from runtime import ending, launch, profiles, timing, watch
 from runtime.layer_norms import LayerNorms
 from skip import not_finite_reason
 
@@ -131,15 +131,22 @@ def rates(cfg, world, batch, ms, vocab_size):
 
 
 def phase_times(timers, steps, mesh):
-    """Return {t_PHASE: ms per step of the slowest rank}, for --timers. Collective over the world.
+    """Return {t_PHASE: ms per step of the slowest rank, t_PHASE_min: of the fastest}, for --timers.
+
+    Collective over the world.
 
     Of several stages also the bubble: how much longer all takes than the slowest stage's work.
     """
     own = timers.per_step(steps)
     busy = own["forward"] + own["backward"]
-    # A number per phase and two more go from each rank to all, over the world.
-    *phases, busy, everything = mesh.world.everyone.maximum([*own.values(), busy, busy + own["pipeline"]])
-    row = {f"t_{phase}": t for phase, t in zip(own, phases, strict=True)}
+    negative = [-t for t in own.values()]
+    # Two numbers per phase and two more go from each rank to all, over the world.
+    *phases, busy, everything = mesh.world.everyone.maximum(
+        [*own.values(), *negative, busy, busy + own["pipeline"]])
+    row = {}
+    for i, phase in enumerate(own):
+        row[f"t_{phase}"] = phases[i]
+        row[f"t_{phase}_min"] = -phases[i + len(own)]
     if mesh.pp.size > 1 and steps:
         row["bubble"] = everything / busy - 1
     return row
@@ -186,16 +193,16 @@ def begin(run, found):
     device = f"CPU, {os.cpu_count()} cores" if world.device.type == "cpu" else device_name(world.device)
     config = {**dataclasses.asdict(cfg), "vocab_size_used": run.state.vocab_size, "git": git_revision(),
               "argv": sys.argv, "world": world.size, "nodes": world.n_nodes, "launcher": world.launcher,
-              "dp": run.mesh.dp.size, "torch": torch.__version__, "attention": run.choice.attention_by(),
+              "job": launch.job_id(), "dp": run.mesh.dp.size, "torch": torch.__version__,
+              "attention": run.choice.attention_by(),
               "machine": {"host": platform.node(), "device": device, "python": platform.python_version()}}
     if cfg.objective == "mlm":
         config["mask_token"] = run.train_data.mask_token
     tokenizer = {}
-    with must_write(run.out):
-        if cfg.data != "synthetic":
-            paths = [Path(first_folder(cfg.data), name) for name in ("meta.json", "tokenizer.json")]
-            tokenizer = {path.name: path.read_bytes() for path in paths if path.exists()}
-        log_file = Log(run.out, config, run.state.step, cfg.wandb, run.state.changed, tokenizer)
+    if cfg.data != "synthetic":
+        paths = [Path(first_folder(cfg.data), name) for name in ("meta.json", "tokenizer.json")]
+        tokenizer = {path.name: path.read_bytes() for path in paths if path.exists()}
+    log_file = Log(run.out, config, run.state.step, cfg.wandb, run.state.changed, tokenizer)
     started(run, found)
     say_what_has_no_effect(cfg)
     log_file.profiler = profiles.start_profile(cfg.profile)
@@ -290,20 +297,31 @@ class Log:
         self.notes = Rows(self.out / "notes.jsonl", resumed or -1)
         self.last_row = {}
         self.speeds = []  # (ms, tok_s) of the rows behind the first, which also compiles
+        steps = config.get("steps")
+        self.widths = {"step": len(f"step={steps}/{steps} loss=1.0000")}
         self.profiler = None  # of --profile
         self.tracker = None if wandb == "off" else start_wandb(wandb, self.out, config)
 
     def row(self, **values):
         """Write and print one logged step. A key whose value is None does not apply and is left out."""
         values = {key: value for key, value in values.items() if value is not None}
+        if "val_loss" in values:
+            values["val_ppl"] = math.exp(min(values["val_loss"], 700))  # more is no float
         self.metrics.add(values)
-        steps = self.begun["config"].get("steps")
-        left = None
+        config = self.begun["config"]
+        steps = config.get("steps")
+        shown = dict(values)
         if self.last_row and "ms" in values:
             self.speeds.append((values["ms"], values["tok_s"]))
-            left = (steps - values["step"]) * values["ms"] / 1e3
+            if values["step"] < steps:
+                shown["left"] = (steps - values["step"]) * values["ms"] / 1e3
         self.last_row = values
-        say(format_row(values, steps, left))
+        if config.get("rampup_batch_size") and values["global_batch"] != config["global_batch"]:
+            shown["batch"] = values["global_batch"]
+        if config.get("machine", {}).get("device", "CPU").startswith("CPU"):
+            shown.pop("tflops", None)
+        line = format_row(shown, steps, self.widths)
+        say(in_colour(line) if sys.stdout.isatty() else line)
         if self.tracker is not None:
             try:
                 self.tracker.log(values, step=values["step"])
@@ -329,35 +347,52 @@ class Log:
                         f"{self.tracker.settings.sync_dir}")
 
 
-# What the line of a step says of its row, if the row has it: {key: how it is printed}
-WORDS = {"loss": "loss={:.4f}", "val_loss": "val_loss={:.4f}", "lr": "lr={:.2e}", "grad_norm": "gnorm={:.3f}",
-         "ms": "dt={:.1f}ms", "tok_s": "tok/s={:.0f}", "mfu": "mfu={:.1%}"}
+# The columns of a step's line behind step and loss; a row may lack some: {key: how it is printed}
+COLUMNS = {"lr": "lr={:.2e}".format, "grad_norm": "gnorm={:.3f}".format, "ms": "dt={:.1f}ms".format,
+           "tok_s": "tok/s={:.0f}".format, "tflops": "tflops={:.1f}".format, "mfu": "mfu={:.1%}".format,
+           "loss_scale": "scale={:.5g}".format, "tokens": lambda n: f"tokens={short(n)}",
+           "left": lambda seconds: f"left={clock(seconds)}", "batch": "batch={}".format,
+           "val_loss": "val_loss={:.4f}".format, "val_ppl": "val_ppl={:.5g}".format}
 
 
-def format_row(row, steps=None, left=None):
+def format_row(row, steps=None, widths=None):
     """Return the printed lines of a row: the step, and below it experts and --timers.
 
-    steps: the last step. left: the seconds until then, or None.
+    steps: the last step. widths: {column: characters of its longest word so far}, which grow.
     """
-    words = [f"step={row['step']}/{steps}" if steps else f"step={row['step']}"]
-    words += [form.format(row[key]) for key, form in WORDS.items() if key in row]
-    if "tokens" in row:
-        words.append(f"tokens={short(row['tokens'])}")
-    if left:
-        words.append(f"left={clock(left)}")
+    first = f"step={row['step']}/{steps}" if steps else f"step={row['step']}"
+    if "loss" in row:
+        first += f" loss={row['loss']:.4f}"
+    words = {key: form(row[key]) for key, form in COLUMNS.items() if key in row}
+    line = [in_columns({"step": first, **words}, widths or {})]
     if row.get("skip_reason"):
-        words.append(f"({row['skip_reason']})")
-    words += [f"{key}={row[key]}" for key in ("skipped", "nan_steps") if row.get(key)]
-    lines = [" ".join(words)]
+        line.append(f"({row['skip_reason']})")
+    line += [f"{key}={row[key]}" for key in ("skipped", "nan_steps") if row.get(key)]
+    lines = [" ".join(line)]
     if "aux_loss" in row:
         lines.append(f"  aux={row['aux_loss']:.3f} load_max={row['expert_load_max']:.2f} "
                      f"dropped={row['dropped']:.1%}")
-    timers = [f"{key.removeprefix('t_')}={value:.1f}" for key, value in row.items() if key.startswith("t_")]
+    timers = []
+    for phase in timing.Timers.PHASES:
+        if f"t_{phase}" in row:
+            span = f"{row[f't_{phase}_min']:.1f}", f"{row[f't_{phase}']:.1f}"
+            timers.append(f"{phase}={'-'.join(dict.fromkeys(span))}")  # one number if they are equal
     if "bubble" in row:
         timers.append(f"bubble={row['bubble']:.1%}")
     if timers:
         lines.append(f"  ms: {' '.join(timers)}")
     return "\n".join(lines)
+
+
+def in_columns(words, widths):
+    """Return {column: word} as a line in which the words of each column stand below each other."""
+    line = ""
+    for column in ("step", *COLUMNS):
+        word = words.get(column, "")
+        widths[column] = max(widths.get(column, 0), len(word))
+        if widths[column]:
+            line += word.ljust(widths[column]) + " "
+    return line.rstrip()
 
 
 # -----------------------------------------------------------------------------

@@ -105,7 +105,7 @@ def dump_grads(path, world, data_parallel, opt, vocab_size):
     found = [(name, whole(piece).cpu(), *place) for name, piece, *place in found]
     folder = Path(f"{path}.{run_id(world.everyone)}.parts")  # new: all in it is this function's
     try:
-        with world.everyone.input(), files.must_write(path, "--dump-grads"):
+        with world.everyone.input():
             step = checkpoint.save(folder, 1, found, {}, world.rank, world.size)
             if world.rank == 0:
                 full = checkpoint.full_tensors(step)
@@ -133,15 +133,14 @@ def prepare_out_dir(cfg, world, out):
     """
     paths = []
     if world.rank == 0:
-        with files.must_write(out):
-            # A requeued job may start before the last processes of the stopped one have ended.
-            wait = min(files.LOCK_WAIT, cfg.timeout / 2) if cfg.resume == "auto" else 0
-            files.lock(out, wait)
-            checkpoint.recover(out)
-            foreign = [path.name for pattern in FOREIGN for path in out.glob(pattern)]
-            if foreign and not is_run(out):
-                raise ValueError(f"--out {out} is no run, and holds {foreign[0]}, which no run may damage; "
-                                 f"give a new folder, such as --out {out / 'run'}")
+        # A requeued job may start before the last processes of the stopped one have ended.
+        wait = min(files.LOCK_WAIT, cfg.timeout / 2) if cfg.resume == "auto" else 0
+        files.lock(out, wait)
+        checkpoint.recover(out)
+        foreign = [path.name for pattern in FOREIGN for path in out.glob(pattern)]
+        if foreign and not is_run(out):
+            raise ValueError(f"--out {out} is no run, and holds {foreign[0]}, which no run may damage; "
+                             f"give a new folder, such as --out {out / 'run'}")
         if cfg.resume == "auto":
             paths = [str(path) for path in checkpoint.steps(out)]
             if not paths:
@@ -169,11 +168,10 @@ def settle(cfg, world, out, state, found):
                 "--steps to go on, or another --out")
         raise SystemExit(Outcome.DONE)
     if world.rank == 0:
-        with files.must_write(out):
-            if found is not None and found.resolve().is_relative_to(out.resolve()):
-                set_later_aside(out, state.step, found)
-            elif is_run(out):
-                set_run_aside(out, cfg.init_from)
+        if found is not None and found.resolve().is_relative_to(out.resolve()):
+            set_later_aside(out, state.step, found)
+        elif is_run(out):
+            set_run_aside(out, cfg.init_from)
     if world.everyone.any(world.rank == 0 and not (out / state.best_name()).is_dir()):
         state.best = {}  # no checkpoint to keep: the run goes on in another directory, or it was removed
     return Saver(out, world.everyone, cfg.keep, cfg.timeout, run_id(world.everyone))

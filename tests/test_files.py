@@ -242,7 +242,7 @@ def test_a_full_disk_under_a_run(disk):
     argv = ["--steps=2", "--save-every=1"]
     fill(disk, 0)
     result = go(1, disk / "run", *argv, code=2)
-    assert_refused(result, f"{disk}/run cannot be written: ", "; free space there, or give another --out")
+    assert_refused(result, "No space left on device")
     fill(disk, 24576)
     result = go(1, disk / "run", *argv, code=1)
     lines = [line for line in result["err"].splitlines() if "was not saved" in line]
@@ -251,6 +251,5 @@ def test_a_full_disk_under_a_run(disk):
 
     grads = f"--dump-grads={disk}/grads"
     result = go(1, disk.parent / "run", *argv, grads, code=2)
-    words = f"{disk}/grads cannot be written: ", "; free space there, or give another --dump-grads"
-    assert_refused(result, *words)
+    assert_refused(result, "No space left on device")
     assert not [name for name in left(disk) if "grads" in name]

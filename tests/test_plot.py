@@ -129,7 +129,7 @@ def test_the_readme_shows_the_first_run_as_it_was():
     changed["first"]["rows"][-1]["loss"] = 3.0
     changed["first"]["texts"]["400"] = "x"
     new = first_run.with_pictures(page, changed)
-    assert "step=400/400 loss=3.0000 val_loss=" in new and "--- step 400\nx\n```\n" in new
+    assert "step=400/400 loss=3.0000 lr=" in new and "--- step 400\nx\n```\n" in new
     assert first_run.with_pictures(new, results) == page
 
 

@@ -11,7 +11,7 @@ about eleven minutes on two idle cores. These are the kinds of blocks in tutoria
                the output that begins with the same word
     others     no command and no output: they stay as they are
 
-The time of a step (dt=... tok/s=...) depends on the machine. It is cut in each block that shows no times.
+The times of a step (dt=... to left=...) depend on the machine. They are cut in each block that shows none.
 If a long number of a replaced line stands in the text as well, it changes there, too. A line without a match
 stays as it is and is named at the end. The table's minutes for reading are counted again, by words.
 """
@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parent.parent
 NUMBER = r"(?<![A-Za-z\d.])\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?"  # no part of a name, such as dp2
 LONG = r"\d+\.\d{3,}|\d{1,3}(?:,\d{3})+"  # a number that hardly stands for two things in one chapter
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
-TIMES = re.compile(r" dt=\S+ms tok/s=\S+")
+TIMES = re.compile(r" dt=\S+ms tok/s=\S+ tokens=\S+( left=\S+)?")
 
 
 def commands(body):
@@ -71,7 +71,8 @@ def new_lines(body, printed, changed, lost):
 
     Long numbers are added to changed, {before: now}; lines that have no match are added to lost.
     """
-    if not TIMES.search(body):
+    printed = re.sub(r"(?<=\S) +(?=[\w/]+=)", " ", printed)  # of columns
+    if " dt=" not in body:
         printed = TIMES.sub(" ...", printed)
     left = printed.splitlines()
     lines = []
