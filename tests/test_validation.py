@@ -114,6 +114,7 @@ def test_an_evaluation_changes_nothing(tmp_path):
         go(2, tmp_path / str(every), f"--eval-every={every}", base=base)
     with_losses = rows(tmp_path / "1")
     assert len({row.pop("val_loss") for row in with_losses}) == 4
+    assert len({row.pop("val_ppl") for row in with_losses}) == 4
     assert with_losses == rows(tmp_path / "0")
     same(tmp_path / "0", tmp_path / "1", 4)
 
