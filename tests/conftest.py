@@ -13,21 +13,15 @@ os.environ["COLUMNS"] = "100"  # the terminal to whose width lines are folded
 with mock.patch.object(os, "cpu_count", lambda: 1):
     import prepare  # noqa: F401 its --workers is 1 by default: a text of a test needs no process of its own
 forkserver.ensure_running()  # it forks the pool's ranks, and imports torch while pytest collects the tests
-# Seconds that the tests of the longest files take on a busy machine, those marked long included. These files
-# start first, so that none of them is left for the end.
-LONGEST = {
-    "test_cli": 160, "test_muon": 155, "test_bench": 150,
-    "test_layouts": 300, "test_bench_peers": 103, "test_resume": 123,
-    "test_symm_mem": 75, "test_launch": 71, "test_split_master": 70,
-    "test_scripts": 58, "test_change_it": 57, "test_plan": 52,
-    "test_metrics": 51, "test_faults": 51, "test_graph": 48,
-    "test_flex": 46, "test_malformed": 45, "test_tutorial": 43, "test_convert": 42,
-    "test_watch": 28,
-}
+# The files that take longest start first, so that none of them is left for the end.
+LONGEST = ["test_resume", "test_plan", "test_cli", "test_watch", "test_data", "test_corpus", "test_export",
+           "test_launch", "test_faults", "test_layouts", "test_everyone", "test_malformed", "test_checkpoint",
+           "test_convert", "test_bench", "test_symm_mem", "test_graph"]
 
 
 def pytest_collection_modifyitems(items):
-    items.sort(key=lambda item: -LONGEST.get(item.path.stem, 0))  # tests of one file keep their order
+    place = {name: i for i, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: place.get(item.path.stem, len(LONGEST)))  # tests of one file keep their order
 
 
 @pytest.fixture(autouse=True)

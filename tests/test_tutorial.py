@@ -3,7 +3,6 @@ import inspect
 import json
 import math
 import re
-import shlex
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -13,23 +12,18 @@ import pytest
 import torch
 from pool import ROOT, run_ranks
 from runs import chars, session
+from test_recipes import commands_of
 
 import plan
-import prepare
 from cost.step_time import GPUS
 from interface.command_line import parse
-from interface.layout import check_layout
-from parallel import make_mesh
-from runtime import launch
 from tutorial import exercises, solutions, test_exercises
 from tutorial.grader import equal
 from tutorial.mistakes import MISTAKES
-from tutorial.run import BLOCK, commands
+from tutorial.run import BLOCK
 
 TEXT = (ROOT / "tutorial/README.md").read_text()
 BLOCKS = BLOCK.findall(TEXT)
-COMMANDS = [line for kind, body in BLOCKS if kind == "sh" for line in commands(body)]
-NOT_RUN = [line for kind, body in BLOCKS if kind == "bash" for line in commands(body)]  # they need GPUs
 CHAPTERS = [f"{i:02d}" for i in range(16)]
 TESTS = [name for name in vars(test_exercises) if name.startswith("test_chapter_")]
 
@@ -113,70 +107,16 @@ def test_answers_are_equal_but_for_rounding_and_the_kind_of_sequence():
 # -----------------------------------------------------------------------------
 # The commands of the text
 
-def unroll(command):
-    """Return the command with the body of each `for NAME in WORDS; do BODY; done` once per word."""
-    def bodies(loop):
-        name, words, body = loop.groups()
-        return "; ".join(body.replace(f"${name}", word) for word in words.split())
-
-    return re.sub(r"for (\w+) in ([^;]+); do (.*?); done", bodies, command)
-
-
-def pieces(command):
-    """Return [(ranks, [program, argument, ...])] of a shell command, one for each python command in it."""
-    command = re.sub(r" \(.*?\)\)'", "'", unroll(command))
-    lexer = shlex.shlex(command, posix=True, punctuation_chars=True)
-    lexer.whitespace_split, lexer.commenters = True, ""
-    parts = [[]]
-    for word in lexer:
-        if set(word) <= set(";|&"):
-            parts.append([])
-        else:
-            parts[-1].append(word)
-    found = []
-    for words in parts:
-        ranks = 1
-        if words[:2] == ["mpiexec", "-n"]:
-            ranks, words = int(words[2]), words[3:]
-        if words[:2] == ["torchrun", "--nproc-per-node"]:
-            ranks, words = int(words[2]), ["python", *words[3:]]
-        if words[:1] == ["python"]:
-            found.append((ranks, words[1:]))
-    return found
-
-
-def programs(name):
-    """Return [(ranks, [argument, ...])], every call of the program in the text.
-
-    tests/test_change_it.py tests the activation that chapter 12 adds; here another one stands in for it.
-    """
-    return [(n, ["gelu" if word == "rootplus" else word for word in words[1:]])
-            for line in COMMANDS for n, words in pieces(line) if words[0] == name]
-
-
-def test_the_flags_of_the_text_exist_and_its_layouts_fit_the_ranks():
-    runs = programs("train.py")
-    assert len(runs) >= 15
-    for n, argv in runs:
-        cfg = parse(argv)
-        mesh = make_mesh(launch.World(size=n), cfg.tp, cfg.pp, cfg.ep, groups=False, cp=cfg.cp)
-        check_layout(cfg, mesh, cfg.global_batch or cfg.micro_batch * mesh.dp.size)
-        assert cfg.steps <= 2000 and cfg.data in ("data/chars", "data/py", "data/qa") and cfg.wandb == "off"
-    for n, argv in (piece for line in NOT_RUN for piece in pieces(line)):
-        if argv[0] == "train.py":
-            check_layout(parse(argv[1:]), make_mesh(launch.World(size=n), groups=False), 64 * n)
-    for _, argv in programs("prepare.py"):
-        assert prepare.parse(argv).tokenizer in ("char", "bpe", "data/py")
-
-
 @pytest.mark.long
 def test_the_training_commands_run(tmp_path):
     """Each command, two steps long and on a small text: train.main in as many processes as it has ranks.
     Commands that differ in what is made small, or only in names and seeds, run once."""
     less = ["--data", str(chars(tmp_path)), "--steps=2", "--log-every=1", "--eval-every=0", "--n-embd=16",
             "--n-layer=4", "--seq-len=16", "--seed=1"]
+    runs = [(n, argv) for n, program, argv in commands_of("tutorial/README.md")
+            if program == "train.py" and {"--steps", "--out"} <= {*argv}]  # the others need GPUs
     seen = set()
-    for i, (n, argv) in enumerate(programs("train.py")):
+    for i, (n, argv) in enumerate(runs):
         what = n, parse([*argv, *less, "--out=same"])
         # The prompt has letters that the small text lacks. What --init-from reads has another size.
         if what in seen or {"--prompt", "--init-from"} & set(argv):
