@@ -3,10 +3,10 @@ Ranks that were started differently, signals, streams that fail, the address tha
 import io
 import json
 import os
+import runpy
 import signal
 import subprocess
 import sys
-import time
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +17,7 @@ import runs
 import torch
 from forks import become
 from pool import ROOT, context, run_ranks
-from runs import SHAPE, TINY, assert_refused, rows
+from runs import SHAPE, TINY, assert_refused, refused, rows
 
 import train
 from corpus import samples
@@ -75,22 +75,13 @@ def test_rank_and_size_are_read_from_the_launchers_variables(name):
     assert detect({"PATH": "/bin", **env}) == tuple(want)
 
 
-CANNOT_BE = {  # name: (environment, what is said)
-    "half of torchrun's": ({"RANK": "0", "WORLD_SIZE": "2"}, "RANK=0 in the environment has no LOCAL_RANK"),
-    "letters": ({**HYDRA, "PMI_SIZE": "two"}, "'two'"),
-}
-
-
-@pytest.mark.parametrize("name", CANNOT_BE)
-def test_an_environment_that_can_start_no_rank_is_one_line(name, monkeypatch, capsys):
-    """Of the parser of flags, where each program of several ranks begins, and of launch()."""
-    env, say = CANNOT_BE[name]
+@pytest.mark.parametrize("env,words", [
+    ({"RANK": "0", "WORLD_SIZE": "2"}, "RANK=0 in the environment has no LOCAL_RANK"),
+    ({**HYDRA, "PMI_SIZE": "two"}, "'two'")], ids=["half of torchrun's", "letters"])
+def test_an_environment_that_can_start_no_rank_is_one_line(env, words, monkeypatch):
     for key, text in env.items():
         monkeypatch.setenv(key, text)
-    for start in (lambda: session.parse_flags(["--steps=1"]), launch.launch):
-        with pytest.raises(SystemExit) as e:
-            start()
-        assert_refused({"code": e.value.code, "err": capsys.readouterr().err}, say)
+    refused(session.parse_flags, ["--steps=1"], words)
 
 
 def test_where_the_ranks_of_several_nodes_meet(monkeypatch):
@@ -153,17 +144,17 @@ def test_ranks_with_different_flags_end_together_before_the_first_step(name, tmp
     assert not (tmp_path / "run").exists()
 
 
-def test_ranks_with_different_data_end_together(tmp_path):
-    argv = [*TINY, "--steps=2", f"--out={tmp_path / 'run'}"]
-    assert_refused(run_ranks(2, session_with_other_data, argv)[1],
-                   "rank 1 has --data with the tokens 'two', rank 0 has 'one'")
-
-
 def session_with_other_data(world, argv):
     """runs.session, in which one path leads to other tokens on each rank."""
     real = samples.open_data
     with mock.patch.object(samples, "open_data", lambda *a: (*real(*a)[:3], ["one", "two"][world.rank])):
         return runs.session(world, argv)
+
+
+def test_ranks_with_different_data_end_together(tmp_path):
+    argv = [*TINY, "--steps=2", f"--out={tmp_path / 'run'}"]
+    assert_refused(run_ranks(2, session_with_other_data, argv)[1],
+                   "rank 1 has --data with the tokens 'two', rank 0 has 'one'")
 
 
 # -----------------------------------------------------------------------------
@@ -354,25 +345,6 @@ def test_a_second_interrupt_leaves_at_once_and_a_copy_of_the_first_does_not(capf
     assert e.value.code == session.INTERRUPTED and "a second SIGINT" in capfd.readouterr().err
 
 
-def catches(pid, number):
-    """Whether the process has a handler for the signal."""
-    status = Path(f"/proc/{pid}/status").read_text()
-    return int(status.partition("SigCgt:")[2].split()[0], 16) >> (number - 1) & 1
-
-
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-def test_a_signal_during_start_up(tmp_path):
-    """SIGTERM while torch is imported."""
-    command = [sys.executable, ROOT / "train.py", *FLAGS, f"--out={tmp_path / 'run'}"]
-    early = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=clean_env())
-    while not catches(early.pid, signal.SIGTERM):
-        time.sleep(0.01)
-    early.send_signal(signal.SIGTERM)
-    said = early.communicate(timeout=60)[1].splitlines()
-    assert early.returncode == 85 and len(said) == 1 and "SIGTERM during start-up" in said[0], said
-    assert not (tmp_path / "run").exists()
-
-
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="waits in the C library")
 def test_a_signal_while_a_start_is_inside_a_c_call():
     """As in MPI_Init, or while ranks wait for each other: Python runs no handler of the main thread there."""
@@ -391,14 +363,25 @@ def test_a_signal_while_a_start_is_inside_a_c_call():
     assert inside.returncode == 85 and "stopped by SIGTERM during start-up" in said, said
 
 
+def run_unheard(words):
+    """In a new process: run a program whose reader has gone, as `| head` does, and whose stderr is full."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    os.dup2(writer, 1)
+    os.dup2(os.open("/dev/full", os.O_WRONLY), 2)
+    sys.stdout = open(1, "w", closefd=False)
+    sys.stderr = open(2, "w", closefd=False)
+    sys.argv = words
+    runpy.run_path(words[0], run_name="__main__")
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 def test_a_stream_that_fails_never_ends_a_run(tmp_path):
-    command = " ".join(map(str, [sys.executable, ROOT / "train.py", *FLAGS]))
-    line = f"{command} --out {tmp_path}/run 2> /dev/full | head -1; exit ${{PIPESTATUS[0]}}"
-    env = {**clean_env(), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, env=env, timeout=240)
-    assert done.returncode == 0 and len(rows(tmp_path / "run")) == 6, done.stderr
-    assert "Traceback" not in done.stderr and len(done.stdout.splitlines()) == 1
+    words = [str(ROOT / "train.py"), *FLAGS, f"--out={tmp_path}/run"]
+    unheard = context.Process(target=run_unheard, args=(words,))
+    unheard.start()
+    unheard.join(240)
+    assert unheard.exitcode == 0 and len(rows(tmp_path / "run")) == 6
 
 
 # -----------------------------------------------------------------------------
