@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import train
 from runtime import watch
 
-GRACE = 6.0  # seconds that a rank has to write its report
+GRACE = 4.0  # seconds that a rank has to write its report
 
 
 def sleep_for_ever():
