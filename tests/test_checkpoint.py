@@ -83,11 +83,11 @@ CP2Z = 4, dict(cp=2, tp=2, zero=1)
 SMALL = dict(LLAMA, vocab_size=60, n_layer=2)  # padded to 128: with tp 2 the second rank holds only padding
 PAIRS = {  # model: {writer: readers}
     "llama": (dict(SMALL, global_batch=12), [
-        (ONE, [TP2Z, PP2]), (TP2Z, [ONE, PP2Z, TP2]), (DP3Z, [TP2PP2, ONE]), (PP2Z, [DP3Z, TP4])]),
+        (ONE, [TP2Z]), (TP2Z, [ONE, PP2Z]), (DP3Z, [TP2PP2]), (PP2Z, [DP3Z, TP4])]),
     "gpt2 tied": (dict(GPT2, global_batch=8, n_layer=2), [
-        (PP2, [ONE, TP2, PP2Z]), (ONE, [TP2PP2]), (TP2PP2, [DP2Z]), (CP2Z, [PP2])]),
+        (PP2, [ONE, TP2]), (TP2PP2, [DP2Z]), (CP2Z, [PP2])]),
     "moe": (dict(MOE, global_batch=8), [
-        (EP4Z, [ONE, TP2EP2, PP2EP2Z]), (ONE, [EP4Z]), (PP2EP2Z, [EP2, DP2Z])]),
+        (EP4Z, [ONE, TP2EP2, PP2EP2Z]), (PP2EP2Z, [EP2])]),
     "moe, router bias": (dict(SIGMOID, global_batch=8), [(EP2, [ONE, PP2]), (PP2, [EP2])]),
 }
 
@@ -323,14 +323,14 @@ def test_later_saves_need_no_more_memory_and_files(tmp_path):
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
     tensors = [torch.randn(1 << 18), torch.randn(100, 100)]  # 1 MB
     saver = Saver(tmp_path, Everyone(), keep=3)
-    for step in range(1, 81):
+    for step in range(1, 51):
         saver.start(step, [whole(str(i), t) for i, t in enumerate(tensors)], {})
         if step == 20:
             saver.wait()
             before = resident(), len(os.listdir("/proc/self/fd"))
     assert saver.wait()
-    assert len(os.listdir("/proc/self/fd")) == before[1] and resident() < before[0] + 2  # MB, after 60 more
-    assert sorted(os.listdir(tmp_path)) == ["step_000078", "step_000079", "step_000080"]
+    assert len(os.listdir("/proc/self/fd")) == before[1] and resident() < before[0] + 2  # MB, after 30 more
+    assert sorted(os.listdir(tmp_path)) == ["step_000048", "step_000049", "step_000050"]
 
 
 def full_disk(world, root, failing, times):
