@@ -76,12 +76,6 @@ def short(number):
     return str(number)
 
 
-def in_colour(line):
-    """Return the line of a step with its losses in colours, for a terminal."""
-    line = re.sub(r" (loss=\S+)", " \x1b[36m\\1\x1b[0m", line)  # cyan
-    return re.sub(r" (val_loss=\S+)", " \x1b[33m\\1\x1b[0m", line)  # yellow
-
-
 def clock(seconds):
     """Return seconds as m:ss, h:mm:ss, or in days from two days on."""
     seconds = round(seconds)

@@ -38,22 +38,9 @@ def report_ending(run):
     if outcome is Outcome.STOPPED and signals.is_program:  # a notebook has no command line
         say(f"to go on, type: {report.command_of(config, {'resume': 'auto'})}")
     if outcome is Outcome.DONE and signals.is_program:
-        for line in next_commands(out, config, run.saver.saved):
-            say(line)
-
-
-def next_commands(out, config, saved):
-    """Return lines with what can be typed after a run that is done.
-
-    config: that of config.json. saved: step of the last checkpoint, or 0.
-    """
-    lines = [f"draw curves:  python {program('plot.py')} {out}"]
-    text = report.sample_command(out, config)
-    if saved and text:
-        lines.insert(0, f"try it:       {text}")
-    if (out / "report.html").exists():
-        lines.append(f"see it all:   {out}/report.html, in a browser")
-    if saved:
-        more = report.command_of(config, {"steps": 2 * config["steps"], "resume": "auto"})
-        lines.append(f"train on:     {more}")
-    return lines
+        text = report.sample_command(out, config)
+        if text and run.saver.saved:
+            say(f"try it:       {text}")
+        say(f"draw curves:  python {program('plot.py')} {out}")
+        if (out / "report.html").exists():
+            say(f"see it all:   {out}/report.html, in a browser")

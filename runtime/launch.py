@@ -76,8 +76,7 @@ def started_by():
 
 def job_id():
     """Return the scheduler's name of the job that this process runs in, or None."""
-    jobs = map(os.environ.get, ("PBS_JOBID", "SLURM_JOB_ID", "LSB_JOBID", "FLUX_JOB_ID"))
-    return next(filter(None, jobs), None)
+    return os.environ.get("PBS_JOBID") or os.environ.get("SLURM_JOB_ID")
 
 
 # -----------------------------------------------------------------------------
@@ -264,7 +263,9 @@ def _meet(start, comm, n_nodes, wait):
         return store
     host = "127.0.0.1" if n_nodes == 1 else os.environ.get("MASTER_ADDR")
     if comm is None:
-        host = host or _first_host()
+        if host is None:
+            command = ["scontrol", "show", "hostnames", os.environ["SLURM_STEP_NODELIST"]]
+            host = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.split()[0]
         job = int(os.environ["SLURM_JOB_ID"]) * 31 + int(os.environ["SLURM_STEP_ID"])
         port = int(os.environ.get("MASTER_PORT", 20000 + job % 20000))
     else:
@@ -303,11 +304,6 @@ def _own_address():
             return socket.inet_ntoa(answer[20:24])
     except OSError:
         return socket.gethostname()
-
-
-def _first_host():  # of a Slurm step
-    command = ["scontrol", "show", "hostnames", os.environ["SLURM_STEP_NODELIST"]]
-    return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.split()[0]
 
 
 # -----------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import json
 import math
 import os
 import platform
+import re
 import secrets
 import statistics
 import subprocess
@@ -26,7 +27,7 @@ from cost.traffic import bytes_between_nodes, traffic
 from fast.symm_mem import bytes_allocated
 from interface.files import Rows, best_effort, write_whole
 from interface.presets import PRESETS
-from interface.terminal import clock, in_colour, say, short, show, warn
+from interface.terminal import clock, say, short, show, warn
 from moe import expert_stats
 from ops.accelerator import device_name, peak_memory, peak_resident
 from optim import learning_rate
@@ -57,12 +58,28 @@ class Metrics:
     def row(self, run, batch, stats):
         """Return the row of the step that a train.Run has done on `batch` sequences. Collective.
 
-        stats: its optim.StepStats, or None if --train-range-to-skip names the step.
+        The times are means since the row before. stats: the step's optim.StepStats, or None if
+        --train-range-to-skip names it.
         """
         cfg = run.cfg
+        state = run.state
         sent = {name: sum(axis.sent.values()) for name, axis in run.mesh.axes().items()}
         steps = self.clock.steps
-        row = metrics_row(cfg, run.world, run.state, self.clock, batch, stats, run.guard.reason)
+        mean_batch = self.clock.samples / max(1, steps)  # it may have grown since the row before
+        ms = self.clock.per_step()  # which sets both to zero
+        row = {"step": state.step, "tokens": state.samples * cfg.seq_len, "samples": state.samples,
+               "global_batch": batch, "lr": learning_rate(cfg, state.step), "skipped": state.skipped,
+               "nan_steps": state.nan_steps, **step_statistics(stats, run.guard.reason)}
+        if steps:
+            row.update(rates(cfg, run.world, mean_batch, ms, state.vocab_size))
+        held = peak_resident()  # the most bytes, of the host's memory
+        if run.world.device.type != "cpu":
+            _, held = peak_memory(run.world.device) or (None, None)  # allocated, reserved
+            if held is not None:
+                held += bytes_allocated()
+        if held is not None:
+            most, least = run.world.everyone.maximum([held, -held])  # two numbers from each rank to all
+            row.update(mem_gb=most / 2**30, mem_gb_min=-least / 2**30)
         row.update(self.stragglers.report())
         if cfg.timers:
             row.update(phase_times(self.timers, steps, run.mesh))
@@ -78,31 +95,6 @@ class Metrics:
         if stats is not None and run.state.step == run.first_step and run.log_file is not None:
             report_traffic(run, batch, sent)
         return row
-
-
-def metrics_row(cfg, world, state, clock, batch, stats, refusal):
-    """Return a row of metrics.jsonl. Collective over the world.
-
-    The times are means since the counts of `clock`, a timing.Clock, were zero, as they are again after this.
-    refusal: why the step was not taken, if the host knows.
-    """
-    steps, samples = clock.steps, clock.samples
-    ms = clock.per_step()
-    row = {"step": state.step, "tokens": state.samples * cfg.seq_len, "samples": state.samples,
-           "global_batch": batch, "lr": learning_rate(cfg, state.step), "skipped": state.skipped,
-           "nan_steps": state.nan_steps, **step_statistics(stats, refusal)}
-    if steps:
-        mean_batch = samples / steps  # the batch may have grown since the row before
-        row.update(rates(cfg, world, mean_batch, ms, state.vocab_size))
-    held = peak_resident()  # the most bytes, of the host's memory
-    if world.device.type != "cpu":
-        _, held = peak_memory(world.device) or (None, None)  # allocated, reserved
-        if held is not None:
-            held += bytes_allocated()
-    if held is not None:
-        most, least = world.everyone.maximum([held, -held])  # two numbers from each rank to all
-        row.update(mem_gb=most / 2**30, mem_gb_min=-least / 2**30)
-    return row
 
 
 def step_statistics(stats, refusal):
@@ -204,7 +196,6 @@ def begin(run, found):
         tokenizer = {path.name: path.read_bytes() for path in paths if path.exists()}
     log_file = Log(run.out, config, run.state.step, cfg.wandb, run.state.changed, tokenizer)
     started(run, found)
-    say_what_has_no_effect(cfg)
     log_file.profiler = profiles.start_profile(cfg.profile)
     if cfg.trace:
         run.step = profiles.traced(run)
@@ -249,10 +240,6 @@ def started(run, found):
     say(f"  {run.batch} x {cfg.seq_len} tokens per step, {samples}{skipping}")
     if run.train_data.has_documents:
         say("  each document attends to itself alone (--doc-mask)")
-
-
-def say_what_has_no_effect(cfg):
-    """Name the flags that differ from the preset's and change nothing in this run."""
     preset = Config(**PRESETS[cfg.preset])
     for name, said in FLAGS.items():
         value = getattr(cfg, name)
@@ -321,7 +308,10 @@ class Log:
         if config.get("machine", {}).get("device", "CPU").startswith("CPU"):
             shown.pop("tflops", None)
         line = format_row(shown, steps, self.widths)
-        say(in_colour(line) if sys.stdout.isatty() else line)
+        if sys.stdout.isatty():
+            line = re.sub(r"\bloss=\S+", "\x1b[36m\\g<0>\x1b[0m", line)  # cyan
+            line = re.sub(r"\bval_loss=\S+", "\x1b[33m\\g<0>\x1b[0m", line)  # yellow
+        say(line)
         if self.tracker is not None:
             try:
                 self.tracker.log(values, step=values["step"])
@@ -342,9 +332,6 @@ class Log:
         if self.tracker is not None:
             with best_effort(WANDB, Exception):
                 self.tracker.finish()
-                if self.tracker.settings.mode == "offline":
-                    say("wandb: this run was recorded offline; to send it: wandb sync "
-                        f"{self.tracker.settings.sync_dir}")
 
 
 # The columns of a step's line behind step and loss; a row may lack some: {key: how it is printed}
@@ -424,7 +411,7 @@ def start_wandb(mode, out, config):
             tracker = wandb.init(mode=mode, **how)
         except wandb.errors.CommError as e:
             why = str(e).splitlines()[0]
-            warn(f"wandb: no answer within 10 s, so this run is recorded offline ({why})")
+            warn(f"wandb: no answer within 10 s, so it is recorded offline ({why}); wandb sync sends it")
             tracker = wandb.init(mode="offline", **how)
         if tracker.url:
             say(f"wandb: {tracker.url}")

@@ -15,7 +15,9 @@
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 source scripts/common.sh
 
-# Nodes, and where their list comes from -> $scheduler, $nodes, $slots (ranks that were asked for, per node)
+# Nodes, and where their list comes from -> $scheduler, $nodes, $slots (ranks that were asked for, per node).
+# A second shell of a PBS job may know the job's name alone.
+[ -n "$PBS_JOBID" ] && export PBS_NODEFILE=${PBS_NODEFILE:-${PBS_HOME:-/var/spool/pbs}/aux/$PBS_JOBID}
 if [ -n "$PBS_NODEFILE" ]; then
     scheduler=PBS
     read_hosts

@@ -287,13 +287,16 @@ def test_a_row_after_several_steps_of_a_growing_batch(monkeypatch):
     """ms and rates are means since the row before; loss and norms those of this step."""
     cfg = Config(n_layer=1, lr=0.02, warmup=14)
     state = resume.State(step=7, samples=40, skipped=2, nan_steps=1, vocab_size=99)
-    clock = SimpleNamespace(steps=4, samples=20, per_step=lambda: 50.0)
-    world = World(size=3)
+    metrics = SimpleNamespace(clock=SimpleNamespace(steps=4, samples=20, per_step=lambda: 50.0),
+                              stragglers=SimpleNamespace(report=dict), layer_norms=None)
+    run = SimpleNamespace(cfg=cfg, world=World(size=3), state=state, mesh=SimpleNamespace(axes=dict),
+                          opt=SimpleNamespace(loss_scale=None), guard=SimpleNamespace(reason=None),
+                          first_step=1, log_file=None)
     stats = StepStats(*torch.tensor([2.5, 0.75, 9.0, 12.0], dtype=torch.float64))
     monkeypatch.setattr(log, "peak_flops", lambda device: 4e12)
     monkeypatch.setattr(log, "flops_per_token", lambda cfg, vocab: (1000.0, 600.0) if vocab == 99 else None)
     monkeypatch.setattr(log, "peak_resident", lambda: 3 * 2**28)
-    row = log.metrics_row(cfg, world, state, clock, 6, stats, None)
+    row = log.Metrics.row(metrics, run, 6, stats)
     per_rank = 5 * 128 / 50.0 * 1e3 / 3
     assert row == {
         "step": 7, "tokens": 40 * 128, "samples": 40, "global_batch": 6, "lr": 0.01, "skipped": 2,
@@ -304,12 +307,13 @@ def test_a_row_after_several_steps_of_a_growing_batch(monkeypatch):
         "mem_gb": 0.75, "mem_gb_min": 0.75}
     counts = {"step", "tokens", "samples", "global_batch", "lr", "skipped", "nan_steps", "skip_reason",
               "mem_gb", "mem_gb_min"}
-    idle = SimpleNamespace(steps=0, samples=0, per_step=lambda: 50.0)
+    metrics.clock.steps = 0
     not_finite = stats._replace(loss=torch.tensor(math.nan).double())
     for given, reason, why, more in (
             (None, None, "range", {}), (not_finite, None, "not finite: loss nan, gradient norm 0.75", {}),
             (stats, "spike: so", "spike: so", {"spike_loss": 2.5, "spike_grad_norm": 0.75})):
-        row = log.metrics_row(cfg, world, state, idle, 6, given, reason)
+        run.guard.reason = reason
+        row = log.Metrics.row(metrics, run, 6, given)
         assert row.keys() == counts | more.keys() and row.items() >= {"skip_reason": why, **more}.items()
 
 

@@ -1,12 +1,12 @@
 """What a person sees around a run: its first lines and its last, streams that fail, refusals that leave
 nothing."""
-import dataclasses
 import io
 import os
 import shlex
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from pool import ROOT
@@ -14,11 +14,12 @@ from runs import TINY, session
 
 import plan
 import prepare
+from config import Outcome
 from interface import terminal
-from interface.command_line import parse, wrong_input
-from interface.presets import PRESETS
+from interface.command_line import wrong_input
 from runtime import ending, log
 from runtime.launch import World
+from runtime.resume import State
 
 # -----------------------------------------------------------------------------
 # The first lines of a run, and the last
@@ -40,40 +41,35 @@ def test_the_time_left_and_the_closing_line_leave_out_the_first_row(tmp_path, mo
     (["--momentum=0.9"], "--momentum 0.9 has no effect without --optimizer muon"),
     (["--rope-scaling", "8", "1", "4", "64", "--pos=learned"],
      "--rope-scaling (8.0, 1.0, 4.0, 64.0) has no effect without --pos rope"),
-    (["--top-k=1", "--n-experts=2"], ""), ([], "")])
+    (["--top-k=1", "--n-experts=2"], ""), (["shakespeare-char"], ""), ([], "")])
 def test_a_flag_that_changes_nothing_is_named_and_the_run_goes_on(flags, said, tmp_path):
-    got = session(World(), [*TINY, "--steps=1", "--save-every=0", *flags, f"--out={tmp_path / 'run'}"])
+    got = session(World(), [*flags, *TINY, "--steps=1", "--save-every=0", f"--out={tmp_path / 'run'}"])
     assert got["code"] == 0
     lines = [line.strip() for line in got["out"].splitlines() if "has no effect" in line]
     assert lines == ([said] if said else [])
 
 
-def test_what_a_preset_sets_is_not_named(capsys):
-    """Only flags that differ from the preset's: each preset alone says nothing."""
-    for name in PRESETS:
-        cfg = dataclasses.replace(parse([name], data="synthetic"), zero=0)
-        log.say_what_has_no_effect(cfg)
-        assert capsys.readouterr().out == "", name
+def test_a_run_that_is_done_says_what_can_be_typed_next(tmp_path, monkeypatch, capsys):
+    config = {"data": "data/stdlib", "objective": "causal", "prompt": "def main("}
+    run = SimpleNamespace(out=tmp_path, outcome=Outcome.DONE, stop_reason=None, state=State(step=400),
+                          cfg=SimpleNamespace(report=False), saver=SimpleNamespace(saved=400))
 
+    def said(**changes):
+        run.log_file = SimpleNamespace(begun={"config": {**config, **changes}})
+        ending.report_ending(run)
+        return [line.partition(":")[2].strip() for line in capsys.readouterr().out.splitlines()[1:]]
 
-def test_a_run_that_is_done_says_what_can_be_typed_next(tmp_path, monkeypatch):
-    config = {"data": "data/stdlib", "objective": "causal", "prompt": "def main(", "steps": 400, "world": 2,
-              "launcher": "hydra", "argv": ["train.py", "tiny", "--prompt", "def main("]}
+    monkeypatch.setattr(ending.signals, "is_program", True)
     (tmp_path / "report.html").touch()
-    text, curves, page, more = ending.next_commands(tmp_path, config, 400)
-    for line, command in ((text, f"python sample.py {tmp_path} --prompt 'def main('"),
-                          (curves, f"python plot.py {tmp_path}"),
-                          (more, "mpiexec -n 2 python train.py tiny --prompt 'def main(' --steps 800 "
-                                 "--resume auto")):
-        assert line.partition(":")[2].strip() == command
-    assert str(tmp_path / "report.html") in page
-    assert len(ending.next_commands(tmp_path, {**config, "data": "synthetic"}, 0)) == 2
-    fill = ending.next_commands(tmp_path, {**config, "objective": "mlm"}, 400)[0]
-    assert fill.endswith(f"python sample.py {tmp_path} --fill 'a [MASK] in a text'")
+    curves = f"python plot.py {tmp_path}"
+    page = f"{tmp_path}/report.html, in a browser"
+    assert said() == [f"python sample.py {tmp_path} --prompt 'def main('", curves, page]
+    assert said(data="synthetic") == [curves, page]
+    assert said(objective="mlm")[0] == f"python sample.py {tmp_path} --fill 'a [MASK] in a text'"
     (tmp_path / "meta.json").write_text('{"masks": {}}')  # of conversations, as prepare.py chat writes it
-    assert ending.next_commands(tmp_path, config, 400)[0].endswith(f"python sample.py {tmp_path} --chat")
+    assert said()[0] == f"python sample.py {tmp_path} --chat"
     monkeypatch.chdir(ROOT / "docs")  # from another folder, the programs are named by their paths
-    assert "python ../plot.py " in ending.next_commands(tmp_path, config, 400)[1]
+    assert said()[1].startswith("python ../plot.py ")
 
 
 # -----------------------------------------------------------------------------

@@ -168,6 +168,7 @@ HERE = {  # environment, GPUs that nvidia-smi lists, the line that is printed, s
     "nothing": ({}, 0, "python train.py tiny --prompt a\\ b"),
     "one node": ({}, 4, "mpiexec -n 4 python train.py"),
     "pbs": ({"PBS_NODEFILE": "nodes"}, 0, "mpiexec -n 4 -ppn 2 -hostfile nodes python train.py"),
+    "second shell": ({"PBS_JOBID": "nodes", "PBS_HOME": "."}, 0, "mpiexec -n 4 -ppn 2 -hostfile ./aux/nodes "),
     "open mpi": ({"PBS_NODEFILE": "nodes", "VERSION": OPEN_MPI}, 0,
                  "mpiexec -n 4 --npernode 2 --hostfile nodes --bind-to none -x "),
     "polaris": ({"PBS_NODEFILE": "nodes", "SITE": "polaris"}, 4, "mpiexec -n 8 -ppn 4 -hostfile nodes "
@@ -201,6 +202,7 @@ def test_here_finds_the_allocation_and_runs_what_it_prints(site, name):
     folder, env = site
     given, gpus, line, *settings = HERE[name]
     (folder / "nodes").write_text("x0\nx0\nx1\nx1\n")
+    (folder / "aux").symlink_to(".")
     (folder / "bin/nvidia-smi").write_text(f"#!/bin/bash\nfor i in {{1..{gpus}}}; do echo GPU; done\n" if gpus
                                            else "#!/bin/bash\nexit 9\n")
     (folder / "bin/nvidia-smi").chmod(0o755)
