@@ -53,10 +53,10 @@ TEXTS = {"bench": (".py", ".sh", ".js", ".html", ".pbs", ".slurm"),
 
 # What is larger today: a number here only falls, and what is within its limit leaves the list.
 OVER = {
-    "runtime, interface": (4318, 29),
+    "runtime, interface": (4282, 29),
     "corpus, cost, programs": (6221, 31),
-    "house": (17133, 96),
-    "tests": (22249, 83)}
+    "house": (17097, 96),
+    "tests": (22247, 83)}
 LONG_FILES = {
     "tests/test_kernels.py": 623}
 
