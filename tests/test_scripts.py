@@ -168,7 +168,8 @@ HERE = {  # environment, GPUs that nvidia-smi lists, the line that is printed, s
     "nothing": ({}, 0, "python train.py tiny --prompt a\\ b"),
     "one node": ({}, 4, "mpiexec -n 4 python train.py"),
     "pbs": ({"PBS_NODEFILE": "nodes"}, 0, "mpiexec -n 4 -ppn 2 -hostfile nodes python train.py"),
-    "second shell": ({"PBS_JOBID": "nodes", "PBS_HOME": "."}, 0, "mpiexec -n 4 -ppn 2 -hostfile ./aux/n"),
+    "second shell": ({"PBS_JOBID": "nodes", "PBS_HOME": "."}, 0,
+                     "mpiexec -n 4 -ppn 2 -hostfile ./aux/nodes python train.py"),
     "open mpi": ({"PBS_NODEFILE": "nodes", "VERSION": OPEN_MPI}, 0,
                  "mpiexec -n 4 --npernode 2 --hostfile nodes --bind-to none -x "),
     "polaris": ({"PBS_NODEFILE": "nodes", "SITE": "polaris"}, 4, "mpiexec -n 8 -ppn 4 -hostfile nodes "
