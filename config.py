@@ -331,6 +331,8 @@ def wrong_model(cfg):
          f"--window {cfg.window} looks back only, --objective mlm to both sides; leave out --window"),
         (is_mlm and cfg.doc_mask == "on",
          "--doc-mask on hides what is before, --objective mlm looks both ways; leave out --doc-mask"),
+        (is_mlm and n_masked(cfg.seq_len) < 1,
+         f"--objective mlm masks no token of --seq-len {cfg.seq_len}; try --seq-len 128"),
         (is_mlm and cfg.prompt, "--prompt continues a text, --objective mlm does not; leave out --prompt"),
         (is_dense and cfg.ep > 1, f"--ep {cfg.ep} needs experts; try --n-experts 8"),
         (is_dense and cfg.n_shared_experts,
