@@ -180,13 +180,15 @@ def blocks_in_flight(cfg, mesh):
 def logits_bytes(rank):
     """Return the bytes of the head and the cross-entropy, on the last stage."""
     cfg = rank.cfg
-    # On one rank the logits have the model's dtype, and their gradient overwrites them. Over tp there are
-    # the softmax, its gradient, and the gradient scaled, all in fp32; with a soft-cap likewise, of all rows.
+    # The logits have the model's dtype, and on one rank their gradient overwrites them. Over tp there are
+    # the softmax, its gradient, and the gradient scaled, too, all in fp32; with a soft-cap likewise.
+    logit_bytes = rank.weight_bytes
+    if rank.mesh.tp.size > 1 or cfg.logit_softcap:
+        logit_bytes += 3 * rank.sum_bytes
     rows = rank.head_rows
     if not cfg.logit_softcap:
         rows = min(rows, rows_per_block(rank.vocab, rank.weight_bytes))
-    is_plain = rank.mesh.tp.size > 1 or cfg.logit_softcap
-    logits = rows * rank.vocab * (3 * rank.sum_bytes if is_plain else rank.weight_bytes)
+    logits = rows * rank.vocab * logit_bytes
     weight_grad = 0 if cfg.lora else rank.vocab * cfg.n_embd * rank.weight_bytes
     return logits + weight_grad
 

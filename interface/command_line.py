@@ -58,7 +58,7 @@ def no_preset(word):
     """Return what to say of the first word of a command line, which is no preset."""
     if Path(word, "config.json").is_file():
         return f"{word} holds flags: --config {word}"
-    if Path(word).exists():
+    if Path(word).suffix != ".py" and Path(word).exists():
         return f"{word} is no preset; {paths.meant_data(word)}"
     return f"no preset {word!r}; the first word is one of {', '.join(PRESETS)}"
 

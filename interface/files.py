@@ -40,6 +40,8 @@ def whole_folder(out, only=""):
     folder.mkdir(parents=True)
     try:
         yield folder
+        for path in [*folder.rglob("*"), folder]:
+            sync(path)
         os.rename(folder / only, out)
     finally:
         shutil.rmtree(folder, ignore_errors=True)

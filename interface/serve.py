@@ -35,18 +35,21 @@ class Handler(http.server.BaseHTTPRequestHandler):
             self.write(200, self.server.page.replace("NONCE", secrets.token_hex()), "text/html")
 
     def do_POST(self):
-        length = int(self.headers.get("Content-Length", 0))
+        length = self.headers.get("Content-Length", "0")
+        length = int(length) if re.fullmatch("[0-9]{1,9}", length) else -1
         if not self.is_ours():
             return
         if not 0 <= length <= MOST_BYTES:
             self.write(413, f"too large: a message has at most {MOST_BYTES:,} bytes; open the page anew\n")
-        elif not self.server.turn.acquire(blocking=False):
+            return
+        message = self.rfile.read(length)
+        if not self.server.turn.acquire(blocking=False):
             self.write(503, "busy: another answer is being written; try again when it has ended\n")
-        else:
-            try:
-                self.answer(self.rfile.read(length))
-            finally:
-                self.server.turn.release()
+            return
+        try:
+            self.answer(message)
+        finally:
+            self.server.turn.release()
 
     def is_ours(self):
         """Whether the page that asks is ours; one of others has another name or origin, and is refused."""

@@ -78,6 +78,8 @@ class LinearCrossEntropy(torch.autograd.Function):
         grad_x = torch.empty_like(x) if has_backward else None
         grad_w = grad_bias = None
         n = rows_per_block(w.size(0), w.element_size())
+        if w.dtype == torch.float16:
+            n = ROWS_AT_ONCE  # the product of more rows, which no loss scale lessens, can be out of range
         for start in range(0, x.size(0), n):
             block = slice(start, start + n)
             rows = x[block]

@@ -92,12 +92,11 @@ class Everyone:
             answer = _answer([word], combine)
 
         wrong, kinds, result = json.loads(answer)
+        if wrong and wrong[0][0] == self.rank:
+            complain(f"nanoshard: {wrong[0][1]}")
         if wrong or len(kinds) > 1:
-            self._wait_until_read()  # rank 0 may end now
+            self._wait_until_read()  # rank 0 may end now, and then a launcher ends the others
         if wrong:
-            rank, text = wrong[0]
-            if rank == self.rank:
-                complain(f"nanoshard: {text}")
             raise SystemExit(Outcome.WRONG_INPUT)
         if len(kinds) > 1:
             raise RuntimeError(f"mismatch over the world: one rank is in {kinds[0]}, another in {kinds[1]}")

@@ -62,6 +62,8 @@ def detect(env):
         if launcher == "pals" and size is None:
             size = "-1"  # PALS_PMI=pmix sets no PMI_SIZE
         if None not in (rank, size, local_rank):
+            if size != "-1" and not 0 <= int(rank) < int(size):
+                raise ValueError(f"{names[0]}={rank} and {names[1]}={size} describe no rank: unset them")
             return Start(launcher, int(rank), int(size), int(local_rank))
     if "RANK" in env and env.get("WORLD_SIZE", "1") != "1":  # each rank would train the whole model alone
         raise ValueError(f"RANK={env['RANK']} in the environment has no LOCAL_RANK: unset it, or start the "
@@ -330,14 +332,14 @@ def _mpi_world(start):
 
 
 def _node(launcher, comm):
-    """Return (a number that the ranks of this node share, number of nodes, if the ranks have not met yet)."""
+    """Return (a word that the ranks of this node share, number of nodes, if the ranks have not met yet)."""
     if comm is not None:
         from mpi4py import MPI
         lowest = comm.Split_type(MPI.COMM_TYPE_SHARED).bcast(comm.rank)  # of this host's ranks
         return lowest, len(set(comm.allgather(lowest)))
     if launcher == "srun":
         return int(os.environ["SLURM_NODEID"]), int(os.environ["SLURM_STEP_NUM_NODES"])
-    return int(os.environ.get("GROUP_RANK", 0)), 1  # torchrun's
+    return os.environ.get("GROUP_RANK", socket.gethostname()), 1  # torchrun's; a job script sets none
 
 
 # -----------------------------------------------------------------------------
