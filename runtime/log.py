@@ -4,6 +4,7 @@ metrics.jsonl is the record from which a resumed run goes on. Everything else ma
 """
 import contextlib
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -93,7 +94,7 @@ class Metrics:
             if run.log_file is not None:
                 run.log_file.experts.add({"step": run.state.step, "layers": experts})
         if stats is not None and run.state.step == run.first_step and run.log_file is not None:
-            report_traffic(run, batch, sent)
+            run.log_file.after_row = functools.partial(report_traffic, run, batch, sent)
         return row
 
 
@@ -282,6 +283,7 @@ class Log:
         self.metrics = Rows(self.out / "metrics.jsonl", resumed or -1, create=True)
         self.experts = Rows(self.out / "experts.jsonl", resumed or -1)
         self.notes = Rows(self.out / "notes.jsonl", resumed or -1)
+        self.after_row = None  # called once, when the next row is printed
         self.last_row = {}
         self.speeds = []  # (ms, tok_s) of the rows behind the first, which also compiles
         steps = config.get("steps")
@@ -312,6 +314,9 @@ class Log:
             line = re.sub(r"\bloss=\S+", "\x1b[36m\\g<0>\x1b[0m", line)  # cyan
             line = re.sub(r"\bval_loss=\S+", "\x1b[33m\\g<0>\x1b[0m", line)  # yellow
         say(line)
+        if self.after_row is not None:
+            self.after_row()
+            self.after_row = None
         if self.tracker is not None:
             try:
                 self.tracker.log(values, step=values["step"])
