@@ -10,7 +10,7 @@ import sys
 
 import pytest
 from pool import ROOT
-from test_tutorial import COMMANDS, commands, pieces
+from test_recipes import commands_in, commands_of
 
 import config
 import prepare
@@ -34,13 +34,9 @@ def code_of(notebook):
 
 def calls(name):
     """Return [(ranks, [program, argument, ...])] of the notebook's %%bash cells."""
-    found = []
-    for source in code_of(read(name)):
-        if source.startswith(MAGIC):
-            for line in commands(source.removeprefix(MAGIC)):
-                assert len(pieces(line)) == 1, line
-                found += pieces(line)
-    return found
+    cells = [source for source in code_of(read(name)) if source.startswith(MAGIC)]
+    lines = "\n".join(cells).replace("\\\n", " ").splitlines()
+    return [(ranks, [program, *argv]) for ranks, program, argv in commands_in(lines)]
 
 
 @pytest.mark.parametrize("name", NOTEBOOKS)
@@ -88,7 +84,7 @@ def test_the_flags_of_other_programs_are_in_their_help(program, monkeypatch, cap
         importlib.import_module(program).main(["--help"])
     text = capsys.readouterr().out
     typed = [argv for name in NOTEBOOKS for _, argv in calls(name)]
-    typed += [argv for line in COMMANDS for _, argv in pieces(line)]
+    typed += [[name, *argv] for _, name, argv in commands_of("tutorial/README.md")]
     files = {f"{program}.py", f"bench/{program}.py"}
     flags = {word for argv in typed if argv[0] in files for word in argv if word.startswith("--")}
     assert flags

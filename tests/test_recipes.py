@@ -60,8 +60,12 @@ def lines_of(page):
 
 def commands_of(page):
     """Return [(ranks, program, [argument, ...])] of a page, without those that are drawn or explained."""
+    return commands_in(lines_of(page))
+
+
+def commands_in(lines):
     found = []
-    for line in lines_of(page):
+    for line in lines:
         try:
             words = shlex.split(line.replace(";", " ; "), comments=True)
         except ValueError:  # a drawing, or a sentence
