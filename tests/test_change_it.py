@@ -106,28 +106,3 @@ def test_the_changes_are_right(tmp_path):
     (copy / "tests/test_typed.py").write_text(TYPED)
     printed = run(copy, "-m", "pytest", "-q", "-p", "no:cacheprovider", *TESTS, "tests/test_typed.py")
     assert int(re.search(r"(\d+) passed", printed)[1]) >= len(TESTS) + len(TRAIN)
-
-
-TEXT = "x = 1\n\n\nclass A:\n    def f(self):\n        x = 1\n        y = 2\n\n\nT = {\n    1: 2,\n}\n"
-
-
-@pytest.mark.parametrize("diff,old,new", [
-    ("@@ a.py, A.f\n-        x = 1\n+        x = 3\n", "  x = 1\n", "  x = 3\n"),
-    ("@@ a.py, A\n         y = 2\n+        z = 4\n", "y = 2\n", "y = 2\n        z = 4\n"),
-    ("@@ a.py\n+U = 0\n T = {\n", "T =", "U = 0\nT =")], ids=["replaced", "added", "in front"])
-def test_an_edit_is_made_once(diff, old, new):
-    (edit,) = change_it.edits(diff)
-    text = change_it.changed(TEXT, edit)
-    assert text == TEXT.replace(old, new) and change_it.changed(text, edit) == text
-
-
-@pytest.mark.parametrize("diff,words", [
-    ("@@ a.py, A.g\n-        x = 1\n+        x = 3\n", "a.py, A.g is not defined"),
-    ("@@ a.py, T\n-x = 1\n+x = 3\n", "`x = 1` of docs/change-it.md stands there 0 times"),
-    ("@@ b.py\n-a\n+c\n", "b.py: `a` of docs/change-it.md stands there 2 times")],
-    ids=["no place", "no line", "two"])
-def test_an_edit_that_does_not_fit_is_refused(diff, words):
-    (edit,) = change_it.edits(diff)
-    text = TEXT if edit.file == "a.py" else "a\na\n"
-    with pytest.raises(ValueError, match=f"{re.escape(words)}.*; {change_it.FIX}$"):
-        change_it.changed(text, edit)

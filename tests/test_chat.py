@@ -8,7 +8,6 @@ import os
 import re
 import signal
 import sys
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -185,14 +184,6 @@ def test_a_line_that_is_no_conversation_is_named(line, words, data):
     assert "bad.jsonl, row 2" in err and not (data / "bad").exists()
 
 
-def test_keys_beside_the_messages_are_said(data):
-    records = [{"id": i, "messages": conversation(i), "system": "Be" if i % 2 else None} for i in range(40)]
-    (data / "keys.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    code, _, err = prepare_chat(data, data / "keys.jsonl", name="keys")
-    assert code == 0 and err.count("\n") == 1
-    assert "of 40 records only the messages become tokens, not id (40), system (20)" in err
-
-
 @pytest.mark.parametrize("argv,words", [
     (["chat"], "chat needs FILE.jsonl"), (["chat", "{}/conversations.jsonl"], "--tokenizer data/stdlib"),
     (["chat", "{}/text.txt", "--tokenizer", "{}/base"], "row 1 is no JSON object"),
@@ -298,23 +289,6 @@ def test_experts_start_from_experts(tmp_path):
     assert any("bias" in name for name in was)
     for name in (n for n in was if not n.startswith("exp_avg")):
         torch.testing.assert_close(now[name], was[name], rtol=0, atol=1e-8, msg=name)
-
-
-def start_from_what_one_rank_cannot_read(world, argv):
-    def read(path, requested, index=None, others=()):
-        if world.rank == 1:
-            raise ValueError("rank_00001.safetensors is damaged")
-    with mock.patch.object(checkpoint, "load", read):
-        return session(world, argv)
-
-
-def test_what_one_rank_cannot_read_ends_all_ranks(pretrained, data, tmp_path):
-    """In one line: with ZeRO the others would wait in the all-gather of the weights."""
-    argv = [*BASE, f"--data={data}/qa", f"--seq-len={SEQ}", "--zero=1", f"--out={tmp_path}/x",
-            f"--init-from={pretrained}"]
-    results = run_ranks(2, start_from_what_one_rank_cannot_read, argv)
-    assert [r["code"] for r in results] == [2, 2]
-    assert "".join(r["err"] for r in results).count("is damaged") == 1
 
 
 def test_a_blend_with_conversations_counts_on_the_device_in_every_step(data):
@@ -469,15 +443,6 @@ def test_answers_with_the_cache_are_those_without(tuned, monkeypatch):
         whole = given[: length + len(new)]
         torch.testing.assert_close(logits, real(model, torch.tensor([whole]), pipeline.Cache()), rtol=0,
                                    atol=1e-10)
-
-
-def test_an_answer_that_is_stopped_ends_in_the_conversation(tuned):
-    vocab = tokenizer.load(tuned)
-    (whole, again), tokens, _ = talk(World(), tuned, QUESTIONS[:1] * 2)
-    (first, second), cut, _ = talk(World(), tuned, QUESTIONS[:1] * 2, stop_after=2)
-    assert "".join(whole).startswith("".join(first)) and len(first) <= 2 < len(whole)
-    text = vocab.decode(cut).removeprefix(f"{tokenizer.EOD}<|system|>Be brief.<|end|><|user|>3 + 3?<|end|>")
-    assert text.startswith(f"<|assistant|>{''.join(first)}<|end|><|user|>") and text.count("<|end|>") == 3
 
 
 def test_a_long_conversation_goes_on_when_the_window_is_full(tuned):

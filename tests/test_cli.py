@@ -214,13 +214,6 @@ def test_names_and_values_are_read_in_every_form():
     assert change_words(words, changes) == ["gpt2", "--resume", "auto", "--steps", "9"]
 
 
-def test_a_home_folder_is_expanded_behind_an_equals_sign(tmp_path, monkeypatch):
-    """A shell leaves ~ there as it is, and a folder of that name would hold the run."""
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert parse(["--out=~/run", "--data", "~/data"]).out == f"{tmp_path}/run"
-    assert parse(["--out=~run", "--prompt=a ~/b"]).out == "~run"
-
-
 def test_presets_and_defaults_are_pinned():
     """Another default is another run for everybody who gives no flag: change the number here, on purpose."""
     assert parse([]) == parse(["tiny"]) == Config()
@@ -415,12 +408,6 @@ def test_a_schema_names_the_first_wrong_value(value, schema, say):
     with pytest.raises(ValueError, match="^f.json: ") if say else contextlib.nullcontext() as e:
         check_schema(value, schema, "f.json")
     assert not say or say in str(e.value)
-
-
-def test_control_characters_of_a_file_are_printed_escaped(capsys):
-    with pytest.raises(SystemExit), wrong_input():
-        raise ValueError("a\x1b]0;evil\x07 \n \u202eb \xe9 \x9b2J")
-    assert capsys.readouterr().err == "nanoshard: a\\x1b]0;evil\\x07 \\u202eb \xe9 \\x9b2J\n"
 
 
 # -----------------------------------------------------------------------------

@@ -303,11 +303,6 @@ def test_the_workers_of_a_killed_prepare_end_and_the_old_data_stay(tmp_path, cap
     assert code == 2 and "x.tmp is there: another command writes it, or one was killed" in err
 
 
-def test_preparing_needs_no_torch():
-    code = "import sys, prepare; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
-
-
 # -----------------------------------------------------------------------------
 # Blends: shares, order, errors, and a run on a blend that is stopped and resumed
 

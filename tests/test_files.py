@@ -1,13 +1,8 @@
-"""The directory of a run, and whose files are in it: one run at a time, nothing foreign is lost, full disks.
+"""The directory of a run, and whose files are in it: one run at a time, nothing foreign is lost.
 
-test_resume.py has what a run does with its own files; test_borders.py fills disks by a limit on the size of
-files, for machines where nothing can be mounted.
+test_resume.py has what a run does with its own files; test_checkpoint.py and test_malformed.py fill disks.
 """
-import errno
-import os
 import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
-from pool import ROOT, run_ranks
+from pool import run_ranks
 from runs import TINY, assert_refused, go, rows, session
 from safetensors.torch import load_file
 
@@ -68,16 +63,6 @@ def test_a_second_run_in_the_same_directory_is_refused(tmp_path):
     assert got["code"] == 0 and got["out"].count("waiting up to 60 s") == 1 and "resumed" in got["out"]
 
 
-def test_a_file_system_without_locks_is_said(tmp_path, monkeypatch, capsys):
-    def no_locks(file, how):
-        raise OSError(errno.ENOLCK, "No locks available")
-    monkeypatch.setattr(files.fcntl, "flock", no_locks)
-    files.lock(tmp_path / "run")
-    assert "has no file locks (No locks available)" in capsys.readouterr().err
-    files.unlock()
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_the_lock_ends_with_the_run_and_leaves_no_empty_folder(tmp_path):
     go(1, tmp_path / "run", "--steps=1", "--resume=nowhere", code=2)
     for name in ("run", "new/run"):  # would raise
@@ -88,26 +73,6 @@ def test_the_lock_ends_with_the_run_and_leaves_no_empty_folder(tmp_path):
     (tmp_path / "run/kept").touch()
     files.unlock()
     assert (tmp_path / "run/kept").exists() and not files.in_use(tmp_path / "run")
-
-
-def test_a_mounted_directory_is_locked_under_all_its_names(tmp_path):
-    """Two containers mount one volume as --out, each below a parent directory of its own."""
-    a, b = tmp_path / "a/run", tmp_path / "b/run"
-    a.mkdir(parents=True)
-    b.mkdir(parents=True)
-    code = "import pathlib, sys; from interface import files; files.lock(pathlib.Path(sys.argv[1]))"
-    script = 'mount --bind "$1" "$2" || exit 99; exec "$3" -c "$4" "$2"'
-    command = ["unshare", "--mount", "sh", "-c", script, "sh", a, b, sys.executable, code]
-    files.lock(a)
-    try:
-        got = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    except FileNotFoundError:
-        pytest.skip("unshare is not installed")
-    finally:
-        files.unlock()
-    if got.returncode == 99 or "unshare" in got.stderr:
-        pytest.skip(f"no right to mount: {got.stderr.strip()}")
-    assert f"{b} is in use by process {os.getpid()} on " in got.stderr
 
 
 def test_out_may_be_a_link_to_another_disk(tmp_path):
@@ -206,50 +171,3 @@ def test_a_checkpoint_of_any_dtype_is_refused_with_nan(dtype):
     bad = torch.tensor([1.0, float("nan")], dtype=dtype)
     with pytest.raises(ValueError, match="bad holds values that are not finite"):
         checksum.refuse_not_finite([good, ("bad", bad, (2,), (0,))])
-
-
-# -----------------------------------------------------------------------------
-# A disk of one megabyte
-
-@pytest.fixture
-def disk(tmp_path):
-    """Return the folder of a file system of one megabyte."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=1m", "none", folder]
-    try:
-        subprocess.run(command, check=True, capture_output=True, text=True)
-    except (OSError, subprocess.CalledProcessError) as e:
-        pytest.skip(f"no file system can be mounted here: {getattr(e, 'stderr', '') or e}")
-    yield folder
-    subprocess.run(["umount", folder], check=True)
-
-
-def fill(disk, room):
-    """Fill the disk, all but `room` bytes."""
-    (disk / "filler").unlink(missing_ok=True)
-    status = os.statvfs(disk)
-    (disk / "filler").write_bytes(bytes(status.f_bavail * status.f_frsize - room))
-
-
-def left(disk):
-    """Return the names of all files and folders on the disk, the filler aside."""
-    return {path.relative_to(disk).as_posix() for path in disk.rglob("*")} - {"filler"}
-
-
-def test_a_full_disk_under_a_run(disk):
-    """test_borders.py has those of the other programs."""
-    argv = ["--steps=2", "--save-every=1"]
-    fill(disk, 0)
-    result = go(1, disk / "run", *argv, code=2)
-    assert_refused(result, "No space left on device")
-    fill(disk, 24576)
-    result = go(1, disk / "run", *argv, code=1)
-    lines = [line for line in result["err"].splitlines() if "was not saved" in line]
-    assert len(lines) == 2 and all("No space left on device" in line for line in lines), result["err"]
-    assert not [name for name in left(disk) if "step_" in name], left(disk)
-
-    grads = f"--dump-grads={disk}/grads"
-    result = go(1, disk.parent / "run", *argv, grads, code=2)
-    assert_refused(result, "No space left on device")
-    assert not [name for name in left(disk) if "grads" in name]

@@ -379,15 +379,3 @@ def test_a_stream_that_fails_never_ends_a_run(tmp_path):
     unheard.start()
     unheard.join(240)
     assert unheard.exitcode == 0 and len(rows(tmp_path / "run")) == 6
-
-
-# -----------------------------------------------------------------------------
-# How threads wait
-
-def test_idle_threads_sleep():
-    """launch.py, which says how torch's threads wait, needs no torch."""
-    code = ("import sys; from runtime import launch; "
-            "print('torch' in sys.modules, launch.os.environ['OMP_WAIT_POLICY'])")
-    env = {name: value for name, value in clean_env().items() if name != "OMP_WAIT_POLICY"}
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True)
-    assert done.stdout == "False PASSIVE\n", done.stderr

@@ -1,5 +1,4 @@
 """report.html: its pictures, what it escapes, its size and time, which runs leave one, two runs together."""
-import itertools
 import json
 import math
 import re
@@ -7,7 +6,6 @@ import signal
 import xml.etree.ElementTree as ET
 
 import pytest
-from browser import browser
 from runs import TINY, session
 
 import plot
@@ -116,24 +114,3 @@ def test_a_run_leaves_its_page_also_after_a_stop_and_never_fails_for_it(tmp_path
     got = session(World(), [*flags, "--resume=auto", f"--out={tmp_path / 'c'}"])
     lines = [line for line in got["err"].splitlines() if "report.html" in line]
     assert got["code"] == 0 and len(lines) == 1 and "going on without it" in lines[0], got["err"]
-
-
-@pytest.mark.long
-def test_pages_fit_into_three_widths_and_ask_for_nothing(tmp_path):
-    run = report.Run(make_run(tmp_path / "a"))
-    report.write_report(tmp_path / "one.html", [run])
-    report.write_report(tmp_path / "two.html", [run, report.Run(make_run(tmp_path / "b", seed=8))])
-    pages = [tmp_path / "one.html", tmp_path / "two.html"]
-    with browser() as chromium:
-        for path, width in itertools.product(pages, (375, 800, 1400)):
-            view = chromium.new_page(viewport={"width": width, "height": 900})
-            said = []
-            view.on("console", lambda message, said=said: said.append(message.text))
-            view.on("pageerror", lambda error, said=said: said.append(str(error)))
-            view.on("request", lambda request, said=said: said.append(request.url))
-            view.goto(path.as_uri())
-            assert view.evaluate("document.documentElement.scrollWidth") <= width, (path.name, width)
-            assert said == [path.as_uri()]
-            boxes = view.evaluate("[...document.querySelectorAll('svg')].map(e => e.clientWidth)")
-            assert boxes and min(boxes) > 300, (path.name, width, boxes)
-            view.close()

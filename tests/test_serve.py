@@ -149,29 +149,6 @@ def test_one_answer_at_a_time_and_the_others_are_told_that_it_is_busy():
         first.close()
 
 
-def test_the_next_client_gets_its_turn_when_one_leaves_in_the_middle(capsys):
-    begun, ended = threading.Event(), threading.Event()
-
-    def talk(asked):
-        try:
-            begun.set()
-            while asked["system"]:
-                yield "more " * 1000
-            yield "end"
-        finally:
-            ended.set()
-    with serving(talk) as server:
-        with socket.create_connection(server.server_address[:2]) as connection:
-            content = json.dumps({**ASKS, "system": "long"}).encode()
-            connection.sendall(HEAD + b"Content-Length: %d\r\n\r\n" % len(content) + content)
-            assert begun.wait(30)
-        assert ended.wait(30)
-        while (found := ask(server, ASKS))[0] == 503:
-            time.sleep(0.01)
-        assert found == (200, "end")
-    assert capsys.readouterr().err == ""
-
-
 # -----------------------------------------------------------------------------
 # What sample.py answers
 
