@@ -6,7 +6,8 @@
     same            asserts that two runs left the same bits
     assert_resume_is_equal   asserts the same of a run and of one that was resumed
     assert_refused  asserts that a run ended with one line about its wrong input
-    refused         the same of a program's main, which it calls
+    called          calls a program's main
+    refused         calls it, and asserts the same
     optimizer_as_planned   asserts that masters and moments have the planned bytes
 """
 import contextlib
@@ -59,18 +60,22 @@ def session(world, argv, plan=None):
     """
     plan = plan or {}
     steps = []
-    out, err = text_file(), text_file()
     start = launch.Start("single" if world.size == 1 else "hydra", world.rank, world.size, world.rank)
     with mock.patch.multiple(launch, launch=lambda *_, **__: world, shutdown=lambda world: None,
                              started_by=lambda: start), \
-            mock.patch.multiple(train, Run=record_steps(steps, plan), Step=plant_nan(plan)), \
-            contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            mock.patch.multiple(train, Run=record_steps(steps, plan), Step=plant_nan(plan)):
+        return {**called(train.main, argv), "steps": steps}
+
+
+def called(main, argv):
+    """Return {code, out, err} of a program's main."""
+    out, err = text_file(), text_file()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
-            train.main(argv)
-            code = 0
+            code = main([str(word) for word in argv]) or 0
         except SystemExit as leaving:
             code = leaving.code
-    return {"code": code, "steps": steps, "out": text_of(out), "err": text_of(err)}
+    return {"code": code, "out": text_of(out), "err": text_of(err)}
 
 
 def text_file():
@@ -147,14 +152,9 @@ def refused(main, argv, *words):
 
     Return the line.
     """
-    code, err = 0, io.StringIO()
-    try:
-        with contextlib.redirect_stderr(err):
-            main([str(word) for word in argv])
-    except SystemExit as leaving:
-        code = leaving.code
-    assert_refused({"code": code, "err": err.getvalue()}, *words)
-    return err.getvalue()
+    result = called(main, argv)
+    assert_refused(result, *words)
+    return result["err"]
 
 
 def go(n, out, *flags, plan=None, code=0, base=TINY):

@@ -74,14 +74,12 @@ def test_a_name_that_is_gone_is_found():
 
 
 def run(folder, *command):
-    """Return what a command printed. AssertionError: it failed."""
     done = subprocess.run([sys.executable, *command], cwd=folder, capture_output=True, text=True)
     assert done.returncode == 0, f"{done.stderr}\n{done.stdout[-3000:]}"
     return done.stdout
 
 
 def count_violations(folder, files):
-    """Return how many violations of the laws laws.py finds in the files."""
     command = [sys.executable, "tests/laws.py", *files]
     printed = subprocess.run(command, cwd=folder, capture_output=True, text=True).stdout
     return int(re.search(r"(\d+) violations", printed)[1]), printed

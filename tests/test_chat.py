@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import sys
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ import test_layouts
 import torch
 from faults import TP, assert_caught, planted
 from pool import run_ranks
-from runs import TINY, assert_refused, final, go, rows, same, session
+from runs import TINY, assert_refused, called, final, go, refused, rows, same, session
 
 import checkpoint
 import pipeline
@@ -29,6 +30,7 @@ from interface import serve
 from ops.cross_entropy import IGNORE
 from ops.split_master import whole
 from parallel import make_mesh
+from runtime import launch
 from runtime.launch import World
 
 SEQ = 48
@@ -45,19 +47,11 @@ def conversation(i):
 
 
 def run_prepare(*argv):
-    """prepare.main -> (exit code, stdout, stderr)."""
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        try:
-            code = prepare.main(list(map(str, argv)))
-        except SystemExit as e:
-            code = e.code
-    return code, out.getvalue(), err.getvalue()
+    return tuple(called(prepare.main, argv).values())
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    """Return a folder with the data sets base (text) and qa (conversations), and conversations.jsonl."""
     folder = tmp_path_factory.mktemp("chat")
     (folder / "text.txt").write_text("".join(f"{a} + {b}? It is {a + b}. Sure? Yes.\n" for a in range(40)
                                              for b in range(30)))
@@ -184,14 +178,11 @@ def test_a_line_that_is_no_conversation_is_named(line, words, data):
     assert "bad.jsonl, row 2" in err and not (data / "bad").exists()
 
 
-@pytest.mark.parametrize("argv,words", [
-    (["chat"], "chat needs FILE.jsonl"), (["chat", "{}/conversations.jsonl"], "--tokenizer data/stdlib"),
-    (["chat", "{}/text.txt", "--tokenizer", "{}/base"], "row 1 is no JSON object"),
-    (["chat", "{}/conversations.jsonl", "--tokenizer", "{}/base", "--seq-len", "3"],
-     "150 have no answer within --seq-len 3")])
-def test_wrong_input_of_prepare_chat(argv, words, data):
-    code, _, err = run_prepare(*(a.format(data) for a in argv), "--name", "bad", "--out", data)
-    assert code == 2 and err.count("\n") == 1 and words in err
+@pytest.mark.parametrize("words,said", [
+    ("chat", "chat needs FILE.jsonl"), ("chat {}/conversations.jsonl", "--tokenizer data/stdlib"),
+    ("chat {}/conversations.jsonl --tokenizer {}/base --seq-len 3", "150 have no answer within --seq-len 3")])
+def test_wrong_input_of_prepare_chat(words, said, data):
+    refused(prepare.main, [*words.replace("{}", str(data)).split(), "--name=bad", f"--out={data}"], said)
 
 
 # -----------------------------------------------------------------------------
@@ -208,8 +199,6 @@ def tune(n, out, data, *flags, **kwargs):
 
 
 def test_a_resumed_fine_tuning_is_the_run_that_was_not_stopped(data, pretrained, tmp_path):
-    """Two ranks; evaluated, saved, stopped, resumed. Its losses are those of one process. The same command
-    starts it and goes on with it, as a job script does."""
     flags = [f"--init-from={pretrained}", "--save-every=2", "--eval-every=2", "--eval-iters=2"]
     said = tune(2, tmp_path / "whole", data, *flags, "--steps=4")["out"]
     assert f"starts from the weights of {pretrained}/step_000002" in said and "4 symbols are new" in said
@@ -309,20 +298,20 @@ def test_a_blend_with_conversations_counts_on_the_device_in_every_step(data):
 def test_refused_starts(data, pretrained, tmp_path):
     flags = [*BASE, f"--data={data}/qa", f"--seq-len={SEQ}", "--steps=1", f"--out={tmp_path}/x"]
 
-    def refused(*more, words):
+    def tell(*more, words):
         assert_refused(session(World(), [*flags, *more]), words)
-    refused(f"--init-from={pretrained}", "--n-layer=3", words="--n-layer 2")
-    refused(f"--init-from={pretrained}", "--seq-len=64", words="give --seq-len 48")
-    refused("--objective=mlm", words="has conversations")
+    tell(f"--init-from={pretrained}", "--n-layer=3", words="--n-layer 2")
+    tell(f"--init-from={pretrained}", "--seq-len=64", words="give --seq-len 48")
+    tell("--objective=mlm", words="has conversations")
     assert run_prepare(data / "text.txt", "--name", "other", "--vocab-size", 304, "--out", data,
                        "--val-fraction", 0.5)[0] == 0
-    refused(f"--init-from={pretrained}", f"--data={data}/other", words="are others than those of the run")
+    tell(f"--init-from={pretrained}", f"--data={data}/other", words="are others than those of the run")
     # This directory holds weights alone, like one that convert.py has imported
     step = tmp_path / "imported/step_000000"
     tensors, meta = final(pretrained, 2)
     weights = [(n, t, tuple(t.shape), (0,) * t.ndim) for n, t in tensors.items() if "exp_avg" not in n]
     checkpoint.save(step.parent, 0, weights, {**meta, "step": 0, "samples": 0, "adam_t": 0, "data": ""})
-    refused(f"--resume={step}", words=f"give --init-from {step}")
+    tell(f"--resume={step}", words=f"give --init-from {step}")
     assert math.isfinite(rows(tune(1, tmp_path / "ft", data, f"--init-from={step.parent}", "--steps=1")
                               and tmp_path / "ft")[0]["loss"])
 
@@ -331,7 +320,6 @@ def test_refused_starts(data, pretrained, tmp_path):
 # Planted faults, as in test_faults.py: each must fail a comparison.
 
 def masked_as_word(original, ctx, logits, target, axis):
-    """_VocabCrossEntropy.forward to which a masked target is the first word."""
     return original(ctx, logits, target.clamp(min=0), axis)
 
 
@@ -340,14 +328,12 @@ def test_a_masked_target_that_counts_over_tp_is_caught():
 
 
 def but_the_system(original, message):
-    """is_trained that trains the user's words, too."""
     return message["role"] != "system"
 
 
 @pytest.mark.parametrize("faults", [[], [("corpus.chat.is_trained", but_the_system)]],
                          ids=["right", "the user's words trained"])
 def test_a_fault_of_the_masks_is_caught(faults, data, tmp_path):
-    """The windows of three epochs against the conversations themselves."""
     (tmp_path / "base").symlink_to(data / "base")
     with contextlib.ExitStack() as stack:
         for fault in faults:
@@ -374,7 +360,6 @@ def test_a_fault_of_the_masks_is_caught(faults, data, tmp_path):
 
 
 def every_target(original, source, first, n):
-    """Tokens.n_targets that counts masked ones."""
     return n * source.seq_len
 
 
@@ -392,7 +377,6 @@ QUESTIONS = ["3 + 3?", "Sure?", "and 4 + 4?"]
 
 @pytest.fixture(scope="module")
 def tuned(data, pretrained):
-    """Return a run that has learned to answer, more or less, and to end."""
     tune(1, data / "tuned", data, f"--init-from={pretrained}", "--steps=60", "--lr=2e-2", "--warmup=2",
          "--save-every=60", "--eval-every=60", "--eval-iters=1")
     return data / "tuned"
@@ -429,7 +413,6 @@ def test_two_tp_ranks_answer_as_one(tuned):
 
 
 def test_answers_with_the_cache_are_those_without(tuned, monkeypatch):
-    """Each turn's answer is what the model says to the whole conversation, given at once; logits to 1e-10."""
     seen, real = [], pipeline.next_logits
 
     def next_logits(model, tokens, cache):
@@ -452,23 +435,14 @@ def test_a_long_conversation_goes_on_when_the_window_is_full(tuned):
 
 def chat_session(world, argv, lines):
     """sample.main on this rank, with lines typed -> (exit code, stdout, stderr)."""
-    from runtime import launch
-    out, err, launched = io.StringIO(), io.StringIO(), (launch.launch, launch.shutdown, launch.started_by)
+    start = launch.Start("hydra", world.rank, world.size)
     handler = signal.getsignal(signal.SIGINT)
-    try:
-        launch.launch, launch.shutdown = (lambda *a, **k: world), (lambda w: None)
-        launch.started_by = lambda: launch.Start("hydra", world.rank, world.size)
-        sys.stdin = io.StringIO(lines if world.rank == 0 else "")
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            try:
-                code = sample.main(argv)
-            except SystemExit as e:
-                code = e.code
-    finally:
-        launch.launch, launch.shutdown, launch.started_by = launched
-        sys.stdin = sys.__stdin__
-        signal.signal(signal.SIGINT, handler)
-    return code, out.getvalue(), err.getvalue()
+    with mock.patch.multiple(launch, launch=lambda *a, **k: world, shutdown=lambda w: None,
+                             started_by=lambda: start), \
+            mock.patch.object(sys, "stdin", io.StringIO(lines if world.rank == 0 else "")):
+        done = called(sample.main, argv)
+    signal.signal(signal.SIGINT, handler)
+    return tuple(done.values())
 
 
 def test_questions_from_a_pipe_on_two_ranks(tuned):
@@ -482,7 +456,6 @@ def test_questions_from_a_pipe_on_two_ranks(tuned):
 
 
 def test_ctrl_c_stops_the_answer_only(tuned, monkeypatch):
-    """SIGINT at the first piece of an answer; the same question is then answered whole."""
     said = []
 
     def show(text):

@@ -22,7 +22,7 @@ from types import SimpleNamespace
 import pytest
 from forks import run_forks
 from pool import ROOT
-from runs import TINY, assert_refused, refused, rows, session
+from runs import TINY, assert_refused, called, refused, rows, session
 
 import config
 import convert
@@ -132,7 +132,6 @@ TWO_RANKS = [
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A folder with a text, the data set data/chars and the run out/run."""
     home = tmp_path_factory.mktemp("home")
     with contextlib.chdir(home), contextlib.redirect_stdout(io.StringIO()):
         lines = [f"Line {i * i} of a text, which is {i % 7} lines from here.\n\n" for i in range(2000)]
@@ -144,18 +143,12 @@ def folder(tmp_path_factory):
 
 
 def typed(command):
-    """Return {"code", "err"} of a command, which runs in this process."""
     program, *argv = shlex.split(command)
-    code = 0
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()) as err:
-        try:
-            MAIN[program](argv)
-        except SystemExit as leaving:
-            code = leaving.code
-    if program == "train.py" and code == 0:  # the flags are right: what they name is not
+    done = called(MAIN[program], argv)
+    if program == "train.py" and done["code"] == 0:  # the flags are right: what they name is not
         small = SMALL.split() if "--resume" in argv else []
         return session(World(), [*small, *argv])
-    return {"code": code, "err": err.getvalue()}
+    return done
 
 
 def test_wrong_commands_of_a_first_hour_name_their_fix(folder, monkeypatch):
@@ -327,7 +320,6 @@ PREPROCESS = """
 
 
 def word_and_value(text):
-    """Yield ([word, its value]) for each flag of a text."""
     group = []
     for word in text.replace("\n--", " --").split():
         if group and (word.startswith("--") or "=" in word):
@@ -338,7 +330,6 @@ def word_and_value(text):
 
 
 def test_all_words_of_a_command_are_answered_at_once():
-    """What is left of a command of others is made of flags that train.py knows."""
     for text in (MEGATRON, WORDPLAY, NANOGPT):
         with pytest.raises(ValueError, match="in our words: ") as e:
             parse(text.split())
@@ -457,7 +448,6 @@ def test_a_config_json_is_read_whole_or_refused_by_name(tmp_path):
 
 
 def test_init_from_takes_the_shape_of_the_checkpoint(folder, monkeypatch):
-    """The run has another width and length than the preset; flags that are typed win."""
     monkeypatch.chdir(folder)
     for source in ("out/run", "out/run/step_000002"):
         cfg = parse([f"--init-from={source}", "--ffn-hidden=32"])

@@ -165,13 +165,11 @@ IN = {  # name: (model_type, values beside those of test_import.SMALL)
 
 
 def make(hf, name, folder, **change):
-    """Write a random model of IN by transformers. Return folder."""
     kind, values = IN[name]
     return test_import.make(hf, folder, kind, **values, **change)
 
 
 def test_every_tensor_keeps_its_type(hf, tmp_path):
-    """The bias of a router stays fp32 in a model in bf16."""
     there = make(hf, "glm", tmp_path / "there", dtype=torch.bfloat16)
     convert.main(["import", str(there), "--out", str(tmp_path / "run")])
     convert.main(["export", str(tmp_path / "run"), "--out", str(tmp_path / "back"), "--dtype=bf16"])
@@ -179,7 +177,6 @@ def test_every_tensor_keeps_its_type(hf, tmp_path):
 
 
 def same_bytes(a, b):
-    """Two directories have the same tensors: names, types, shapes, bits."""
     x, y = ({k: v for file in folder.glob("*.safetensors") for k, v in load_file(file).items()}
             for folder in (a, b))
     assert x.keys() == y.keys() and len(x) > 5
@@ -212,7 +209,6 @@ def test_rows_of_queries_in_another_order_are_found(hf, tmp_path):
 
 
 def test_no_more_than_two_tensors_are_in_memory(tmp_path, monkeypatch):
-    """Of a 7 B model neither direction needs the memory for more."""
     alive, most, read = weakref.WeakSet(), [], weights.Lazy.detach
 
     def watched(lazy):
@@ -240,7 +236,6 @@ def test_names_and_buffers_of_old_files_on_the_hub(hf, tmp_path):
 
 
 def change(path, **fields):
-    """Change fields of a JSON file."""
     path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
 
 
@@ -262,7 +257,6 @@ def texts():
 
 @pytest.fixture(scope="module")
 def trained():
-    """Return a vocabulary of byte pairs that has tokens of several letters and of spaces."""
     return tokenizer.train_bpe([Path(__file__).read_text(), *WORDS], 700)
 
 
@@ -473,12 +467,17 @@ def test_wrong_flags_of_convert_py(made, tmp_path):
         refused(convert.main, argv, word)
 
 
+BERT = "--objective mlm --norm layer --mlp gelu --pos learned --n-kv-head 4"
+
+
 @pytest.mark.parametrize("flags,word", [
     ("--norm layer", "--norm rms"), ("--mlp gelu", "--mlp swiglu"), ("--pos learned", "--pos rope"),
     ("--norm layer --mlp gelu --pos learned --n-kv-head 2", "--n-kv-head 4"),
     ("--n-experts 4 --mlp gelu", "--mlp swiglu"), ("--n-experts 4 --bias", "--bias False"),
     ("--n-experts 4 --n-shared-experts 1", "--router sigmoid"),
-    ("--n-experts 4 --n-shared-experts 1 --router softmax-topk", "--n-shared-experts 0")])
+    ("--n-experts 4 --n-shared-experts 1 --router softmax-topk", "--n-shared-experts 0"),
+    (f"{BERT} --norm rms", "--norm layer"), (f"{BERT} --n-kv-head 2", "--n-kv-head 4"),
+    (f"{BERT} --n-experts 4", "--objective causal"), (f"{BERT} --pos rope", "--pos learned")])
 def test_a_model_that_transformers_has_not_is_refused(flags, word):
     with pytest.raises(ValueError, match=word):
         families.family_of(parse(["tiny", *flags.split()]))

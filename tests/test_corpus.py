@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 from runs import go, rows, same
-from test_data import make_text, refused, run
+from test_data import done, make_text, refused, run
 
 import prepare
 from corpus import samples, shards
@@ -33,7 +33,6 @@ def jsonl(texts, key="text"):
 
 
 def make(capsys, folder, *argv, code=0):
-    """prepare.py under a small vocabulary -> (documents of train and of val in order, meta, stderr)."""
     got, out, err = run(capsys, *argv, "--name", "x", "--out", folder, "--replace", "--vocab-size", 300,
                         "--workers", 1)
     assert got == code, err
@@ -87,15 +86,13 @@ def test_every_format_gives_the_same_documents(end, tmp_path, capsys):
 
 
 def test_shuffle_is_a_function_of_the_seed_alone(tmp_path, capsys, monkeypatch):
-    """It does not depend on the workers, nor on what each of them encodes at a time."""
     path = write(tmp_path / "a.jsonl", TEXTS)
     seen = {}
     for name, batch, *more in (("one", 1 << 20), ("two", 20_000, "--workers", 2), ("small", 5_000),
                                ("seed", 1 << 20, "--seed", 7)):
         monkeypatch.setattr(prepare, "BATCH", batch)
-        code, _, err = run(capsys, path, "--name", "x", "--out", tmp_path / name, "--vocab-size", 300,
-                           "--shard-tokens", 100_000, "--workers", 1, *more)
-        assert code == 0, err
+        done(capsys, path, "--name", "x", "--out", tmp_path / name, "--vocab-size", 300, "--shard-tokens",
+             100_000, "--workers", 1, *more)
         seen[name] = shards.load_meta(tmp_path / name / "x")["shards"]
         assert {s["tokens"] for s in seen[name]["train"][:-1]} == {100_000}
     assert len(seen["one"]["train"]) > 2 and seen["one"] == seen["two"] == seen["small"] != seen["seed"]
@@ -130,20 +127,16 @@ BROKEN = {  # what: (name, content, words of the one line)
     "a table": ("x.csv", TABLE, "with its brackets or separators"),
     "a table, other name": ("part-00000", TABLE.replace(b",", b"\t"), "with its brackets or separators"),
     "one list": ("x.json", WHOLE, "with its brackets"), "a list, other name": ("x.data", WHOLE, "brackets"),
-    "lines of a list": ("x.jsonl", WHOLE, "no JSON object; mend it"),
     "indented": ("f", PRETTY, "with its brackets"),
     "empty": ("a.txt", b"", "none may be 0"),
     "only empty texts": ("a.jsonl", b'{"text": ""}\n' * 9, "none may be 0"),
     "latin-1": ("a.txt", b"caf\xe9\n", "not utf-8 ('utf-8' codec can't decode byte 0xe9 in position 3"),
-    "zip": ("a.zip", b"PK\x03\x04" + bytes(range(128, 256)), "not utf-8"),
     "cut gzip": ("a.jsonl.gz", gzip.compress(GOOD)[:-60], "a.jsonl.gz is damaged or cut short"),
     "cut text": ("a.txt.gz", gzip.compress(make_text(9000).encode())[:-60], "damaged or cut short"),
     "packed text": ("a.txt.zst", readers.ZSTD + b"\x20\x04\x21\0\0text", "no .jsonl.zst; unpack it"),
-    "cut line": ("a.jsonl", GOOD + b'{"text": "cut off\n', "row 61 is no JSON"),
     "other key": ("a.jsonl", GOOD + b'{"words": "x"}\n', "row 61 has no text under 'text', it has words;"),
     "NaN": ("a.jsonl", GOOD + b'{"text": NaN}\n', "row 61 has no text under 'text'"),
     "bad utf-8": ("a.jsonl", GOOD + b'{"text": "\xff\xfe"}\n', "row 61 is no JSON"),
-    "wrong key": ("a.jsonl", jsonl(TEXTS[:60], "content"), "it has id, content; mend it, or say by"),
 }
 
 
@@ -212,8 +205,7 @@ def test_val_is_a_file_of_its_own(kind, tmp_path, capsys):
         return
     (tmp_path / "a.txt").write_text(make_text(9000, 1))
     (tmp_path / "b.txt").write_text(make_text(900, 2))
-    code, _, err = run(capsys, tmp_path / "a.txt", "--val", tmp_path / "b.txt", "--tokenizer", kind, *argv)
-    assert code == 0, err
+    done(capsys, tmp_path / "a.txt", "--val", tmp_path / "b.txt", "--tokenizer", kind, *argv)
     meta, t = shards.load_meta(tmp_path / "x"), tok.load(tmp_path / "x")
     for split, name in (("train", "a.txt"), ("val", "b.txt")):
         [tokens] = shards.open_shards(tmp_path / "x", split, meta)
@@ -246,14 +238,8 @@ def stub_hub(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", stub)
 
 
-@pytest.mark.parametrize("real", [False, True])
-def test_names_on_the_hub(real, tmp_path, capsys, monkeypatch):
-    """The loading code of fineweb_edu_10bt and dclm_baseline_1.0, on a folder laid out as theirs."""
-    if real:
-        pytest.importorskip("datasets", reason="the package datasets is not installed (not pinned: large)")
-        monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    else:
-        stub_hub(monkeypatch)
+def test_names_on_the_hub(tmp_path, capsys, monkeypatch):
+    stub_hub(monkeypatch)
     repo = tmp_path / "repo"
     (repo / "sample/10BT").mkdir(parents=True)
     (repo / "global-shard_01_of_10/local-shard_0_of_10").mkdir(parents=True)
@@ -308,7 +294,6 @@ def test_the_workers_of_a_killed_prepare_end_and_the_old_data_stay(tmp_path, cap
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """Three data sets of different size and text, with one tokenizer; "other" has its own."""
     out = tmp_path_factory.mktemp("blend")
     for k, (name, words) in enumerate((("a", 12000), ("b", 6000), ("c", 5000), ("other", 9000))):
         (out / f"{name}.txt").write_text(make_text(words, k))
@@ -399,7 +384,6 @@ def test_train_and_val_of_two_data_sets_must_not_be_equal(folders, tmp_path):
 
 
 def test_training_on_a_blend_stopped_and_resumed(folders, tmp_path):
-    """On 1 rank, on 2, and stopped between: the same samples; other weights are refused by a checkpoint."""
     flags = ["--vocab-size=0", "--save-every=3", "--eval-every=3", "--eval-iters=2", "--decay-steps=6"]
     spec = f"--data={folders}/a:0.7,{folders}/b:0.3"
     seen = [s["data"] for s in go(1, tmp_path / "whole", *flags, spec, "--steps=6")["steps"]]

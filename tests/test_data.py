@@ -24,7 +24,6 @@ WORDS = [a + b + c for a in SOUNDS for b in SOUNDS for c in ("", "n", "st\n")]
 
 
 def make_text(n, seed=0):
-    """Return n random words in short paragraphs, made up here."""
     picks = np.random.default_rng(seed).integers(0, len(WORDS), n)
     return " ".join(WORDS[i] + ("\n\n" if k % 40 == 39 else "") for k, i in enumerate(picks))
 
@@ -38,7 +37,6 @@ def texts(tmp_path_factory):
 
 
 def run(capsys, *argv):
-    """prepare.main's exit code, stdout and stderr."""
     capsys.readouterr()
     try:
         code = prepare.main([str(a) for a in argv])
@@ -47,12 +45,16 @@ def run(capsys, *argv):
     return code, *capsys.readouterr()
 
 
+def done(capsys, *argv):
+    code, out, err = run(capsys, *argv)
+    assert code == 0, err
+    return out
+
+
 @pytest.fixture
 def toy(tmp_path, texts, capsys):
     """Characters in shards of 1,000 tokens, so that much happens at a boundary -> (folder, [token id])."""
-    code, _, err = run(capsys, texts[0], "--name", "toy", "--tokenizer", "char", "--out", tmp_path,
-                       "--shard-tokens", 1000)
-    assert code == 0, err
+    done(capsys, texts[0], "--name", "toy", "--tokenizer", "char", "--out", tmp_path, "--shard-tokens", 1000)
     return tmp_path / "toy", tok.load(tmp_path / "toy").encode(Path(texts[0]).read_text())
 
 
@@ -117,8 +119,7 @@ def test_the_last_window_has_its_last_target(split, T, windows, tmp_path, capsys
     """n windows need n*T + 1 tokens. Of 1000 characters 900 are for training: they hold 29 windows of 30."""
     text = make_text(500)[:1000]
     (tmp_path / "x.txt").write_text(text)
-    code, _, err = run(capsys, tmp_path / "x.txt", "--name", "x", "--out", tmp_path, "--tokenizer", "char")
-    assert code == 0, err
+    done(capsys, tmp_path / "x.txt", "--name", "x", "--out", tmp_path, "--tokenizer", "char")
     stream = tok.load(tmp_path / "x").encode(text)
     stream = stream[:900] if split == "train" else stream[900:]
     ds = samples.Tokens(tmp_path / "x", split, T, seed=2)
@@ -131,7 +132,6 @@ def test_the_last_window_has_its_last_target(split, T, windows, tmp_path, capsys
 
 
 class Numbers:
-    """A source whose sample i is the number i."""
     has_documents = False
     def batch(self, first, n):
         return (torch.arange(first, first + n)[:, None],) * 2
@@ -141,7 +141,6 @@ class Numbers:
     ((1, 1, 1), [0]), ((3, 1, 1), [0, 1, 2]), ((4, 2, 1), [0, 0, 1, 1]), ((4, 1, 2), [0, 1, 0, 1]),
     ((8, 2, 2), [0, 0, 1, 1, 0, 0, 1, 1])])
 def test_each_replica_takes_its_part_of_the_samples(layout, of_rank):
-    """Rank d of dp takes micro-batches d*n .. (d+1)*n-1; tp ranks and stages take the same."""
     (n, tp, pp), cfg, dp = layout, Config(micro_batch=2), max(of_rank) + 1
     for rank, d in enumerate(of_rank):
         mesh = make_mesh(World(rank=rank, size=n), tp, pp, groups=False)
@@ -311,8 +310,7 @@ def test_published_encoding_is_saved_whole(tmp_path, monkeypatch):
 def test_ids_above_65535_are_stored_in_four_bytes(symbols, dtype, tmp_path, capsys):
     text = "".join(map(chr, [*range(0x100, 0xD800), *range(0xE000, 0x20000)][:symbols]))
     (tmp_path / "x.txt").write_text(text)
-    code, _, err = run(capsys, tmp_path / "x.txt", "--name", "x", "--out", tmp_path, "--tokenizer", "char")
-    assert code == 0, err
+    done(capsys, tmp_path / "x.txt", "--name", "x", "--out", tmp_path, "--tokenizer", "char")
     meta = shards.load_meta(tmp_path / "x")
     assert (meta["dtype"], meta["vocab_size"]) == (dtype, symbols)
     opened = [shards.open_shards(tmp_path / "x", split, meta)[0] for split in shards.SPLITS]
@@ -327,8 +325,7 @@ def test_shakespeare(tmp_path, capsys):
     if not path.is_file():
         assert os.environ.get("CI") != "true", f"{path} is missing, and CI=true"
         pytest.skip(f"{path} is missing: the text is no part of the repository")
-    code, out, err = run(capsys, path, "--name", "s", "--tokenizer", "char", "--out", tmp_path)
-    assert code == 0, err
+    out = done(capsys, path, "--name", "s", "--tokenizer", "char", "--out", tmp_path)
     for say in ("1,115,394 characters", "65 symbols", "1,003,854 + 111,540 tokens"):
         assert say in out
     text, t = path.read_text(), tok.load(tmp_path / "s")
@@ -341,9 +338,8 @@ def test_shakespeare(tmp_path, capsys):
 def test_same_bytes_for_any_number_of_workers(tmp_path, texts, capsys, monkeypatch):
     monkeypatch.setattr(prepare, "BATCH", 10_000)
     for workers in (1, 2):
-        code, _, err = run(capsys, *texts, "--name", "same", "--out", tmp_path / str(workers),
-                           "--vocab-size", 400, "--workers", workers)
-        assert code == 0, err
+        done(capsys, *texts, "--name", "same", "--out", tmp_path / str(workers), "--vocab-size", 400,
+             "--workers", workers)
     one, two = (shards.load_meta(tmp_path / w / "same") for w in "12")
     for key in ("shards", "tokenizer_sha256", "tokens", "documents", "sources"):
         assert one[key] == two[key], key
@@ -366,9 +362,7 @@ def test_same_bytes_for_any_number_of_workers(tmp_path, texts, capsys, monkeypat
 
 
 def test_duplicates_land_on_one_side(tmp_path, texts, capsys):
-    code, _, err = run(capsys, *texts, *texts, "--name", "d", "--out", tmp_path, "--vocab-size", 300,
-                       "--val-fraction", 0.5)
-    assert code == 0, err
+    done(capsys, *texts, *texts, "--name", "d", "--out", tmp_path, "--vocab-size", 300, "--val-fraction", 0.5)
     t, meta = tok.load(tmp_path / "d"), shards.load_meta(tmp_path / "d")
     opened = [shards.open_shards(tmp_path / "d", split, meta)[0] for split in ("train", "val")]
     train, val = (Counter(t.decode(shard).split(tok.EOD)[:-1]) for shard in opened)
@@ -382,8 +376,7 @@ def test_second_call_does_nothing_unless_something_changed(tmp_path, texts, caps
             "--workers", 1]
 
     def made(*more):
-        code, out, err = run(capsys, *argv, *more)
-        assert code == 0, err
+        out = done(capsys, *argv, *more)
         return "up to date" not in out
 
     assert made() and not made() and not made("--workers", 2)
@@ -438,7 +431,6 @@ def test_nothing_is_replaced_unasked(what, words, tmp_path, texts, capsys):
 
 
 def test_files_of_others_stay_when_a_data_set_is_replaced(tmp_path, texts, capsys):
-    """Also through a link to another disk, which stays a link."""
     (tmp_path / "disk").mkdir()
     (tmp_path / "x").symlink_to("disk/x")
     argv = [texts[0], "--name", "x", "--out", tmp_path, "--tokenizer", "char"]
@@ -451,7 +443,6 @@ def test_files_of_others_stay_when_a_data_set_is_replaced(tmp_path, texts, capsy
 
 
 def test_stdlib_sources_and_undecodable_files(tmp_path, capsys, monkeypatch):
-    """On a small library: the order, what is left out, what --with-tests adds, what is not utf-8."""
     flags = prepare.parse(["stdlib"])
     lib = tmp_path / "lib"
     names = ("b.py", "a/z.py", "a.py", "a/test/t.py", "test/u.py", "site-packages/s.py", "x.txt",

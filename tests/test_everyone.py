@@ -36,7 +36,6 @@ def rank_main(rank, size, pipe, port, function, args):
 
 
 def on_ranks(size, function, *args):
-    """Return [(code, result, stderr) of each rank]."""
     pipes = [context.Pipe() for _ in range(size)]
     ranks = []
     port = 0
@@ -70,7 +69,6 @@ def test_every_rank_hears_the_same(size):
 
 
 def start(own, wrong, place):
-    """A start of a run, in which some ranks cannot read a file at one of three places."""
     def read(here):
         if own.rank in wrong and here == place:
             raise OSError(f"rank {own.rank}\n cannot read")
@@ -90,7 +88,6 @@ def start(own, wrong, place):
     (3, {0, 1, 2}, "after the last word"), (3, {2}, "after the last word"), (3, set(), ""),
     (1, {0}, "inside"), (1, set(), "")], ids=str)
 def test_wrong_input_on_any_set_of_ranks_ends_all_with_one_line(size, wrong, place):
-    """Code 2 on all, and the lowest of these ranks says why. A single process does the same."""
     for rank, (code, result, err) in enumerate(on_ranks(size, start, wrong, place)):
         first = wrong and rank == min(wrong)
         assert code == (2 if wrong else None) and result == (None if wrong else "goes on")

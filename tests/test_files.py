@@ -76,7 +76,6 @@ def test_the_lock_ends_with_the_run_and_leaves_no_empty_folder(tmp_path):
 
 
 def test_out_may_be_a_link_to_another_disk(tmp_path):
-    """The link stays, the folder behind it is renamed there. It may lead to a folder that comes later."""
     out, real = tmp_path / "out", tmp_path / "scratch/me"
     out.symlink_to(real)
     real.parent.mkdir()
@@ -89,7 +88,6 @@ def test_out_may_be_a_link_to_another_disk(tmp_path):
 
 
 def test_what_cannot_be_renamed_is_refused(tmp_path, monkeypatch):
-    """The working directory, and a run that this one starts from."""
     out = tmp_path / "run"
     go(1, out, "--steps=1", "--save-every=1")
     for source in (out, out / "step_000001"):
@@ -103,7 +101,6 @@ def test_what_cannot_be_renamed_is_refused(tmp_path, monkeypatch):
 
 
 def test_a_fine_tuned_run_goes_on_from_its_config(tmp_path):
-    """Its --init-from is behind it."""
     go(1, tmp_path / "base", "--steps=1", "--save-every=1")
     run = tmp_path / "run"
     flags = [f"--init-from={tmp_path / 'base'}", f"--out={run}", "--save-every=1"]
@@ -137,7 +134,6 @@ def test_dump_grads_replaces_and_removes_nothing(tmp_path):
 
 
 def test_a_run_that_goes_on_writes_no_gradients_and_says_so(tmp_path):
-    """The line that tells how to go on is without the flag, which is for the first step."""
     flags = [*TINY, f"--out={tmp_path / 'run'}", f"--dump-grads={tmp_path / 'g.st'}"]
     first = session(World(), [*flags, "--steps=1", "--save-every=1"])
     assert first["code"] == 0 and "--dump-grads" not in first["out"], first["err"]
@@ -154,7 +150,6 @@ def test_a_run_that_goes_on_writes_no_gradients_and_says_so(tmp_path):
 
 
 def test_a_run_without_checkpoints_is_renamed(tmp_path):
-    """--resume auto has nothing to go on from, and keeps the rows that are there."""
     out = tmp_path / "run"
     go(1, out, "--steps=2", "--save-every=0")
     before = (out / "metrics.jsonl").read_bytes()

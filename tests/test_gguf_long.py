@@ -73,7 +73,6 @@ def model(request, data, tmp_path_factory):
 
 
 def opened(path, **options):
-    """A GGUF file in llama.cpp, with keys and values in fp32."""
     return llama_cpp.Llama(path, n_ctx=64, n_batch=64, n_threads=1, logits_all=True, verbose=False, type_k=0,
                            type_v=0, seed=1, **options)
 
@@ -168,14 +167,12 @@ def small_run(data, tmp_path_factory):
 
 
 def written(run, vocabulary, path):
-    """Write the GGUF of a run with another tokenizer."""
     vocabulary.save(run / "tokenizer.json")
     convert.main(["gguf", str(run), f"--out={path}"])
     return str(path)
 
 
 def test_the_tokens_are_ours(small_run, tmp_path):
-    """Byte pairs of prepare.py's own pattern and of GPT-2's."""
     source = [Path(__file__).read_text(), *odd_texts(300)]
     ours = tokenizer.train_bpe(source, 560)
     texts = [Path(__file__).read_text().strip(), "", " ", "<|endoftext|>", "'ll'LL", *odd_texts(TEXTS)]

@@ -90,7 +90,6 @@ def test_where_the_ranks_of_several_nodes_meet(monkeypatch):
 
 
 def test_the_nodes_of_a_world():
-    """Of ranks that srun has spread over three nodes, and of torchrun's agents."""
     env = {"SLURM_NODEID": "1", "SLURM_STEP_NUM_NODES": "3", "GROUP_RANK": "2"}
     with mock.patch.dict(os.environ, env):
         assert launch._node("srun", None) == (1, 3) and launch._node("torchrun", None)[0] == 2
@@ -116,7 +115,6 @@ def test_mpi_and_the_launcher_agree_on_rank_and_size(launcher, rank, size, found
 # Ranks that were not started alike
 
 def session_of_each(world, argvs):
-    """runs.session, in which each rank has flags of its own."""
     return runs.session(world, argvs[world.rank])
 
 
@@ -142,7 +140,6 @@ def test_ranks_with_different_flags_end_together_before_the_first_step(name, tmp
 
 
 def session_with_other_data(world, argv):
-    """runs.session, in which one path leads to other tokens on each rank."""
     real = samples.open_data
     with mock.patch.object(samples, "open_data", lambda *a: (*real(*a)[:3], ["one", "two"][world.rank])):
         return runs.session(world, argv)
@@ -177,7 +174,6 @@ def run_alone(words, output):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """Return (folder, {launcher: (exit code, output)}) of the same run under each launcher."""
     folder = tmp_path_factory.mktemp("trained")
 
     def words(name):
@@ -284,7 +280,6 @@ def test_deterministic_is_set_before_the_device(monkeypatch):
 # Who may reach the store
 
 def listeners():
-    """{port: address in hex} of what this machine listens on."""
     found = {}
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         for line in Path(table).read_text().splitlines()[1:]:

@@ -47,7 +47,6 @@ BASES = {"qwen": dict(LLAMA, qk_norm="head", **FLAGS), "gpt2": dict(GPT2, **FLAG
 # The numbers
 
 def with_adapters(cfg, weights):
-    """Return {name: W, or W + alpha/R B A} for plain_model.py."""
     merged = {}
     for name, weight in weights.items():
         a, b = (weights.get(name.removesuffix("weight") + factor) for factor in ("lora.A", "lora.B"))
@@ -108,7 +107,6 @@ def test_layout_equals_the_plain_lora(batch, layout):
 
 
 def frozen_memory(world):
-    """Return [(name, whether contiguous, bytes of the storage, bytes of the weight)] of the base over tp."""
     cfg = Config(**{**BASES["qwen"], "dtype": "fp32", "tp": world.size})
     model, *_ = train.build(cfg, make_mesh(world, cfg.tp), cfg.vocab_size, world.device)
     return [(name, p.is_contiguous(), p.untyped_storage().nbytes(), p.nbytes)
@@ -155,7 +153,6 @@ def test_a_factor_that_is_not_summed_over_tp_is_caught():
 
 
 def kept_state(world, flags):
-    """Train a step. Return what a rank keeps of weights that are not trained, and what has a gradient."""
     cfg = Config(**flags, global_batch=4)
     mesh = make_mesh(world, cfg.tp, cfg.pp)
     model, data_parallel, opt = train.build(cfg, mesh, cfg.vocab_size, world.device)
@@ -279,7 +276,6 @@ def check_merged(tuned, weights):
 
 
 def merged_without_scale(original, merged, *args):
-    """Merged.fill that forgets the scale."""
     with mock.patch.object(merged, "scale", 1):
         original(merged, *args)
 
@@ -393,7 +389,6 @@ def peft_model(qwen, peft, hf, adapters=None):
 
 @pytest.mark.long
 def test_peft_reads_our_adapters(qwen, hf, tmp_path):
-    """Its logits on the base are those of our merged model, to 1e-10 of the largest; so are the export's."""
     peft = pytest.importorskip("peft", reason="peft is not installed: pip install peft")
     convert.main(["peft", str(qwen / "tuned"), "--out", str(tmp_path / "peft"), "--dtype=fp64"])
     convert.main(["export", str(qwen / "tuned"), "--out", str(tmp_path / "merged"), "--dtype=fp64"])

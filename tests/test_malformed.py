@@ -24,7 +24,6 @@ STEP = "run/step_000002"
 
 @pytest.fixture(scope="module")
 def good(tmp_path_factory):
-    """toy/: token files; run/: a run on them with the checkpoints 1 and 2."""
     folder = tmp_path_factory.mktemp("good")
     chars(folder)
     argv = [*BASE, f"--data={folder / 'toy'}", f"--out={folder / 'run'}", "--steps=2", "--save-every=1"]
@@ -42,13 +41,11 @@ def copy(good, tmp_path, monkeypatch):
 
 
 def tree(folder):
-    """{path: content} of every file and directory, except the lock."""
     files = (p for p in sorted(folder.rglob("*")) if p.name != ".lock")
     return {str(p): hashlib.sha256(p.read_bytes()).hexdigest() if p.is_file() else "directory" for p in files}
 
 
 def change_json(path, **changes):
-    """Change keys of a json file; GONE removes a key."""
     old = json.loads(path.read_text())
     path.write_text(json.dumps({k: v for k, v in {**old, **changes}.items() if v is not GONE}))
 

@@ -99,7 +99,6 @@ NUMBERS = {"n_layer": 3, "n_head": 16, "n_kv_head": 2, "n_embd": 64, "ffn_hidden
 
 
 def other_values(name, value):
-    """The values to which the test changes a flag that is `value`."""
     field = next(f for f in dataclasses.fields(Config) if f.name == name)
     if typing.get_origin(field.type) is typing.Literal:
         return [other for other in typing.get_args(field.type) if other != value]
@@ -120,7 +119,6 @@ def changed_models(name):
 
 
 def built_parameters(cfg, mesh):
-    """Return the parameters of the model that a rank builds."""
     with torch.device("meta"):
         model = GPT(cfg, mesh, cfg.vocab_size, rank_layers(cfg, mesh.pp))
     return sum(p.numel() for p in model.parameters())
@@ -165,7 +163,6 @@ def test_the_planner_knows_what_a_flag_of_the_model_costs(name):
 # A flag is read, whatever the other flags are
 
 def trained(cfg):
-    """Return the weights after two steps of a small model, one tensor."""
     cfg = dataclasses.replace(cfg, lr=0.1, warmup=0, global_batch=2)
     model, data_parallel, opt = train.build(cfg, make_mesh(World()), cfg.vocab_size, torch.device("cpu"))
     source = Synthetic(cfg.vocab_size, cfg.seq_len, 1)

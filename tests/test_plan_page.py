@@ -6,6 +6,7 @@ from unittest import mock
 
 import pytest
 from browser import browser
+from runs import refused
 from test_serve import ask
 
 import plan
@@ -18,7 +19,6 @@ EXAMPLE = ["smol-1.7b", "--gpus", "8", "--pp", "4", "--zero", "1", "--global-bat
 
 @pytest.fixture(scope="module")
 def server():
-    """plan.py --serve with EXAMPLE, in a thread."""
     made = Server("127.0.0.1", 0)
     made.serve_forever = functools.partial(made.serve_forever, 0.01)
     with mock.patch.object(plan, "Server", lambda host, port: made):
@@ -49,10 +49,8 @@ def test_the_page_has_the_numbers_of_the_terminal(argv, server, capsys):
 
 @pytest.mark.parametrize("words", [
     ["smol-1.7b", "--gpus", "8", "--tp", "3"], ["smol-17b"], ["tiny", "--pp", "2"], ["gpt2", "--gpus", "7"]])
-def test_wrong_flags_are_the_line_of_the_terminal(words, server, capsys):
-    with pytest.raises(SystemExit):
-        plan.main(words)
-    line = capsys.readouterr().err.removeprefix("nanoshard: ")
+def test_wrong_flags_are_the_line_of_the_terminal(words, server):
+    line = refused(plan.main, words).removeprefix("nanoshard: ")
     assert ask(server, {"words": words}) == (400, line)
     assert ask(server, {"words": ["tiny"]})[0] == 200, "the next question is answered"
 
@@ -66,7 +64,6 @@ def test_the_page_is_one_file_for_this_machine_alone(server):
 
 
 def test_the_page_begins_with_the_command_line():
-    """The fields and the words beside them are the command line again."""
     argv = ["gpt2", "--gpus", "2", "--tp", "2", "--no-compile", "--qk-norm", "head", "--data", "data/stdlib",
             "--lr", "1e-3", "--rampup-batch-size", "32", "32", "4800", "--tied"]
     cfg, _ = arguments(argv)

@@ -19,7 +19,6 @@ first_run = importlib.import_module("first_run")
 
 @pytest.fixture
 def runs(tmp_path, monkeypatch):
-    """Two runs, a and b; b's file also holds what is no row, and a loss that is not finite."""
     monkeypatch.chdir(tmp_path)
     for name, height in (("a", 1.0), ("b", 2.0)):
         (tmp_path / name).mkdir()
@@ -32,7 +31,6 @@ def runs(tmp_path, monkeypatch):
 
 
 def marks(text, mark):
-    """How many cells of the plot hold the mark; the legend does not count."""
     return sum(line.count(mark) for line in text.splitlines() if "\u2502" in line or "\u2524" in line)
 
 

@@ -68,10 +68,8 @@ def test_the_chosen_rank_stops_and_the_others_wait(tmp_path):
     assert terminal.wait(60) == 0
 
 
-def test_a_rank_that_does_not_exist_is_refused(capsys, tmp_path):
-    with pytest.raises(SystemExit) as e:
-        main([*FLAGS, f"--out={tmp_path}", "--pdb=3"])
-    assert e.value.code == 2 and "--pdb 3: the ranks are 0 to 0" in capsys.readouterr().err
+def test_a_rank_that_does_not_exist_is_refused(tmp_path):
+    runs.refused(main, [*FLAGS, f"--out={tmp_path}", "--pdb=3"], "--pdb 3: the ranks are 0 to 0")
     assert parse([]).pdb == -1 and not Path(tmp_path, "metrics.jsonl").exists()
 
 
@@ -111,7 +109,6 @@ def works_below(root):
 
 
 def handles_of_a_traced_step(world, flags):
-    """Return how many handles are left when the profiler hears that a step is over."""
     run = training.Training(parse([*runs.TINY, *flags]), world)
     for _ in range(2):
         run.step(run.batches())  # run() would wait for the weights

@@ -4,23 +4,18 @@ import re
 
 import numpy as np
 import pytest
-import torch
-from pool import run_ranks
 from runs import go, rows, same
 
-import train
 from config import Config
 from corpus.order import permute
-from corpus.samples import Synthetic, batch_size
+from corpus.samples import batch_size
 from interface.layout import check_batch
-from parallel import make_mesh
 from plan import batch_schedule as schedule
 
 RAMP = ["--global-batch=8", "--rampup-batch-size", 4, 2, 16]
 
 
 def samples_after(steps, full, ramp=()):
-    """Return sequences consumed by the first `steps` steps."""
     samples = 0
     for step in range(steps):
         if batch_size(samples, full, ramp) == full:
@@ -30,7 +25,6 @@ def samples_after(steps, full, ramp=()):
 
 
 def megatron(samples, full, start, increment, over):
-    """The batch as Megatron-LM's RampupBatchsizeNumMicroBatchesCalculator computes it."""
     per_increment = over / ((full - start) // increment)
     if samples > over:
         return full
@@ -78,26 +72,6 @@ def test_a_ramp_with_a_resume_and_a_skipped_step_logs_the_right_numbers(tmp_path
     same(tmp_path / "a", tmp_path / "b", 8)
     timed = rows(tmp_path / "a", ())
     assert timed[3]["ms_per_sample"] == pytest.approx(timed[3]["ms"] / 6)
-
-
-def consumed(world, layout, steps):
-    """The data that this rank reads in a ramp -> [(dp rank, [tokens of each micro-batch])] of each step."""
-    cfg = Config(**layout, micro_batch=2, global_batch=16, rampup_batch_size=(8, 4, 40), seq_len=8)
-    mesh, source, samples, out = make_mesh(world, cfg.tp, cfg.pp), Synthetic(100, 8, 1), 0, []
-    for _ in range(steps):
-        batch = batch_size(samples, 16, cfg.rampup_batch_size)
-        pairs = train.micro_batches(cfg, mesh, source, samples, batch, torch.device("cpu"))
-        out.append((mesh.dp.rank, [x.tolist() for x, _ in pairs]))
-        samples += batch
-    return out
-
-
-def test_two_ranks_read_the_sequences_of_one_in_each_step():
-    (one,) = run_ranks(1, consumed, {}, 6)
-    two = run_ranks(2, consumed, {}, 6)
-    for step in range(6):
-        assert one[step][1] == two[0][step][1] + two[1][step][1]
-    assert sum(len(m) for _, m in one) * 2 == samples_after(6, 16, (8, 4, 40)) == 64
 
 
 def test_one_and_two_ranks_train_alike_through_the_ramp(tmp_path):

@@ -46,7 +46,6 @@ MOE = ["--n-experts=4", "--top-k=2", "--router=sigmoid", "--router-bias-rate=0.0
     pytest.param(2, 1, ["--cp=2"], marks=pytest.mark.long)],
     ids=["1", "2zero-moe-ep2", "2zero3", "2pp", "1moe", "2zero", "2zero-cp2"])
 def test_resumed_equals_uninterrupted(n, zero, model, toy, tmp_path):
-    """With dropout, evaluation and token files: weights, moments and every row of metrics.jsonl."""
     flags = [*model, f"--data={toy}", "--vocab-size=0", "--dropout=0.2", f"--zero={zero}", "--save-every=3",
              "--eval-every=3", "--eval-iters=2", "--check-every=3", "--decay-steps=6", "--steps"]
     whole, half = tmp_path / "whole", tmp_path / "half"
@@ -92,17 +91,6 @@ def test_a_resume_of_an_earlier_step_moves_what_is_later_aside(tmp_path):
     assert len(list(tmp_path.glob("step_000004.aside*"))) == 2
 
 
-def test_a_new_run_renames_the_directory_of_an_older_one(tmp_path):
-    out = tmp_path / "run"
-    go(1, out, "--steps=2")
-    for _ in range(2):  # two runs of the same minute, perhaps
-        second = go(1, out, "--steps=1")
-        assert [r["step"] for r in rows(out)] == [1]
-        assert f"{out} held another run: it is now {out}.2" in second["out"]
-    old = [folder for folder in tmp_path.glob("run.*") if folder.is_dir()]
-    assert sorted(len(rows(folder)) for folder in old) == [1, 2]
-
-
 def test_a_refused_command_moves_nothing(tmp_path):
     out = tmp_path / "run"
     go(1, out, "--steps=2", "--save-every=1")
@@ -140,7 +128,6 @@ STOPPED = ["--steps=6", "--dropout=0.1", "--zero=1"]
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory):
-    """Return the folder of a run of two ranks that nothing stopped."""
     out = tmp_path_factory.mktemp("uninterrupted")
     go(2, out, *STOPPED)
     return out
@@ -150,8 +137,6 @@ def uninterrupted(tmp_path_factory):
     "SIGTERM", "SIGINT", "--max-minutes",
     *(pytest.param(name, marks=pytest.mark.long) for name in ("SIGUSR1", "SIGHUP"))])
 def test_a_stopped_run_saves_and_exits_with_85(why, uninterrupted, tmp_path):
-    """A signal on one rank, or --max-minutes, stops both ranks after a step. The resumed run ends with the
-    weights of an uninterrupted one."""
     out = tmp_path / "stopped"
     if why == "--max-minutes":
         stopped = go(2, out, *STOPPED, "--max-minutes=1e-6", code=85)
@@ -229,22 +214,6 @@ def test_a_run_stopped_in_its_last_step_is_done(tmp_path):
     assert checkpoint.steps(tmp_path)[0].name == "step_000003"
 
 
-def test_a_damaged_newest_checkpoint_is_named_and_the_previous_one_used(tmp_path):
-    """test_checkpoint.py has every kind of damage."""
-    whole, out = tmp_path / "whole", tmp_path / "run"
-    go(1, whole, "--steps=6", "--save-every=2")
-    shutil.copytree(whole, out)
-    file = out / "step_000006/rank_00000.safetensors"
-    file.write_bytes(file.read_bytes()[:-1])
-    got = go(1, out, "--steps=6", "--resume=auto")
-    assert f"{out}/step_000006" in got["err"] and file.name in got["err"]
-    assert f"resumed {out}/step_000004" in got["out"]
-    same(whole, out, 6)
-    # A damaged checkpoint that --resume names is an error: no other one replaces it
-    file.write_bytes(b"")
-    assert_refused(session(World(), [*TINY, f"--out={out}", f"--resume={file.parent}"]), file.name)
-
-
 def test_any_layout_loads_any_other(tmp_path):
     """ZeRO-3 -> tp 2 with ZeRO-2 -> one rank -> pp 2 -> ZeRO-1 -> cp 2, in fp64: one rank's losses."""
     flags = ["--dtype=fp64", "--decay-steps=10", "--save-every=2", "--keep=0"]
@@ -271,7 +240,6 @@ OTHER_SHAPES = [  # (name, value in the checkpoint, another one)
 
 
 def test_a_checkpoint_of_another_shape_is_refused(tmp_path):
-    """Each flag by its name with both values, also where the tensors would fit (--n-head, --norm rms)."""
     def flags(**changed):
         shape = {name: there for name, there, _ in OTHER_SHAPES}
         return [f"--{k.replace('_', '-')}={v}" for k, v in (shape | changed).items()]
@@ -285,7 +253,6 @@ def test_a_checkpoint_of_another_shape_is_refused(tmp_path):
 
 
 def test_nan_steps_change_nothing_and_are_counted(tmp_path):
-    """After a NaN on one of two ranks neither updates its weights; each checkpoint has the current count."""
     flags = ["--steps=6", "--log-every=6", "--save-every=3", "--zero=1"]
     whole = go(2, tmp_path, *flags, plan={2: "nan", 5: "nan"})["steps"]
     assert [s["adam_t"] for s in whole] == [0, 1, 1, 2, 3, 3]
@@ -364,7 +331,6 @@ def test_resume_within_a_range(skips):
 
 
 def test_a_range_given_at_a_resume_equals_one_given_at_the_start(skips):
-    """Resume a run without ranges from a checkpoint before the range, with the flag."""
     n, flags, folder, _, _ = skips
     go(n, folder / "rewound", *flags, "--steps=2", "--save-every=2")
     got = go(n, folder / "rewound", *flags, "--steps=12", *RANGES, "--resume",
@@ -385,7 +351,6 @@ def test_a_resume_with_another_meaning_is_refused(tmp_path):
     go(1, tmp_path, "--steps=2", *moe[:1])
 
     def refusal(*flags):
-        """Return the line with which one rank, in this process, refuses to resume with these flags."""
         result = session(World(), [*TINY, f"--out={tmp_path}", *moe, *flags])
         assert_refused(result)
         return result["err"]
@@ -435,7 +400,6 @@ def test_data_that_were_prepared_again(tmp_path, monkeypatch):
 
 
 def test_what_a_resume_may_change_is_printed_and_kept(tmp_path):
-    """--rope-base is no change without RoPE."""
     go(1, tmp_path, "--pos=learned", "--steps=2")
     got = go(2, tmp_path, "--pos=learned", "--rope-base=500", "--steps=3", "--lr=0.02", "--zero=1",
              "--resume=auto", "--log-every=2", "--plot")
@@ -461,8 +425,6 @@ def test_a_best_checkpoint_whose_save_failed_is_not_remembered():
 
 
 def test_the_checkpoint_with_the_lowest_validation_loss_is_kept(toy, tmp_path):
-    """It is saved where no save is due and never pruned, --resume auto takes the newest, and a resume knows
-    the lowest loss so far."""
     flags = [f"--data={toy}", "--vocab-size=0", "--lr=0.1", "--warmup=0", "--eval-every=2", "--eval-iters=4",
              "--save-every=9", "--keep=1", "--decay-steps=99", "--clip=0", "--inject-spike=10", "--steps"]
     whole, half = tmp_path / "whole", tmp_path / "half"

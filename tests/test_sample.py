@@ -1,6 +1,4 @@
 """Sampling: from logits to a token exactly, the same text in every layout, sample.py's flags and weights."""
-import contextlib
-import io
 import json
 import math
 import re
@@ -10,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from pool import run_ranks
-from runs import TINY, chars, final, go, hash_of, refused, session
+from runs import TINY, called, chars, final, go, hash_of, refused, session
 
 import checkpoint
 import pipeline
@@ -112,7 +110,6 @@ def test_a_window_that_is_full_goes_on_with_its_last_half(monkeypatch):
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """Return the folder of a run on characters, with the checkpoints 1 and 2."""
     folder = tmp_path_factory.mktemp("sample")
     chars(folder)
     base = [f for f in TINY if "vocab" not in f]
@@ -122,16 +119,14 @@ def run(tmp_path_factory):
 
 
 def all_sampled(monkeypatch, *argv):
-    """sample.main -> (what it prints, [(model, what new_ids() was given)])."""
-    seen, out, original = [], io.StringIO(), sample.new_ids
+    seen, original = [], sample.new_ids
 
     def recorded(model, vocabulary, prompt, flags):
         seen.append((model, (prompt, flags.max_new_tokens, flags.temperature, flags.top_k, flags.seed)))
         return original(model, vocabulary, prompt, flags)
-    with monkeypatch.context() as patch, contextlib.redirect_stdout(out):
+    with monkeypatch.context() as patch:
         patch.setattr(sample, "new_ids", recorded)
-        sample.main([str(a) for a in argv])
-    return out.getvalue(), seen
+        return called(sample.main, argv)["out"], seen
 
 
 def test_sample_py_passes_its_flags_on(run, monkeypatch):
@@ -193,11 +188,7 @@ def test_sample_py_takes_the_lowest_validation_loss_and_says_so(run, tmp_path):
 
 
 def scores(*argv):
-    """sample.main -> the JSON that it prints, line by line."""
-    out = io.StringIO()
-    with contextlib.redirect_stdout(out):
-        sample.main([str(a) for a in argv])
-    return [json.loads(line) for line in out.getvalue().splitlines()]
+    return [json.loads(line) for line in called(sample.main, argv)["out"].splitlines()]
 
 
 def test_score_predicts_each_token_once(run, tmp_path):
@@ -247,7 +238,6 @@ def test_wrong_inputs_are_one_line(run, tmp_path):
 
 @pytest.mark.parametrize("ramp", [[], ["--rampup-batch-size", "2", "2", "4"]], ids=str)
 def test_step_prints_what_each_rank_read(ramp, run, tmp_path, capsys):
-    """By the hash of each rank's micro-batches in the run, also where its batch grows."""
     flags = [f for f in TINY if "vocab" not in f and "batch" not in f]
     flags += [f"--data={run.parent / 'toy'}", f"--out={tmp_path}/run", "--steps=4", "--save-every=4",
               "--micro-batch=1", "--global-batch=4", *ramp]

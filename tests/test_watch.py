@@ -32,7 +32,6 @@ FAULTS = {  # name: (the line of the last rank, a part of the verdict)
 
 
 def misbehave(fault, out, n=1, steps=1000000):
-    """Start n ranks of tests/drills/misbehave.py -> Popen, whose output is in OUT/printed."""
     launcher = [MPIEXEC, "-n", str(n)] if n > 1 else []
     script = ROOT / "tests/drills/misbehave.py"
     command = [*launcher, sys.executable, "-u", script, fault, f"3,{TIMEOUT:g}", *SHAPE, "--data=synthetic",
@@ -44,7 +43,6 @@ def misbehave(fault, out, n=1, steps=1000000):
 
 @pytest.fixture(scope="module")
 def hung(tmp_path_factory):
-    """Return {fault: (exit code, output, OUT/hang)} of runs of two ranks, all at the same time."""
     if MPIEXEC is None:
         pytest.skip("no mpiexec beside this python")
     jobs = {}
@@ -177,7 +175,6 @@ class SteppedClock:
 
 
 def session_with_slow_rank(world, argv, ms):
-    """runs.session whose last rank needs so many milliseconds more than the others to load a step's data."""
     real = train.micro_batches
 
     def slow(*args):
@@ -228,7 +225,6 @@ def test_a_slow_rank_is_compared_within_its_stage_and_named_one_time_after_three
 # Replicas
 
 def session_with_flipped_bit(world, argv, at, which):
-    """runs.session in which one bit of one weight changes on the last rank, before step `at`."""
     build, micro_batches, seen = train.build, train.micro_batches, {"step": 0}
 
     def keep(*args):
