@@ -366,7 +366,9 @@ def wrong_training(cfg):
         (len(ramp) not in (0, 3) or min(ramp, default=1) < 1,
          f"--rampup-batch-size is START INCREMENT SAMPLES, each at least 1, not {' '.join(map(str, ramp))}"),
         (not has_pairs,
-         f"--train-range-to-skip {' '.join(map(str, skipped))} must be pairs of steps from 1, low to high")]
+         f"--train-range-to-skip {' '.join(map(str, skipped))} must be pairs of steps from 1, low to high"),
+        (cfg.dump_grads and 1 in skipped[::2],
+         "--dump-grads writes the gradients of step 1, which is skipped; leave out one of the two")]
 
 
 def largest_divisor(most, *numbers):

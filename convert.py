@@ -134,6 +134,8 @@ def import_adapter(flags, folder):
 
 
 def import_model(flags, folder):
+    if paths.steps_of(flags.model):
+        raise ValueError(f"{flags.model} is a run of train.py, which sample.py and --init-from read as it is")
     weights = HuggingFace(flags.model, flags.seq_len)
     vocabulary = tokenizer.load_if_there(weights.path, weights.vocab_size)
     cfg = dataclasses.replace(weights.cfg, vocab_size=weights.vocab_size)

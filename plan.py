@@ -10,6 +10,7 @@
     3) the tables of a terminal
     4) the program; with --serve a page in the browser draws a plan
 """
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -152,8 +153,10 @@ def vocabulary(cfg):
         symbols = 256
         source = "synthetic data"
     elif cfg.data:
-        symbols = load_blend_meta(cfg.data)["vocab_size"]
-        source = cfg.data
+        source = f"GPT-2's, because {cfg.data} is not here; --vocab-size says another"
+        with contextlib.suppress(FileNotFoundError):
+            symbols = load_blend_meta(cfg.data)["vocab_size"]
+            source = cfg.data
     if cfg.objective == "mlm":
         symbols += 1  # [MASK]
     return symbols, source

@@ -114,6 +114,8 @@ def at_end(out, show):
     loads, _ = sound_rows(out / "experts.jsonl")
     if loads:
         drawn["expert_load"] = load_bars(loads[-1]["layers"]) + "\n"
+        with best_effort(out / "expert_load.txt"):
+            write_whole(out / "expert_load.txt", drawn["expert_load"])
     rows, _ = sound_rows(out / "metrics.jsonl")
     with best_effort(f"plots in {out}", (ImportError, OSError)):
         for name in AT_END:

@@ -47,7 +47,7 @@ from corpus import chat, shards, text, tokenizer
 from corpus.order import draw_keys, permute
 from corpus.shards import SPLITS
 from interface.command_line import command_line, wrong_input
-from interface.files import remove_folder, set_aside, whole_folder
+from interface.files import remove_folder, set_aside, sync, whole_folder
 from interface.terminal import say, warn
 
 VOCAB_SIZE = 4096  # for bpe: an id stands for 3.5 characters of Python, and does not dwarf a small model
@@ -379,10 +379,14 @@ def main(argv=None):
     old = None
     with whole_folder(folder) as work:
         said = make_data(flags, files, val_files, command, work)
+        for path in work.iterdir():  # on disk, before the set that was there moves
+            sync(path)
         if folder.exists():
             old = set_aside(folder.resolve(), f"{folder.name}.old")
     if old:
-        remove_folder(old, OURS)  # files of others stay there
+        remove_folder(old, OURS)
+        if old.exists():
+            warn(f"{old} stays: it holds files that prepare.py did not write")
     say(f"{folder}: {said}, {time.time() - start:.1f} s")
     return 0
 

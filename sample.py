@@ -263,6 +263,8 @@ def print_fillings(model, vocabulary, ids, mask):
 
 def read_documents(path, vocabulary):
     """Return the ids of each document of --score FILE, (n,) int64, after end-of-document if there is one."""
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"--score {path} is not a file")
     [file] = text.list_files(path, "text")
     start = np.array([] if vocabulary.eod is None else [vocabulary.eod], np.int64)
     return [np.concatenate([start, vocabulary.encode_numpy(document)])
@@ -274,8 +276,11 @@ def print_scores(model, documents):
     for ids in documents:
         row = {"tokens": max(0, len(ids) - 1), "loss": None, "perplexity": None}
         if row["tokens"]:
-            row["loss"] = total_loss(model, ids) / row["tokens"]
-            row["perplexity"] = math.exp(min(row["loss"], 700))
+            mean = total_loss(model, ids) / row["tokens"]
+            if math.isfinite(mean):
+                row["loss"] = mean
+            if mean < 700:
+                row["perplexity"] = math.exp(mean)
         print(json.dumps(row), flush=True)
 
 
@@ -375,6 +380,8 @@ def converse(model, vocabulary, flags, world):
         if not answering:
             raise KeyboardInterrupt
 
+    if hasattr(sys.stdin, "reconfigure"):
+        sys.stdin.reconfigure(errors="replace")  # what is typed may be no UTF-8
     signal.signal(signal.SIGINT, interrupted if world.rank == 0 else signal.SIG_IGN)
     chat = Chat(model, vocabulary, flags, lambda token: share((token, stop)))
     say = show if world.rank == 0 else len

@@ -83,7 +83,7 @@ def kind_of(name, path, key):
     with open_bytes(path) as f:
         first = f.readline().strip().removeprefix(b"\xef\xbb\xbf")
     record = None
-    with contextlib.suppress(ValueError):
+    with contextlib.suppress(ValueError, RecursionError):
         record = json.loads(first)
     if isinstance(record, dict) and (key in record or "messages" in record):
         say(f"{path}: its first line is a JSON object, so each line is read as one")
@@ -102,18 +102,21 @@ def kind_of(name, path, key):
 
 @contextlib.contextmanager
 def open_bytes(path):
-    """Open a file, unpacked as its first bytes say. ValueError: a .gz is damaged or cut short."""
+    """Open a file, unpacked as its first bytes say. ValueError: it is damaged, or a .gz is cut short."""
+    damage = [EOFError, zlib.error, gzip.BadGzipFile]
     with open(path, "rb") as raw:
         begin = raw.peek(4)
         f = raw
         if begin.startswith(GZIP):
             f = gzip.open(raw)
         if begin.startswith(ZSTD):
-            unpacker = require("zstandard", path).ZstdDecompressor(max_window_size=1 << 31)
+            zstandard = require("zstandard", path)
+            damage.append(zstandard.ZstdError)
+            unpacker = zstandard.ZstdDecompressor(max_window_size=1 << 31)
             f = io.BufferedReader(unpacker.stream_reader(raw, read_across_frames=True))
         try:
             yield f
-        except (EOFError, zlib.error, gzip.BadGzipFile) as e:
+        except tuple(damage) as e:
             raise ValueError(f"{path} is damaged or cut short ({e}); get it again") from None
 
 
@@ -181,10 +184,14 @@ def json_lines(path):
 
 def parquet_rows(path, key):
     """Yield (its file and row, {key: value}) of each row; where the key is no column, all columns."""
-    with require("pyarrow.parquet", path).ParquetFile(path) as f:
-        columns = [key] if key in f.schema_arrow.names else None
-        row = 0
-        for batch in f.iter_batches(256, columns=columns):
-            for record in batch.to_pylist():
-                row += 1
-                yield f"{path}, row {row:,}", record
+    parquet = require("pyarrow.parquet", path)
+    row = 0
+    try:
+        with parquet.ParquetFile(path) as f:
+            columns = [key] if key in f.schema_arrow.names else None
+            for batch in f.iter_batches(256, columns=columns):
+                for record in batch.to_pylist():
+                    row += 1
+                    yield f"{path}, row {row:,}", record
+    except (OSError, ValueError) as e:
+        raise ValueError(f"{path} is damaged after row {row:,} ({one_line(e)[:200]}); get it again") from None

@@ -164,10 +164,16 @@ class HfTokenizer(Tokenizer):
             self.eod = None
 
     def encode_numpy(self, text):
-        return np.array(self.library.encode(text, add_special_tokens=False).ids, np.int64)
+        return np.array(self.encode_by_library(text, special=False), np.int64)
 
     def encode_prompt(self, text):
-        return self.library.encode(text).ids
+        return self.encode_by_library(text, special=True)
+
+    def encode_by_library(self, text, special):
+        try:
+            return self.library.encode(text, add_special_tokens=special).ids
+        except Exception as e:  # the library has no exceptions of its own
+            raise ValueError(f"this tokenizer cannot encode {text[:40]!r}: {one_line(e)[:80]}") from None
 
     def decode(self, ids):
         return self.library.decode([int(i) for i in ids], skip_special_tokens=False)

@@ -34,10 +34,13 @@ def arguments(argv):
     cfg = parse(argv, cls=PlanFlags, prog="plan.py", about=about, **no_data)
     if sum(map(bool, (cfg.search, cfg.scaling, cfg.serve))) > 1:
         raise ValueError("--search, --scaling and --serve show different things; give one of them")
+    if cfg.serve and given(argv, "config"):
+        raise ValueError("--serve shows a preset's plan; leave out --config")
     counts = []
     if cfg.scaling:
         counts = [int(word) if word.isdecimal() else 0 for word in cfg.scaling.split(",")]
-        if 0 in counts:
+        least, most = cfg.RANGES["gpus"]
+        if not all(least <= count <= most for count in counts):
             raise ValueError(f"--scaling takes numbers of GPUs such as 1,2,4,8, not {cfg.scaling!r}")
     if not (cfg.search or cfg.scaling or cfg.serve):
         needed = cfg.pp * math.lcm(cfg.tp * cfg.cp, cfg.ep)

@@ -45,6 +45,7 @@ COPIED = 0.85  # the same where copy engines carry the bytes: it took 1.936
 # Kernels in a CUDA graph
 GAP = 63e-6  # s per block between them: 1,223 kernels, 1.5 ms in W1's trace
 KERNEL_GAP = 1.5e-3 / 1223  # s between two of them
+LAUNCH = {True: 0.2e-3, False: 0.5e-3}  # s of host per block, compiled or not, without a CUDA graph
 
 # The fullest of `ep` ranks has 1 + SKEW sqrt((ep - 1) / E) times the mean number of rows in the worst layer:
 # the row limits on which W2b had settled on text after 200 steps. The mean layer has a third of the excess.
@@ -304,6 +305,9 @@ def stage_time(rank, gpu, saved, sent, *, uneven=False):
     seconds = rank.blocks * (product_seconds(rank, gpu, load) + times * other_seconds(rank, gpu, saved))
     if rank.has_head:
         seconds += head_seconds(rank, gpu)
+    if not rank.choice.graph:  # The host launches kernels, and all_to_all asks it how many rows travel.
+        host = LAUNCH[cfg.compile] * rank.blocks * times * (2 if cfg.n_experts else 1)
+        seconds = max(seconds, host)
 
     per_micro_batch = {axis: nbytes / micro_batches(cfg, rank.mesh) for axis, nbytes in sent.items()}
     if "ep" in per_micro_batch:

@@ -242,6 +242,7 @@ def read_config(path, dtype, seq_len=0):
         theirs[FAMILIES[kind].fields["seq_len"]] = seq_len
     try:
         cfg = Config(**our_flags(kind, theirs), dtype=dtype)
+        check_schema({"rope_base": cfg.rope_base}, {"rope_base": float}, "our flags")
         config.check(cfg)
     except (ValueError, KeyError, TypeError, ZeroDivisionError) as e:  # it speaks of our flags
         raise ValueError(f"{path} is no model of ours: {type(e).__name__} {e}") from None

@@ -151,7 +151,7 @@ class HuggingFace(checkpoint.Reader):
         self.path = Path(folder)
         files = {"model.safetensors"}
         index = self.path / "model.safetensors.index.json"
-        if index.exists():
+        if index.exists() and not (self.path / "model.safetensors").exists():  # as transformers does
             files = set(load_json(index)["weight_map"].values())
         self.slices = {}
         for file in files:

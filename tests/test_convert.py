@@ -461,7 +461,7 @@ def test_wrong_flags_of_convert_py(made, tmp_path):
     run, hf_dir, out = made / "run", made / "hf", f"--out={tmp_path}/out"
     for argv, word in [
             (["export", run], "--out is missing"), (["export", run, f"--out={made}"], "a new directory"),
-            (["export", made / "toy", out], "config.json"), (["import", run, out], "model.safetensors"),
+            (["export", made / "toy", out], "config.json"), (["import", run, out], "is a run of train.py"),
             (["export", hf_dir, out], "of Hugging Face already"),
             (["export", run, out, "--base=x", "--seq-len=8"], "export does not read --base, --seq-len")]:
         refused(convert.main, argv, word)
