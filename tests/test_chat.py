@@ -401,17 +401,6 @@ def talk(world, run, questions, dtype="fp64", tokens=12, stop_after=0, **layout)
     return [list(talk.answer(q)) for q in questions], talk.tokens, talk.cache.length
 
 
-def talk_over_tp(world, *args):
-    return talk(world, *args, tp=world.size)
-
-
-def test_two_tp_ranks_answer_as_one(tuned):
-    answers, tokens, length = talk(World(), tuned, QUESTIONS[:2])
-    assert all("".join(a) for a in answers) and length == len(tokens) - 1 < SEQ, "one window, cache kept"
-    for got in run_ranks(2, talk_over_tp, tuned, QUESTIONS[:2]):
-        assert got == (answers, tokens, length)
-
-
 def test_answers_with_the_cache_are_those_without(tuned, monkeypatch):
     seen, real = [], pipeline.next_logits
 

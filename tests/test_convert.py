@@ -6,7 +6,6 @@ it computes them in fp64, so that logits and gradients can be compared to 1e-10.
 import dataclasses
 import json
 import random
-import sys
 import weakref
 from pathlib import Path
 
@@ -491,16 +490,3 @@ def test_a_flag_that_a_family_does_not_declare_is_refused(monkeypatch):
     monkeypatch.setattr(families, "FAMILIES", {kind: without})
     with pytest.raises(ValueError, match=f"--norm-eps 0.001.*--tied True.*, {kind}, has .*--tied False"):
         families.family_of(parse(argv))
-
-
-def test_without_transformers_a_line_says_what_to_install(made, tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    refused(convert.main, ["import", made / "hf", f"--out={tmp_path}/out"], "pip install", "transformers")
-
-
-def test_the_card_says_what_was_trained(made):
-    card = (made / "hf" / "README.md").read_text()
-    for words in ("run, step 1", "LlamaForCausalLM", "--lr 0.01"):
-        assert words in card, card
-    assert str(made) not in card and not any(word in card for word in ("--plot", "--init", "--data"))
-    assert json.loads((made / "hf" / "config.json").read_text())["eos_token_id"] is None

@@ -206,11 +206,6 @@ def edit(path, at, new):
         f.write(new)
 
 
-def test_missing_data_names_the_command(tmp_path):
-    refused(FileNotFoundError, opens(tmp_path / "stdlib"), "stdlib", "python prepare.py stdlib")
-    refused(FileNotFoundError, opens(tmp_path / "mine"), "python prepare.py FILE... --name mine")
-
-
 def test_edited_files_are_caught_by_verify(toy, capsys):
     folder, _ = toy
     shard = folder / "train_00003.bin"
@@ -250,14 +245,6 @@ def test_the_data_of_a_run(toy):
     train, val, vocab_size, identity = open_data(Config(data="synthetic"))
     assert (vocab_size, identity) == (256, "synthetic-256")
     assert not torch.equal(train.batch(0, 1)[0], val.batch(0, 1)[0])
-
-
-def test_prompt_tokenizer(toy):
-    cfg = Config(data=str(toy[0]), prompt="ba")
-    assert tok.prompt_tokenizer(cfg).encode("ba") == tok.load(toy[0]).encode("ba")
-    assert tok.prompt_tokenizer(replace(cfg, prompt="")) is None
-    refused(ValueError, lambda: tok.prompt_tokenizer(replace(cfg, data="synthetic")), "--data DIR")
-    refused(ValueError, lambda: tok.prompt_tokenizer(replace(cfg, prompt="%")), "'%'")
 
 
 def test_char_round_trip(tmp_path):
@@ -462,16 +449,3 @@ def test_stdlib_sources_and_undecodable_files(tmp_path, capsys, monkeypatch):
     meta = shards.load_meta(tmp_path / "stdlib")
     assert meta["sources"]["files"] == 8
     assert sum(meta["documents"].values()) == 6, "one document a file, none for the empty and the skipped"
-
-
-@pytest.mark.parametrize("argv, say", [
-    (["--name", "x"], "SOURCE"), (["nowhere.txt", "--name", "x"], "nowhere.txt is not a file"),
-    (["fineweb_edu"], "--name NAME is missing"), (["fineweb", "--name", "x"], "fineweb_edu_10bt"),
-    (["stdlib", "--vocab-size", "256"], "--vocab-size 256 must be at least 257"),
-    (["stdlib", "--val-fraction", "nan"], "nan"), (["stdlib", "--tokenizer", "gtp2"], "gpt2"),
-    (["stdlib", "--tokenizer", "char", "--vocab-size", "300"], "--vocab-size"),
-    (["stdlib", "--verify", "--name", "nothing"], "no prepared data")])
-def test_wrong_input_is_one_line_and_exit_code_2(argv, say, tmp_path, capsys):
-    code, out, err = run(capsys, *argv, "--out", tmp_path)
-    assert code == 2 and err.startswith("nanoshard: ") and err.count("\n") == 1 and say in err, err
-    assert out == "" and not list(tmp_path.iterdir())

@@ -149,16 +149,6 @@ def test_a_run_that_goes_on_writes_no_gradients_and_says_so(tmp_path):
         assert report.command_of(config, {"resume": "auto"}) == f"torchrun {words} train.py --resume auto"
 
 
-def test_a_run_without_checkpoints_is_renamed(tmp_path):
-    out = tmp_path / "run"
-    go(1, out, "--steps=2", "--save-every=0")
-    before = (out / "metrics.jsonl").read_bytes()
-    said = go(1, out, "--steps=1", "--save-every=0", "--resume=auto")["out"]
-    assert f"{out} held another run: it is now" in said
-    [moved] = [p for p in tmp_path.glob("run.*") if p.is_dir()]
-    assert (moved / "metrics.jsonl").read_bytes() == before and len(rows(out)) == 1
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 def test_a_checkpoint_of_any_dtype_is_refused_with_nan(dtype):
     good = ("good", torch.full((3,), 1e30, dtype=dtype), (3,), (0,))

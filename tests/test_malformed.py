@@ -60,7 +60,6 @@ def overwrite(path, at, value, form="<I"):
 DATA = {  # name: (what is done to the data's directory d, a word of the line)
     "meta.json a list": (lambda d: (d / META).write_text("[]"), META),
     "meta.json of version 9": (lambda d: change_json(d / META, version=9), META),
-    "vocab_size below the ids": (lambda d: change_json(d / META, vocab_size=2), "vocab_size is 2"),
     "no shards": (lambda d: change_json(d / META, shards=GONE), "shards"),
     "dtype wider": (lambda d: change_json(d / META, dtype="uint32"), TRAIN),
     "val missing": (lambda d: (d / VAL).unlink(), VAL),

@@ -66,7 +66,9 @@ RUNS = {  # name: (ranks, data, flags)
     "dp2-zero1-ramp": (2, "a", ["--zero=1", "--global-batch=8", "--rampup-batch-size", "4", "4", "16",
                                 "--eval-iters=1"]),
     "tp2-gpt2-batch-of-more-than-all": (2, "b", [*GPT2, "--tp=2", "--global-batch=8", "--eval-iters=3"]),
-    "pp2-gpt2-synthetic": (2, "synthetic", [*GPT2, "--pp=2", "--eval-iters=3", "--seed=5"]),
+    "pp2-gpt2-synthetic": (2, "synthetic", [*GPT2, "--n-layer=4", "--pp=2", "--pp-chunks=2", "--eval-iters=3",
+                                            "--seed=5"]),
+    "cp4": (4, "a", ["--cp=4", "--eval-iters=3"]),
     "dp2-tp2-ep4-blend": (4, "blend", [*SIGMOID, "--tp=2", "--ep=4", "--eval-iters=1000"]),
     "tp2-pp2": (4, "b", ["--tp=2", "--pp=2", "--eval-iters=0"]),
     "ep2-capacity-skipped-step": (2, "a", [*CAPACITY, "--ep=2", "--eval-iters=2", "--train-range-to-skip",
@@ -147,23 +149,3 @@ def test_bf16_losses_are_summed_in_fp32():
     (got, loss, want), = run_ranks(1, losses_of_a_bf16_model)
     assert got == pytest.approx(want, rel=1e-6) and loss == pytest.approx(want, rel=1e-6)
     assert isinstance(got, float)
-
-
-def test_one_layout_evaluates_as_another():
-    """evaluate() alone, at equal weights: the same number, to the bit, on all ranks."""
-    results = [run_ranks(n, evaluated, layout) for n, layout in
-               ((1, {}), (4, dict(pp=4)), (4, dict(tp=4)), (2, dict(pp=2, pp_chunks=2)),
-                (4, dict(cp=4)), (4, dict(cp=2)))]
-    want = results[0][0]
-    for ranks in results:
-        assert ranks == pytest.approx([want] * len(ranks), rel=1e-12) and len(set(ranks)) == 1
-
-
-def evaluated(world, layout):
-    cfg = Config(n_layer=4, n_head=4, n_embd=16, ffn_hidden=32, seq_len=T, vocab_size=60, micro_batch=2,
-                 dtype="fp64", dropout=0.3, eval_iters=3, **layout)
-    model, _, _ = train.build(cfg, make_mesh(world, cfg.tp, cfg.pp, cp=cfg.cp), 60, world.device)
-    with torch.no_grad():
-        for p in model.parameters():
-            p.mul_(5)
-    return train.evaluate(cfg, model, Synthetic(60, T, 1), 4, world.device)

@@ -150,13 +150,6 @@ def test_the_rank_that_is_furthest_behind_is_late():
     assert watch.late_ranks(reports) == [3]
 
 
-def test_a_healthy_run_reports_no_hang_and_logs_times_per_rank(tmp_path):
-    results = run_ranks(2, runs.session, [*TINY, f"--out={tmp_path}", "--steps=4", "--check-every=1",
-                                          "--zero=1", "--save-every=0", "--timeout=30"])
-    assert [r["code"] for r in results] == [0, 0] and not (tmp_path / "hang").exists()
-    assert {"step_ms_min", "step_ms_max", "slowest_rank"} <= rows(tmp_path, ())[-1].keys()
-
-
 # -----------------------------------------------------------------------------
 # Slow ranks
 
@@ -191,6 +184,7 @@ def test_a_slow_rank_is_named(tmp_path):
     got = run_ranks(2, session_with_slow_rank, argv, 50.0)
     last = rows(tmp_path, ())[-1]
     assert (last["slowest_rank"], last["step_ms_min"], last["step_ms_max"]) == (1, 20.0, 70.0)
+    assert not (tmp_path / "hang").exists()
     assert "slow rank 1: 70.0 ms of its own per step, the median" in got[0]["out"], got[0]["out"]
 
 
@@ -294,11 +288,6 @@ def test_every_tensor_is_compared_among_all_ranks_that_hold_it(n, layout, family
         alone += len(alike) <= 1
     assert any("router.bias" in name for name in results[0]) == ("n_experts" in family)
     assert len(results[0]) > alone, "no tensor is on several ranks"
-
-
-def test_the_smaller_group_of_replicas_is_reported():
-    hashes = [[[0, 0], [1, 2]], [[0, 0], [1, 2]], [[0, 0], [1, 3]], [[0, 0], [1, 2]]]
-    assert agree.mismatches(["v", "w"], hashes, (0, 2, 4, 6)) == ["w on rank 4 differs from ranks 0, 2, 6"]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
