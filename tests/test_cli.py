@@ -9,18 +9,15 @@ import dataclasses
 import io
 import itertools
 import json
-import math
 import re
 import shlex
 import subprocess
 import sys
-import typing
 import zlib
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from forks import run_forks
 from pool import ROOT
 from runs import TINY, assert_refused, called, refused, rows, session
 
@@ -37,7 +34,6 @@ from cost.plan_flags import PlanFlags
 from fast.choose import choose
 from interface import words
 from interface.command_line import change_words, command_line, parse, wrong_input
-from interface.files import check_schema
 from interface.layout import check_alone, check_flags
 from interface.presets import PRESETS
 from parallel import make_mesh
@@ -234,17 +230,6 @@ def test_help_lists_every_field(capsys):
     assert max(map(len, text.splitlines())) <= 100
 
 
-PROGRAMS = ["train.py", "prepare.py", "sample.py", "plan.py", "plot.py", "convert.py", "checkpoint.py"]
-
-
-def test_every_program_starts_in_isolation_and_without_asserts(tmp_path):
-    jobs = [([f"{ROOT}/{name}", "--help"], "/dev/null", f"{tmp_path}/{name}", f"{tmp_path}/{name}.err")
-            for name in PROGRAMS]
-    codes = run_forks(jobs, ["-I", "-O"], ["tyro", "numpy"])
-    for code, (_, _, out, err) in zip(codes, jobs, strict=True):
-        assert code == 0 and len(Path(out).read_text()) > 300 and not Path(err).read_text(), out
-
-
 WITHOUT_TORCH = """import contextlib, io, runpy, sys
 said = {}
 programs = ("plan", "sample", "plot", "convert", "prepare", "train")
@@ -386,22 +371,6 @@ def test_a_step_that_exceeds_the_nodes_memory_is_refused(tmp_path, monkeypatch):
             memory.check_memory(this, mesh, 100, pair)
 
 
-SCHEMAS = [  # value, schema, and how the message goes on; "" if the value is right
-    (5, int, ""), (True, int, "the content is True, not int"), (5, float, ""),
-    (math.inf, float, "inf, not float"), (None, str | None, ""),
-    ({}, {"a": int}, "the content lacks a"), ({}, {"a?": int}, ""), ({"a": None}, {"a?": int}, "a is None"),
-    ({"x": {"n": "1"}}, {"x": {"n": int}}, "x.n is '1', not int"),
-    ([1, "a"], [int], "[1] is 'a'"), (3, {}, "3, not dict"),
-    (["rms"], typing.Literal["rms", "layer"], "not rms or layer")]
-
-
-@pytest.mark.parametrize("value,schema,say", SCHEMAS, ids=str)
-def test_a_schema_names_the_first_wrong_value(value, schema, say):
-    with pytest.raises(ValueError, match="^f.json: ") if say else contextlib.nullcontext() as e:
-        check_schema(value, schema, "f.json")
-    assert not say or say in str(e.value)
-
-
 # -----------------------------------------------------------------------------
 # The config.json of a run
 
@@ -441,10 +410,6 @@ def test_a_config_json_is_read_whole_or_refused_by_name(tmp_path):
     path.write_text(json.dumps({"model_type": "llama", "dtype": "float32"}))
     for argv in ([f"--config={path}"], ["tiny", f"--init-from={tmp_path}"]):
         with pytest.raises(ValueError, match=f"a model of Hugging Face.*convert.py import {tmp_path} --out"):
-            parse(argv)
-    for argv, said in ((["tiny", f"--config={path}"], "give one of them"), (["--config"], "--config"),
-                       (["--config=none"], "is not there")):
-        with pytest.raises(ValueError, match=said):
             parse(argv)
 
 

@@ -100,16 +100,6 @@ def test_what_cannot_be_renamed_is_refused(tmp_path, monkeypatch):
     assert_refused(session(World(), [*TINY, "--out=.", "--steps=1"]), "the working directory is in it")
 
 
-def test_a_fine_tuned_run_goes_on_from_its_config(tmp_path):
-    go(1, tmp_path / "base", "--steps=1", "--save-every=1")
-    run = tmp_path / "run"
-    flags = [f"--init-from={tmp_path / 'base'}", f"--out={run}", "--save-every=1"]
-    assert session(World(), [*TINY, *flags, "--steps=1"])["code"] == 0
-    again = [f"--config={run / 'config.json'}", f"--resume={run / 'step_000001'}", "--steps=2"]
-    again = session(World(), again)
-    assert again["code"] == 0 and "--init-from and --dump-grads are for a start" in again["out"]
-
-
 # -----------------------------------------------------------------------------
 # Whoever replaces or deletes a file has made it
 

@@ -15,7 +15,6 @@ from unittest import mock
 import pytest
 import runs
 import torch
-from forks import become
 from pool import ROOT, context, run_ranks
 from runs import SHAPE, TINY, assert_refused, refused, rows
 
@@ -165,11 +164,22 @@ def clean_env():
     return {k: v for k, v in os.environ.items() if not k.startswith(prefixes)}
 
 
-def run_alone(words, output):
-    """In a new process that has imported torch: run a program, with its output in a file."""
+def run_alone(words, output=""):
+    """In a new process that has imported torch: run a program. Its output goes into a file, or to nobody:
+    stdout is a pipe whose reader has gone, as `| head` leaves it, and stderr a full disk."""
     os.environ.clear()
     os.environ.update(clean_env())
-    become(words, ("/dev/null", output, output))
+    reader, out = os.pipe()
+    os.close(reader)
+    err = os.open("/dev/full", os.O_WRONLY)
+    if output:
+        out = err = os.open(output, os.O_WRONLY | os.O_CREAT)
+    os.dup2(out, 1)
+    os.dup2(err, 2)
+    sys.stdout = open(1, "w", closefd=False)
+    sys.stderr = open(2, "w", closefd=False)
+    sys.argv = words
+    runpy.run_path(words[0], run_name="__main__")
 
 
 @pytest.fixture(scope="module")
@@ -355,22 +365,10 @@ def test_a_signal_while_a_start_is_inside_a_c_call():
     assert inside.returncode == 85 and "stopped by SIGTERM during start-up" in said, said
 
 
-def run_unheard(words):
-    """In a new process: run a program whose reader has gone, as `| head` does, and whose stderr is full."""
-    reader, writer = os.pipe()
-    os.close(reader)
-    os.dup2(writer, 1)
-    os.dup2(os.open("/dev/full", os.O_WRONLY), 2)
-    sys.stdout = open(1, "w", closefd=False)
-    sys.stderr = open(2, "w", closefd=False)
-    sys.argv = words
-    runpy.run_path(words[0], run_name="__main__")
-
-
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 def test_a_stream_that_fails_never_ends_a_run(tmp_path):
     words = [str(ROOT / "train.py"), *FLAGS, f"--out={tmp_path}/run"]
-    unheard = context.Process(target=run_unheard, args=(words,))
+    unheard = context.Process(target=run_alone, args=(words,))
     unheard.start()
     unheard.join(240)
     assert unheard.exitcode == 0 and len(rows(tmp_path / "run")) == 6

@@ -177,7 +177,8 @@ def trained(cfg):
 SMALL = dict(n_layer=1, n_embd=32, ffn_hidden=32, seq_len=16)
 
 
-def check_that_it_is_read(name):
+@pytest.mark.parametrize("name", [*flags_of_kind("meaning"), "optimizer", "lr_schedule", "qk_norm"])
+def test_no_model_ignores_a_flag(name):
     """AssertionError: a flag that says nothing about sizes leaves the training as it is in some model."""
     compared = False
     for base, *models in changed_models(name):
@@ -194,21 +195,3 @@ def check_that_it_is_read(name):
             f"{typed(name)} {getattr(models[1], name)} is ignored in a model like {base}: read it there, or "
             "refuse it in check() of config.py")
     assert compared, f"no model of BASES in tests/test_new_flag.py can have {typed(name)}"
-
-
-@pytest.mark.parametrize("name", [*flags_of_kind("meaning"), "optimizer", "lr_schedule", "qk_norm"])
-def test_no_model_ignores_a_flag(name):
-    check_that_it_is_read(name)
-
-
-def test_a_flag_that_a_masked_model_ignores_is_found(monkeypatch):
-    rotation = GPT._rotation
-
-    def with_usual_base(self, positions, device):
-        if self.cfg.objective == "mlm":
-            self.cfg = dataclasses.replace(self.cfg, rope_base=1e4)
-        return rotation(self, positions, device)
-
-    monkeypatch.setattr(GPT, "_rotation", with_usual_base)
-    with pytest.raises(AssertionError, match="--rope-base 500.0 is ignored .* like mlm"):
-        check_that_it_is_read("rope_base")

@@ -459,8 +459,6 @@ def test_a_plan_says_what_wastes_the_gpu(capsys):
                  "tp 4 exceeds n-kv-head 1",
                  "wave quantisation", "the pipeline idles 50.0 % of the step"):
         assert part in said, part
-    for part in ("weights", "optimizer", "activations", "overhead", "bubble", "FLOPs per step, causal"):
-        assert part in said, part
     plan.main(["dense-210m", "--gpus", "16", "--gpu", "h200", "--tp", "2", "--cp", "8"])
     assert "cp 8 * tp 2 reaches over the node's 8 GPUs" in " ".join(capsys.readouterr().out.split())
 

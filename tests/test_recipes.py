@@ -123,13 +123,6 @@ def test_the_commands_of_a_page_are_taken(page):
                 pytest.fail(f"{page}: python {program} {' '.join(argv)}: {error}")
 
 
-def test_a_flag_that_is_gone_is_found():
-    with pytest.raises(ValueError, match="Unrecognized"):
-        check_command(1, "train.py", ["tiny", "--n-layres", "3"])
-    with pytest.raises(ValueError, match="do not divide"):
-        check_command(4, "train.py", ["tiny", "--tp", "3"])
-
-
 FOLDERS = ("", "docs/", "bench/", "tutorial/")
 LINKED = [page for folder in FOLDERS for page in sorted(ROOT.glob(f"{folder}*.md"))]
 

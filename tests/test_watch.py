@@ -188,18 +188,6 @@ def test_a_slow_rank_is_named(tmp_path):
     assert "slow rank 1: 70.0 ms of its own per step, the median" in got[0]["out"], got[0]["out"]
 
 
-def test_nothing_is_timed_while_a_cuda_graph_is_recorded(monkeypatch):
-    calls = SimpleNamespace(on_next_collective=None)
-    mesh = SimpleNamespace(world=SimpleNamespace(calls=calls, size=2), stage=SimpleNamespace(size=2))
-    s = watch.Stragglers(mesh, torch.device("cpu"))
-    s.cuda = True
-    for capturing in (True, False):
-        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda capturing=capturing: capturing)
-        s.begin()
-        calls.on_next_collective()
-        assert len(s.spans) == (not capturing)
-
-
 def test_a_slow_rank_is_compared_within_its_stage_and_named_one_time_after_three_intervals(capsys):
     mesh = SimpleNamespace(world=SimpleNamespace(calls=None, size=8), stage=SimpleNamespace(size=4))
     s = watch.Stragglers(mesh, torch.device("cpu"))
