@@ -83,7 +83,7 @@ def test_a_suspended_run_goes_on_and_sigusr2_writes_stacks(tmp_path):
         return path.read_bytes().count(b"\n") if path.exists() else 0
     wait_for(done, 4)  # the third step has the short limit
     job.send_signal(signal.SIGSTOP)
-    time.sleep(TIMEOUT + 1.5)
+    time.sleep(2 * TIMEOUT + 1.5)
     before = done()
     job.send_signal(signal.SIGCONT)
     time.sleep(0.5)  # the watchdog's thread has run; it would have written its report
