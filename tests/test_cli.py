@@ -114,6 +114,9 @@ WRONG = [
     ("prepare.py stdlib --tokenizer gtp2", "gpt2"),
     ("prepare.py stdlib --tokenizer char --vocab-size 300", "--vocab-size"),
     ("prepare.py stdlib --verify --name nothing", "no prepared data"),
+    ("prepare.py input.txt --name x --tokenizer nothere", "nothere"),
+    ("prepare.py input.txt --name x --tokenizer hf:nothere", "nothere"),
+    ("prepare.py chat input.txt --name x --tokenizer data/chars", "row 1 is no JSON object"),
 ]
 TWO_RANKS = [
     ("--tp=2 --n-embd=18 --n-head=3 --n-kv-head=1", "n-head 3 does not divide by tp 2; try --tp 1"),

@@ -2,7 +2,6 @@
 nothing."""
 import io
 import os
-import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +12,6 @@ from pool import ROOT
 from runs import TINY, session
 
 import plan
-import prepare
 from config import Outcome
 from interface import terminal
 from interface.command_line import wrong_input
@@ -117,7 +115,7 @@ def test_a_program_ends_well_whatever_its_streams_are(how, tmp_path):
 
 
 # -----------------------------------------------------------------------------
-# plan.py and prepare.py
+# plan.py
 
 def test_a_plan_does_not_depend_on_what_lies_in_data(monkeypatch, capsys):
     monkeypatch.setattr(plan, "load_blend_meta", lambda data: {"vocab_size": 77})
@@ -125,20 +123,6 @@ def test_a_plan_does_not_depend_on_what_lies_in_data(monkeypatch, capsys):
     assert capsys.readouterr().out.startswith("vocabulary of 50,257 symbols: GPT-2's; --data DIR or ")
     plan.main(["gpt2", "--data", "data/chars"])
     assert capsys.readouterr().out.startswith("vocabulary of 77 symbols: data/chars")
-
-
-@pytest.mark.parametrize("flags", [
-    "text.txt --tokenizer nothere", "text.txt --tokenizer hf:nothere", "text.txt --tokenizer data/nothere",
-    "short.jsonl --text-key body", "short.jsonl", "empty.txt", "nothere.txt",
-    "chat short.jsonl --tokenizer nothere"])
-def test_a_refused_prepare_leaves_no_folder(flags, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    Path("text.txt").write_text("A text of some words.\n" * 400)
-    Path("short.jsonl").write_text('{"text": "hi"}\n')
-    Path("empty.txt").touch()
-    with pytest.raises(SystemExit) as end:
-        prepare.main([*shlex.split(flags), "--name", "x"])
-    assert end.value.code == 2 and not list(Path(".").glob("data/*"))
 
 
 # -----------------------------------------------------------------------------
