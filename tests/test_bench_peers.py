@@ -59,7 +59,7 @@ def test_a_step_trains_on_the_next_tokens(hf):
 
 
 def test_the_8b_model_is_llamas_and_fits_one_gpu_by_prediction():
-    """Of 139.8 GiB it needs 110 with full recomputation, and 119 with selective. Two GPUs use ZeRO-3."""
+    """Of 139.8 GiB it needs 108 with full recomputation, and 119 with selective. Two GPUs use ZeRO-3."""
     def flags_of(trainer, gpus):
         return peer_cell.train_flags(peer_cell.Flags("8B", trainer), gpus)
 
@@ -75,7 +75,7 @@ def test_the_8b_model_is_llamas_and_fits_one_gpu_by_prediction():
         found = plan.estimate(layout, 1, "h200", cfg.vocab_size)
         needed[recompute] = found["memory"]
         assert found["fits"] == (recompute != "none")
-    assert needed["full"] == pytest.approx(110.0, abs=1)
+    assert needed["full"] == pytest.approx(108.1, abs=1)
     assert needed["selective"] == pytest.approx(119.0, rel=0.02)
     two = parse(f"{flags_of('ours', 2)} --recompute selective".split(), data="synthetic", global_batch=2)
     assert plan.estimate(two, 2, "h200", cfg.vocab_size)["fits"]
