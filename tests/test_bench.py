@@ -18,7 +18,6 @@ sys.path.insert(0, str(ROOT / "bench"))  # also in the ranks of the pool, which 
 
 import collectives
 import gpu_matrix
-import moe_layer
 import smoke
 import speed
 from test_graph import graphs_on_a_cpu
@@ -215,20 +214,6 @@ def test_every_program_has_help_and_one_line_for_a_wrong_flag(name, capsys):
     assert said.startswith(f"usage: {name}.py")
     assert len(said.splitlines()) > 3, "it says what the program does"
     assert errors.count("\n") == 1 and "--no-such-flag" in errors and f"{name}.py --help" in errors
-
-
-def test_all_rows_of_a_moe_layer_run(monkeypatch, capsys):
-    """Tiny, on a CPU: without a GPU's clock, graph and kernels."""
-    def once(f, n=1):
-        f()
-        return 1.0
-    monkeypatch.setattr(moe_layer, "gpu_milliseconds", once)
-    monkeypatch.setattr(moe_layer, "graphed", lambda f: f)
-    monkeypatch.setattr(torch, "compile", lambda f, **options: f)
-    monkeypatch.setattr(moe_layer, "SHAPES", {"W2": (32, 4, 16, 8, 2, 1.0)})
-    moe_layer.measure("W2", torch.device("cpu"))
-    labels = [line[2:16].strip() for line in capsys.readouterr().out.splitlines()[1:]]
-    assert labels == ["dense, compile", "dropless", "same, pointers", "capacity 1.0", "loop over expe"]
 
 
 # -----------------------------------------------------------------------------

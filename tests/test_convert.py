@@ -13,7 +13,7 @@ import pytest
 import test_import
 import torch
 import torch.nn.functional as F
-from runs import TINY, chars, go, refused
+from runs import go, refused
 from safetensors.torch import load_file, save_file
 from test_import import VOCAB, WINDOWS
 from torch.overrides import TorchFunctionMode
@@ -444,27 +444,6 @@ def test_no_chat_template_for_a_tokenizer_that_reads_it_otherwise(hf, trained, t
 
 # -----------------------------------------------------------------------------
 # Refused, in one line
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory):
-    """Return a folder with toy/, data of characters; run/, a step on them; hf/, its export."""
-    folder = tmp_path_factory.mktemp("made")
-    chars(folder)
-    go(1, folder / "run", f"--data={folder}/toy", "--steps=1", "--save-every=1", "--lr=0.01",
-       base=[f for f in TINY if "vocab" not in f])
-    convert.main(["export", str(folder / "run"), f"--out={folder}/hf"])
-    return folder
-
-
-def test_wrong_flags_of_convert_py(made, tmp_path):
-    run, hf_dir, out = made / "run", made / "hf", f"--out={tmp_path}/out"
-    for argv, word in [
-            (["export", run], "--out is missing"), (["export", run, f"--out={made}"], "a new directory"),
-            (["export", made / "toy", out], "config.json"), (["import", run, out], "is a run of train.py"),
-            (["export", hf_dir, out], "of Hugging Face already"),
-            (["export", run, out, "--base=x", "--seq-len=8"], "export does not read --base, --seq-len")]:
-        refused(convert.main, argv, word)
-
 
 BERT = "--objective mlm --norm layer --mlp gelu --pos learned --n-kv-head 4"
 

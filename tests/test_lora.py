@@ -36,7 +36,6 @@ from model import GPT
 from parallel import make_mesh
 from runtime import resume
 from runtime.launch import World
-from runtime.pieces import own_pieces
 
 FLAGS = dict(lora=3, lora_alpha=6.0, micro_batch=2, n_layer=2, clip=0.01)
 BASES = {"qwen": dict(LLAMA, qk_norm="head", **FLAGS), "gpt2": dict(GPT2, **FLAGS),
@@ -409,28 +408,11 @@ def test_peft_reads_our_adapters(qwen, hf, tmp_path):
         torch.testing.assert_close(logits, ours, rtol=0, atol=1e-10 * ours.abs().max().item())
 
 
-def trained_by_us(world, flags, path):
-    """Train STEPS steps from a base. Return losses, the adapters before, and pieces of all gradients."""
-    cfg = Config(**flags, global_batch=4)
-    mesh = make_mesh(world, cfg.tp, cfg.pp, cp=cfg.cp)
-    model, data_parallel, opt = train.build(cfg, mesh, cfg.vocab_size, world.device)
+def with_base(original, *args, path):
+    """train.build, whose model then reads a base."""
+    model, data_parallel, opt = original(*args)
     resume.init_from(model, opt, path)
-    start = {name: p.detach().clone() for name, p in model.named_parameters()
-             if p.requires_grad and p.untyped_storage().nbytes()}
-    source = Synthetic(cfg.vocab_size, cfg.seq_len, cfg.seed)
-    step = train.Step(cfg, model, data_parallel, opt)
-    seen = {"losses": [], "pieces": []}
-
-    def keep(prefix, vectors):
-        for name, piece, full, offset in own_pieces(data_parallel, opt, vectors):
-            seen["pieces"].append((prefix + name, equality.to_numpy(piece), full, offset))
-    for t in range(1, STEPS + 1):
-        batches = train.micro_batches(cfg, mesh, source, 4 * (t - 1), 4, world.device)
-        step.before_update = lambda t: keep(f"step {t} grad ", {"": opt.grads})
-        stats, _ = step(batches, t)
-        seen["losses"].append(stats.loss.item())
-    keep("end ", {"": opt.masters})
-    return {**seen, "start": start}
+    return model, data_parallel, opt
 
 
 @pytest.mark.long
@@ -442,15 +424,13 @@ def test_training_is_that_of_peft(qwen, hf):
     flags.update(lora=3, lora_alpha=6.0, dtype="fp64", lr=1e-2, warmup=0, weight_decay=0.1, clip=0.0,
                  steps=10, vocab_size=vocab_size, micro_batch=2)
     del flags["global_batch"]
-    path = str(qwen / "base")
-    (alone,) = run_ranks(1, trained_by_us, flags, path)
-
+    start = dict(one_process_model(Config(**flags)).named_parameters())
     model = peft_model(qwen, peft, hf)
     parameters = dict(model.named_parameters())
     theirs = {}
     for name, (ours, _) in factors(cfg, 3, vocab_size).items():
         theirs[ours] = parameters[name.replace(".weight", ".default.weight")]
-        theirs[ours].data.copy_(alone["start"][ours])
+        theirs[ours].data.copy_(start[ours])
     assert {p for p in model.parameters() if p.requires_grad} == set(theirs.values())
     optimizer = torch.optim.AdamW(theirs.values(), lr=1e-2, betas=(cfg.beta1, cfg.beta2), weight_decay=0.1)
     source = Synthetic(vocab_size, cfg.seq_len, cfg.seed)
@@ -465,16 +445,19 @@ def test_training_is_that_of_peft(qwen, hf):
         losses.append(loss.item())
         want.update({f"step {t} grad {name}": p.grad.numpy().copy() for name, p in theirs.items()})
         optimizer.step()
-    want.update({"end " + name: p.detach().numpy() for name, p in theirs.items()})
+    for name, p in theirs.items():
+        want["end " + name] = p.detach().numpy()
+        for key in ("exp_avg", "exp_avg_sq"):
+            want[f"end {key}/{name}"] = optimizer.state[p][key].numpy()
 
     worst = 0.0
     for n, layout in [(1, {}), (2, dict(tp=2)), (2, dict(pp=2)), (2, dict(cp=2)), (2, dict(zero=1)),
                       (2, dict(zero=3)), (4, dict(tp=2, pp=2))]:
-        results = [alone] if n == 1 else run_ranks(n, trained_by_us, {**flags, **layout}, path)
+        of_the_base = "train.build", functools.partial(with_base, path=str(qwen / "base"))
+        results = run_ranks(n, with_faults, [of_the_base], run, {**flags, **layout}, 4)
         got = equality.assemble(results)
-        assert got.keys() == want.keys()
         for seen in results:
-            worst = max([worst, *(abs(a / b - 1) for a, b in zip(seen["losses"], losses, strict=True))])
+            worst = max([worst, *(abs(row[0] / b - 1) for row, b in zip(seen["stats"], losses, strict=True))])
         worst = max([worst, *equality.errors(got, want, flags).values()])
         assert worst <= 1e-10, (layout, worst)
     print(f"\nthe largest difference from peft: {worst:.1e}")

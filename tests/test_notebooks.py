@@ -10,14 +10,10 @@ import sys
 
 import pytest
 from pool import ROOT
-from test_recipes import commands_in, commands_of
+from test_recipes import check_command, commands_in, commands_of
 
 import config
-import prepare
 from interface.command_line import parse
-from interface.layout import check_layout
-from parallel import make_mesh
-from runtime import launch
 
 NOTEBOOKS = ["first_steps.ipynb", "parallelism.ipynb"]
 MAGIC = "%%bash\n"
@@ -52,7 +48,7 @@ def test_it_holds_no_output_its_python_is_python_and_its_links_exist(name):
         assert (ROOT / "tutorial" / link).exists(), link
 
 
-def test_their_flags_exist_and_their_layouts_fit():
+def test_their_commands_are_taken():
     runs = [call for name in NOTEBOOKS for call in calls(name)]
     programs = {"prepare.py", "train.py", "plot.py", "sample.py", "checkpoint.py", "plan.py", "out/broken.py",
                 "bench/equal_one.py"}
@@ -60,14 +56,10 @@ def test_their_flags_exist_and_their_layouts_fit():
     trained = set()
     for ranks, argv in runs:
         program, *flags = [word for word in argv if word != "out/broken.py"]
+        check_command(ranks, program, flags)
         if program == "train.py":
-            cfg = parse(flags)
-            mesh = make_mesh(launch.World(size=ranks), cfg.tp, cfg.pp, cfg.ep, groups=False, cp=cfg.cp)
-            check_layout(cfg, mesh, cfg.global_batch or cfg.micro_batch * mesh.dp.size)
-            trained.add(cfg.out)
-        elif program == "prepare.py":
-            assert prepare.parse(flags).tokenizer == "char"
-        else:
+            trained.add(parse(flags).out)
+        elif program != "prepare.py":
             assert {word for word in flags if word.startswith("out/")} <= trained, argv
 
 
@@ -76,7 +68,7 @@ SHOWN = {
     "parallelism.ipynb": ["dp 2 tp 2", "predicted / measured", "NOT EQUAL: 4 ranks", "equal: 4 ranks"]}
 
 
-@pytest.mark.parametrize("program", ["smoke", "collectives", "plan", "plot", "sample", "equal_one"])
+@pytest.mark.parametrize("program", ["smoke", "collectives", "equal_one"])
 def test_the_flags_of_other_programs_are_in_their_help(program, monkeypatch, capsys):
     """Of the notebooks and of the tutorial's text."""
     monkeypatch.syspath_prepend(ROOT / "bench")

@@ -56,13 +56,6 @@ def test_one_run_its_steps_and_a_logarithmic_axis(runs, capsys):
     assert plot.main(["a", "--log"]) == 0 and "no loss to draw" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("argv,words", [
-    (["none"], "none holds no metrics.jsonl"), (["a", "--metric", "x"], "grad_norm, loss, step"),
-    (["a", "--steps", "3"], "--steps"), (["a", "--every", "nan"], "--every"), (["a", "--width", "1"], "20")])
-def test_wrong_input_is_one_line(argv, words, runs):
-    refused(plot.main, argv, words)
-
-
 def test_follow_draws_a_run_that_has_no_row_yet(runs, capsys, monkeypatch):
     (runs / "new").mkdir()
     (runs / "new" / "metrics.jsonl").touch()

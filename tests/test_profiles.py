@@ -21,7 +21,6 @@ from test_launch import BIN, FLAGS, clean_env
 from interface.command_line import parse
 from runtime import profiles
 from runtime.resume import State
-from train import main
 
 sys.path.insert(0, str(ROOT / "bench"))
 
@@ -66,11 +65,6 @@ def test_the_chosen_rank_stops_and_the_others_wait(tmp_path):
     assert len((tmp_path / "run/metrics.jsonl").read_text().splitlines()) == 6
     terminal.stdin.close()
     assert terminal.wait(60) == 0
-
-
-def test_a_rank_that_does_not_exist_is_refused(tmp_path):
-    runs.refused(main, [*FLAGS, f"--out={tmp_path}", "--pdb=3"], "--pdb 3: the ranks are 0 to 0")
-    assert parse([]).pdb == -1 and not Path(tmp_path, "metrics.jsonl").exists()
 
 
 def test_trace_says_where_it_is_and_how_to_look_at_it(tmp_path, capfd):

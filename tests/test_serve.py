@@ -7,11 +7,9 @@ import json
 import re
 import socket
 import threading
-import time
 
 import pytest
 import torch
-from browser import browser
 
 import pipeline
 import sample
@@ -52,12 +50,10 @@ def ask(server, content=None, method="POST", **headers):
 
 class Slow:
     def __init__(self):
-        self.has_begun = threading.Event()
         self.may_end = threading.Event()
 
     def __call__(self, asked):
         yield "one"
-        self.has_begun.set()
         self.may_end.wait(30)
         yield " two"
         yield " three"
@@ -198,49 +194,3 @@ def test_a_text_is_continued_as_by_a_prompt(talks):
 def test_what_the_vocabulary_cannot_say_is_refused(asked, words, talks):
     with pytest.raises(ValueError, match=words):
         answers(asked, talks)
-
-
-def wait(view, expression):
-    """Wait until an expression is true on a page, whose policy forbids playwright's wait_for_function."""
-    deadline = time.monotonic() + 30
-    while not view.evaluate(expression):
-        assert time.monotonic() < deadline, expression
-        view.wait_for_timeout(20)
-
-
-@pytest.mark.long
-def test_the_page_in_a_browser():
-    asked = []
-    slow = Slow()
-
-    def talk(given):
-        asked.append(given)
-        if given["messages"][-1] == "wait":
-            return slow(given)
-        return iter([HOSTILE, " ok"])
-    with browser() as chromium, serving(talk) as server:
-        address = f"http://127.0.0.1:{server.server_address[1]}/"
-        view = chromium.new_page(viewport={"width": 375, "height": 700})
-        wrong = []
-        view.on("pageerror", lambda error: wrong.append(str(error)))
-        view.on("console", lambda message: wrong.append(message.text) if message.type == "error" else None)
-        view.goto(address)
-        assert view.title() == "out/<b>" and view.input_value("#system") == "Be 'brief'."
-        view.fill("#text", "a <b>question</b>")
-        view.press("#text", "Enter")
-        wait(view, "document.querySelector('.model')?.textContent.endsWith(' ok')")
-        assert view.inner_text(".model") == HOSTILE + " ok"
-        assert view.inner_text(".user") == "a <b>question</b>"
-        assert view.locator("#log img, #log b").count() == 0
-        view.fill("#temperature", "0.2")
-        view.fill("#text", "wait")
-        view.click("#send")
-        wait(view, "document.querySelectorAll('.model')[1]?.textContent === 'one'")  # it streams
-        view.click("#stop")
-        slow.may_end.set()
-        view.wait_for_selector("#send:enabled")
-        assert view.evaluate("document.documentElement.scrollWidth <= innerWidth")
-        first = "a <b>question</b>"
-        assert [(found["mode"], found["messages"], found["temperature"]) for found in asked] == [
-            ("chat", [first], 0.8), ("chat", [first, HOSTILE + " ok", "wait"], 0.2)]
-        assert {found["system"] for found in asked} == {"Be 'brief'."} and not wrong
