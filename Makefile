@@ -32,7 +32,11 @@ long: .venv/ready-test
 	  timeout 1800 $(BIN)/pip install -q llama-cpp-python==0.3.36 || echo "llama-cpp-python cannot be built here"
 	$(PYTEST) -rs -m long tests
 
+# root gets the packages of Debian, where apt answers
 slurm: .venv/ready
+	@command -v slurmctld > /dev/null || [ "$$(id -u)" != 0 ] || { timeout 180 apt-get -qq update && \
+	  DEBIAN_FRONTEND=noninteractive timeout 180 apt-get -qq install -y --no-install-recommends \
+	  slurmctld slurmd slurm-client munge slurm-wlm-basic-plugins; } || echo "SLURM cannot be installed here"
 	python tests/slurm/cluster.py
 
 # on Linux the torch of PyPI is the CUDA build. no other index stands in requirements.txt: pip asks every index

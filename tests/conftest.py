@@ -40,3 +40,9 @@ def hf():
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     return transformers
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory):
+    from runs import chars
+    return chars(tmp_path_factory.mktemp("toy"))

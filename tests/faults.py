@@ -8,11 +8,6 @@ in a rank's process, and the test must notice it. A fault is a pair (name of a f
 A call of Bucket.wait_sum becomes a call of grad_average(original, *arguments), where `original` is the
 function as it was. The fault is in the arguments, the result or the effect, so it outlives the function's
 lines. A fault that is never called is an error.
-
-    planted, with_faults     plant faults, in this process or on a rank
-    replaced                 the same for what is no fault, such as a stand-in for a GPU
-    nothing, constant, ...   replacements that several test files use
-    run_with_faults          trains with faults, and compares the numbers with those of one rank
 """
 import contextlib
 import dataclasses

@@ -1,10 +1,8 @@
 """Training with AdamW or Muon, written out for one process: the papers' formulas, one matrix after another.
+With --lora, AdamW trains the adapters alone.
 
 It shares no line with muon.py, optim.py and model.py: plain_model.py computes the loss. Only the first
 weights, the tokens and the learning rate are train.py's.
-
-    orthogonalised, muon, adamw   the update of one weight
-    reference                     a few steps of training, as test_layouts.reference gives them
 """
 import math
 
@@ -70,11 +68,22 @@ def update(cfg, weights, moments, grads, t):
         weights[name], moments[name][0] = map(torch.stack, zip(*experts, strict=True))
 
 
+def with_adapters(cfg, weights):
+    merged = {}
+    for name, weight in weights.items():
+        a, b = (weights.get(name.removesuffix("weight") + factor) for factor in ("lora.A", "lora.B"))
+        if a is not None:
+            weight = weight + cfg.lora_alpha / cfg.lora * b @ a
+        merged[name] = weight
+    return merged
+
+
 def reference(flags, batch, tokens=Synthetic):
     """Train STEPS steps -> (stats of each step, {name: full array}, None), in fp64."""
     cfg = Config(**flags)
     model = one_process_model(cfg)
-    weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+    start = {name: p.detach().clone() for name, p in model.named_parameters()}
+    weights = {name: weight for name, weight in start.items() if not cfg.lora or ".lora." in name}
     moments = {name: [torch.zeros_like(w) for _ in range(1 if is_muons(cfg, name) else 2)]
                for name, w in weights.items()}
     source = tokens(cfg.vocab_size, cfg.seq_len, cfg.seed)
@@ -84,7 +93,7 @@ def reference(flags, batch, tokens=Synthetic):
             weight.requires_grad_()
         first = (t - 1) * batch
         batches = [source.batch(i, cfg.micro_batch) for i in range(first, first + batch, cfg.micro_batch)]
-        loss, minimized = total_loss(cfg, weights, cfg.vocab_size, batches)
+        loss, minimized = total_loss(cfg, with_adapters(cfg, {**start, **weights}), cfg.vocab_size, batches)
         found = torch.autograd.grad(minimized, list(weights.values()))
         grads = dict(zip(weights, found, strict=True))
         want.update({f"step {t} grad {name}": grad.numpy() for name, grad in grads.items()})

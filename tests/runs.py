@@ -1,15 +1,4 @@
-"""Whole runs of train.main on the ranks of the pool, and comparisons of what they leave behind.
-
-    session         does one run on one rank
-    go              the same on n ranks at once
-    rows, final     read what a run leaves behind: its metrics, a checkpoint
-    same            asserts that two runs left the same bits
-    assert_resume_is_equal   asserts the same of a run and of one that was resumed
-    assert_refused  asserts that a run ended with one line about its wrong input
-    called          calls a program's main
-    refused         calls it, and asserts the same
-    optimizer_as_planned   asserts that masters and moments have the planned bytes
-"""
+"""Whole runs of train.main on the ranks of the pool, and comparisons of what they leave behind."""
 import contextlib
 import hashlib
 import io
@@ -44,17 +33,8 @@ TIMES = {"time", "ms", "ms_per_sample", "tok_s", "tok_s_gpu", "tflops", "tflops_
 def session(world, argv, plan=None):
     """Run train.main(argv) on this rank. Return {code, out, err, steps}.
 
-    This stands in for a process that a launcher starts. Such a process takes seconds to start. It finds
-    its rank in the environment, joins the other ranks, prints, and ends with an exit code. The workers of
-    the pool have already started and joined, so main() runs inside them, with these replacements:
-        launch.launch     returns the worker's World
-        launch.shutdown   does nothing, because the pool leaves the process group
-        launch.started_by says so of the worker's World
-        stdout, stderr    are returned as out and err
-        SystemExit        is caught, and its code is returned as code
-        train.Run         records in steps what each step starts with (see record_steps), and sends
-                          itself the signals of the plan
-        train.Step        makes a gradient NaN where the plan says so
+    This stands in for a process that a launcher starts, which takes seconds. The workers of the pool have
+    already started and joined, so main() runs inside them; see record_steps for `steps`.
 
     plan: {number of a step: a signal's number or "nan"}, which is what goes wrong there on the last rank.
     """

@@ -179,12 +179,7 @@ def test_smoke_under_mpiexec(tmp_path):
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert [r["iter"] for r in rows] == [1, 2, 3, 4, 5] and rows[-1]["loss"] < rows[0]["loss"]
     assert all(r["dtf"] <= r["dt"] <= (r["dtf"] + r["dtb"]) * 1.00001 for r in rows)
-    for name in ("loss", "sps", "dt", "dtf", "dtb"):
-        assert f"{name} by iter" in (out / f"{name}.txt").read_text()
-    assert re.findall(r"(\w+) by iter", text) == ["dt"]
-    assert "smoke.py" in (out / "profile.txt").read_text()
     assert re.search(r"^the hottest lines.*\n +[\d.]+ s  \w+.*\.py:\d+ \w+$", text, re.M)
-    assert "<html" in (out / "profile.html").read_text()[:500]
 
 
 @pytest.mark.parametrize("main,argv,words", [

@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 import test_layouts
 import torch
-from faults import TP, assert_caught, planted
+from faults import planted
 from pool import run_ranks
 from runs import TINY, assert_refused, called, final, go, refused, rows, same, session
+from test_moe import owned
 
 import checkpoint
 import pipeline
@@ -28,7 +29,6 @@ from corpus import chat, samples, shards, tokenizer
 from corpus.samples import open_data, trained_tokens
 from interface import serve
 from ops.cross_entropy import IGNORE
-from ops.split_master import whole
 from parallel import make_mesh
 from runtime import launch
 from runtime.launch import World
@@ -245,9 +245,7 @@ def masters_after_init_from(world, flags, path, vocab_size):
     mesh = make_mesh(world, cfg.tp, cfg.pp, cfg.ep)
     model, data_parallel, opt = train.build(cfg, mesh, vocab_size, world.device)
     said = resume.init_from(model, opt, path)
-    pieces = resume.own_pieces(data_parallel, opt, {"": opt.masters})
-    return {"said": said, "pieces": [(n, test_layouts.equality.to_numpy(whole(t)), full, at)
-                                     for n, t, full, at in pieces]}
+    return {"said": said, **owned(data_parallel, opt, {"": opt.masters})}
 
 
 @pytest.mark.parametrize("n,layout", [(1, {}), (2, dict(tp=2, zero=1)), (2, dict(zero=3)), (2, dict(pp=2))])
@@ -318,14 +316,6 @@ def test_refused_starts(data, pretrained, tmp_path):
 
 # -----------------------------------------------------------------------------
 # Planted faults, as in test_faults.py: each must fail a comparison.
-
-def masked_as_word(original, ctx, logits, target, axis):
-    return original(ctx, logits, target.clamp(min=0), axis)
-
-
-def test_a_masked_target_that_counts_over_tp_is_caught():
-    assert_caught("gpt2-masked", TP, ("layers._VocabCrossEntropy.forward", masked_as_word))
-
 
 def but_the_system(original, message):
     return message["role"] != "system"

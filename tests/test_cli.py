@@ -19,7 +19,7 @@ from types import SimpleNamespace
 
 import pytest
 from pool import ROOT
-from runs import TINY, assert_refused, called, refused, rows, session
+from runs import TINY, assert_refused, called, rows, session
 
 import config
 import convert
@@ -109,6 +109,11 @@ WRONG = [
     ("plot.py out/run --metric x", "grad_norm, loss"), ("plot.py out/run --steps 3", "--steps"),
     ("plot.py out/run --every nan", "--every"), ("plot.py out/run --width 1", "20"),
     ("train.py --data synthetic --pdb 3", "--pdb 3: the ranks are 0 to 0"),
+    ("plan.py tiny --gpus 2 --pp 2 --zero 3", "--zero 3 gathers a stage anew for each micro-batch of --pp 2"),
+    ("plan.py tiny-moe --tp 2 --ep 4 --pp 2", "--gpus is missing, of which this layout needs 8"),
+    ("plan.py dense-210m --gpus 6 --tp 4", "6 ranks do not divide by tp 4"),
+    ("plan.py tiny --gpu a100", "'a100-40x4'"), ("plan.py tiny --scaling 1,x", "numbers of GPUs"),
+    ("plan.py tiny --search --scaling 1,2", "give one of them"),
     # Paths
     ("train.py --data chars", "data/chars"), ("train.py --data=nowhere/stdlib", "python prepare.py stdlib"),
     ("train.py --data input.txt", "python prepare.py input.txt --name input"),
@@ -434,4 +439,3 @@ def test_init_from_takes_the_shape_of_the_checkpoint(folder, monkeypatch):
     argv = "--init-from out/run --data data/chars --seq-len 16 --steps 1 --out fine --no-plot --no-report"
     done = session(World(), [*argv.split(), "--eval-every=0", "--micro-batch=2"])
     assert done["code"] == 0 and "starts from the weights of out/run" in done["out"], done["err"]
-    refused(convert.main, ["import", "out/run", "--out", "x"], "is a run of train.py")

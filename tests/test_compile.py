@@ -13,7 +13,6 @@ import attention
 import moe
 import parallel
 from config import Config
-from fast import compile as compile_
 from fast.choose import choose
 from fast.graph import make_step
 from runtime.launch import World
@@ -22,22 +21,33 @@ from train import Step, build
 TINY = dict(n_head=2, n_kv_head=2, n_embd=16, ffn_hidden=32, seq_len=8, micro_batch=2, compile=True)
 
 
-@pytest.fixture
-def graphs(monkeypatch):
+PLACES = ((parallel, "_uncompiled"), (parallel.Axis, "start_all_reduce"), (attention, "attend_segments"),
+          (moe.MoE, "forward"))
+
+
+@contextlib.contextmanager
+def tracing():
     """Let torch.compile trace, and run the graphs in eager mode. Yield the list of the graphs so far."""
     from torch._dynamo import reset
-    monkeypatch.setenv("TORCH_WARM_POOL", "0")  # no worker processes
     traced = []
 
     def eager(graph, inputs):
         traced.append(graph)
         return graph.forward
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=eager))
-    for place, name in PLACES:
-        monkeypatch.setattr(place, name, getattr(place, name))  # compile_blocks() replaces them
-    reset()
-    yield traced
-    reset()
+    with contextlib.ExitStack() as stack:
+        for place, name in PLACES:  # compile_blocks() replaces them
+            stack.enter_context(mock.patch.object(place, name, getattr(place, name)))
+        stack.enter_context(mock.patch.object(torch, "compile", partial(torch.compile, backend=eager)))
+        stack.enter_context(mock.patch.dict("os.environ", TORCH_WARM_POOL="0"))  # no worker processes
+        reset()
+        yield traced
+        reset()
+
+
+@pytest.fixture
+def graphs():
+    with tracing() as traced:
+        yield traced
 
 
 def micro_batch(token=0, cp=1):
@@ -64,42 +74,24 @@ def test_the_number_of_graphs_does_not_grow_with_the_layers(flags, graphs):
     assert 0 < len(graphs) <= 4
 
 
-PLACES = ((parallel, "_uncompiled"), (parallel.Axis, "start_all_reduce"), (attention, "attend_segments"),
-          (moe.MoE, "forward"))
-
-
 def train_traced(world, flags):
     """Train two steps with blocks that are traced, and run in eager mode.
 
     Return {"losses", "gradients" of the second, "sent": bytes of the first over each axis, "graphs": their
     sizes, but the final norm's}.
     """
-    from torch._dynamo import reset
-    traced = []
-
-    def eager(graph, inputs):
-        traced.append(len(graph.graph.nodes))
-        return graph.forward
     cfg = Config(**{**TINY, "n_layer": 4, **flags})
     mesh = parallel.make_mesh(world, cfg.tp, cfg.pp, cfg.ep, n_experts=cfg.n_experts, cp=cfg.cp)
     choice = choose(cfg, mesh, world.device)
-    with contextlib.ExitStack() as stack:
-        for place, name in PLACES:  # compile_blocks() replaces them
-            stack.enter_context(mock.patch.object(place, name, getattr(place, name)))
-        for place, name, stand_in in (
-                (torch, "compile", partial(torch.compile, backend=eager)),
-                (compile_, "prepare_compiler", lambda: None)):
-            stack.enter_context(mock.patch.object(place, name, stand_in))
-        reset()
+    with tracing() as traced:
         model, data_parallel, opt = build(cfg, mesh, 64, world.device, choice=choice)
         step = make_step(Step(cfg, model, data_parallel, opt), choice)
         batches = [micro_batch(token, cfg.cp) for token in (0, 1)]
         losses = [step(batches, 1)[0].loss.item()]
         sent = {name: dict(axis.sent) for name, axis in mesh.axes().items()}
         losses.append(step(batches, 2)[0].loss.item())
-        reset()
     return {"losses": losses, "gradients": [grad.clone() for grad in opt.grads], "sent": sent,
-            "graphs": traced[:len(traced) - model.has_head]}
+            "graphs": [len(graph.graph.nodes) for graph in traced][:len(traced) - model.has_head]}
 
 
 def check_same_training(one, other):

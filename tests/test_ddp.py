@@ -1,8 +1,5 @@
 """Buckets, ZeRO and shares within groups (--shard): which part of each tensor a slice covers, the order of
 sums, masters, replicas after many steps, which weights are whole when.
-
-test_layouts.py compares the layouts with one rank, test_faults.py has the faults of their sums,
-test_symm_mem.py has ZeRO by copies between GPUs.
 """
 import contextlib
 import itertools
@@ -21,6 +18,7 @@ from faults import with_faults
 from pool import run_ranks
 from test_checkpoint import read, write
 from test_layouts import LLAMA, MOE, assemble, flags_of, run, sequences
+from test_moe import owned
 
 import layers
 import model as model_module
@@ -37,7 +35,7 @@ from parallel import make_mesh
 from pipeline import generate
 from runtime import agree
 from runtime.launch import CollectiveLog
-from runtime.pieces import own_pieces, rectangles
+from runtime.pieces import rectangles
 from runtime.resume import make_replicas_equal
 from zero import ShardedBucket
 
@@ -113,9 +111,7 @@ def initial_masters(world, dtype, zero):
     assert all(p.dtype == train.DTYPES[dtype] for p in model.parameters())
     assert all(torch.equal(whole(m).to(b.own.dtype), b.own) for m, b in
                zip(opt.masters, data_parallel.buckets, strict=True))
-    pieces = own_pieces(data_parallel, opt)
-    to_numpy = test_layouts.equality.to_numpy
-    return {"pieces": [(name, to_numpy(t), full, offset) for name, t, full, offset in pieces]}
+    return owned(data_parallel, opt)
 
 
 @pytest.mark.parametrize("dtype,n,zero", [("bf16", 1, 0), ("fp16", 2, 1), ("bf16", 2, 3)])

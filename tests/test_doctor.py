@@ -38,13 +38,6 @@ def test_doctor_as_a_command(tmp_path, monkeypatch, capsys):
     assert all(c["fix"] for c in said["checks"] if c["status"] != "OK")
 
 
-def fake(folder, text):
-    path = folder / "mpiexec"
-    path.write_text(f"#!/bin/bash\n{text}\n")
-    path.chmod(0o755)
-    os.environ["PATH"] = f"{folder}:{os.environ['PATH']}"
-
-
 @pytest.mark.parametrize("text,status,words", [
     ('echo "rank 0 1 Another MPI 1.0"; echo "rank 0 1 Another MPI 1.0"', "FAIL", "mpi4py sees 1"),
     ("printf '  File x\\nOSError: no MPI\\n--\\na rank ended\\n' >&2; exit 1", "FAIL", "1: OSError: no MPI"),
@@ -52,8 +45,9 @@ def fake(folder, text):
     ("echo root is refused, see --allow-run-as-root >&2; exit 1", "WARN", "refuses root"),
     ("echo rank 0 2 an MPI; echo rank 1 2 an MPI", "OK", "agree: an MPI")])
 def test_mpiexec_that_does_not_fit(tmp_path, monkeypatch, text, status, words):
-    monkeypatch.setenv("PATH", os.environ["PATH"])
-    fake(tmp_path, text)
+    (tmp_path / "mpiexec").write_text(f"#!/bin/bash\n{text}\n")
+    (tmp_path / "mpiexec").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     got = doctor.mpi()
     assert got[0] == status and words in got[1] and bool(got[2]) == (status != "OK"), got
 

@@ -1,8 +1,6 @@
 """What convert.py export leaves: masked language models, the same greedy text; a whole folder or none.
 
 Besides, what import refuses in one line: a table of malformed inputs for each reader.
-
-test_convert.py compares the functions of the other families, and the tokenizers.
 """
 import dataclasses
 import json

@@ -214,6 +214,10 @@ def target_of_first_rank(original, ctx, logits, target, axis):
     return original(ctx, logits, target, dataclasses.replace(axis, rank=0))
 
 
+def masked_as_word(original, ctx, logits, target, axis):
+    return original(ctx, logits, target.clamp(min=0), axis)
+
+
 def without_padding(original, logits, target, vocab_size, axis):
     return original(logits, target, logits.size(1) * axis.size, axis)
 
@@ -428,6 +432,7 @@ FAULTS = {  # name: (family, (ranks, layout), faults as arguments of planted)
     # Tensor parallelism
     "targets at the wrong vocabulary offset": (
         "llama", TP, ("layers._VocabCrossEntropy.forward", target_of_first_rank)),
+    "a masked target counts": ("gpt2-masked", TP, ("layers._VocabCrossEntropy.forward", masked_as_word)),
     "vocabulary padding takes probability": ("llama", TP, ("layers.vocab_cross_entropy", without_padding)),
     "row-linear bias added by every tp rank": (
         "gpt2-masked", TP, ("layers.RowLinear.forward", bias_on_every_rank)),

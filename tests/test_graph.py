@@ -359,15 +359,6 @@ def test_no_reader_sees_stale_weights(flags):
         assert same_bits(weights, others) and same_bits(weights, plain[0][2][0])
 
 
-def test_experts_without_a_kernel_of_their_own_are_no_graph(monkeypatch):
-    """The loop over experts reads row counts on the host. A recorded step would repeat the first counts."""
-    monkeypatch.setattr(choose, "has_cuda_api", lambda device: True)
-    mesh = make_mesh(World(), groups=False)
-    gpu = torch.device("cuda")
-    assert choose.static_shapes(Config(n_experts=4, dtype="bf16"), mesh, gpu)
-    assert not choose.static_shapes(Config(n_experts=4, dtype="fp64"), mesh, gpu)
-
-
 @pytest.mark.parametrize("flags", [
     {}, dict(n_experts=4, ep=2, zero=1), dict(n_experts=4, capacity_factor=1.0)])
 def test_dropout_and_recompute_each_have_a_cuda_graph_but_not_both(flags, monkeypatch):

@@ -11,10 +11,15 @@ from test_model import random_model
 
 import plan
 from config import Config
+from ddp import DataParallel
 from fast import buckets, symm_mem
+from fast.buckets import CopyBucket
 from fast.choose import Choice
 from layers import NORMS, NormKind
+from model import DTYPES
+from muon import Muon, iteration_dtype
 from ops import activations, backend, cross_entropy, grouped_mm, norms, permute
+from ops.split_master import SplitMaster, whole
 from optim import Optimizer
 from parallel import make_mesh
 from runtime.launch import World
@@ -48,6 +53,7 @@ def count_with_any_numpy(monkeypatch):
 @pytest.fixture
 def small_tiles(monkeypatch):
     """Many tiles in a small product. Triton's interpreter multiplies the bits of bf16 as whole numbers."""
+    monkeypatch.setattr(grouped_mm, "use_torch", lambda *_: False)
     monkeypatch.setattr(grouped_mm, "pointer_tiles", lambda *_: ((16, 32, 16, 4, 2), (32, 16, 16, 4, 2)))
     if DEVICE == "cpu":
         from triton.runtime import interpreter
@@ -257,18 +263,13 @@ SIZES = {"one has all": [0, 50, 0, 0, 0], "some have none": [3, 0, 21, 0, 26], "
          "none": [0] * 5}
 
 
-@pytest.fixture
-def by_ours(small_tiles, monkeypatch):
-    monkeypatch.setattr(grouped_mm, "use_torch", lambda *_: False)
-
-
 ODD, EVEN = (17, 33), (16, 32)
 
 
 @pytest.mark.parametrize("dtype, sizes, widths", [
     *((dtype, sizes, ODD) for dtype in TOLERANCE for sizes in ("one has all", "some have none")),
     *((torch.float32, sizes, EVEN) for sizes in ("one has all", "even", "none"))], ids=str)
-def test_grouped_mm(dtype, sizes, widths, by_ours):
+def test_grouped_mm(dtype, sizes, widths, small_tiles):
     """Forward, the gradient of x, of w; 3 rows that no expert has hold NaN. Widths may fit no tile."""
     (I, O), n = widths, sum(SIZES[sizes])
     offs = torch.tensor(SIZES[sizes], device=DEVICE).cumsum(0)
@@ -286,7 +287,7 @@ def test_grouped_mm(dtype, sizes, widths, by_ours):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_swiglu_experts_equal_their_products(dtype, by_ours):
+def test_swiglu_experts_equal_their_products(dtype, small_tiles):
     """SwiGLUExperts beside MoE.ffn's reference lines in fp64: the output and every gradient."""
     sizes = SIZES["some have none"]
     n, C, width, E = sum(sizes), 16, 48, len(sizes)
@@ -327,8 +328,7 @@ def test_sum_slices(ranks, n):
 
 
 def test_gradients_of_micro_batches_add_up():
-    """The first micro-batch overwrites what the last step left, the others add; large enough for the
-    kernel."""
+    """The first micro-batch overwrites what the last step left, the others add; as many as for the kernel."""
     n = 2**18 + 6
     total = randn(n, dtype=torch.float32)
     parts = [randn(n) for _ in range(3)]
@@ -341,19 +341,8 @@ def test_gradients_of_micro_batches_add_up():
     assert_near(total, sum(g.double() for g in parts), 1e-6)
 
 
-def test_adamw_leaves_what_stands_behind_the_end(kernels):
-    n = 100
-    w, grad, m, v, out = (torch.ones(n + 1, device=DEVICE) for _ in range(5))
-    scalars = torch.tensor([0.1, 1.0, 2.0, 0.0], device=DEVICE)
-    kernels.adamw[(1,)](w, grad, m, v, out, scalars, 0.9, 0.1, 0.05, 1e-8, n, OUT=True, SPLIT=False,
-                        BLOCK=128, num_warps=4)
-    for tensor in (w, m, v, out):
-        assert tensor[n] == 1 and (tensor[:n] != 1).all()
-
-
 def split_update(kernels, masters, wanted):
     """Return the SplitMaster after an update that moves masters (n,) to wanted (n,), and torch's."""
-    from ops.split_master import SplitMaster, whole
     n = len(masters)
     split = SplitMaster.of(masters.to(torch.bfloat16), masters)
     m = whole(split) - wanted  # is subtracted as it is: eps is 1 and the second moment 0
@@ -375,11 +364,7 @@ def test_adamw_splits_masters_as_its_twin_does(kernels):
     found, expected = split_update(kernels, wanted, wanted)
     assert (expected.low.abs() == 2**15 - 1).sum() > 300
     assert torch.equal(found.own, expected.own) and torch.equal(found.low, expected.low)
-
-
-def test_adamw_keeps_nan_beside_split_masters(kernels):
-    """A weight of zero in its place would hide that the run is lost."""
-    from ops.split_master import whole
+    # NaN stays: a weight of zero in its place would hide that the run is lost
     bits = torch.tensor([0x7FFFFFFF, -1, 0x7FC00000, 0x7F800001], dtype=torch.int32, device=DEVICE)
     found, _ = split_update(kernels, torch.ones(4, device=DEVICE), bits.view(torch.float32))
     assert found.own.isnan().all() and whole(found).isnan().all()
@@ -392,11 +377,6 @@ def test_adamw_keeps_nan_beside_split_masters(kernels):
 def test_adamw(kernels, dtype, moments, clip, keeps_dtype):
     """Optimizer.step with the kernel beside torch's fused AdamW, 4 steps, the third refused. keeps_dtype:
     gradients as backward made them beside the same in fp32. moments: --moments-dtype, of both."""
-    from ddp import DataParallel
-    from fast.buckets import CopyBucket
-    from model import DTYPES
-    from ops.split_master import whole
-
     def optimizer(triton, bucket_class=None):
         torch.manual_seed(1)
         model = torch.nn.Sequential(torch.nn.Linear(70, 90), torch.nn.LayerNorm(90)).to(DEVICE)
@@ -437,15 +417,18 @@ def test_adamw(kernels, dtype, moments, clip, keeps_dtype):
 
 
 def test_adamw_rounds_moments_and_not_what_updates_the_weights(kernels):
-    """Gradients of few digits give moments that bf16 has exactly. Others are rounded after the update."""
+    """Gradients of few digits give moments that bf16 has exactly. Others are rounded after the update. What
+    stands behind the end stays."""
     n = 1000
     scalars = torch.tensor([0.1, 1.0, 1.0, 0.0], device=DEVICE)
     few_digits = torch.arange(-8, 8, device=DEVICE).repeat(63)[:n] / 8
     for grad, is_exact in ((few_digits.float(), True), (torch.randn(n, device=DEVICE), False)):
-        w = torch.ones(n, device=DEVICE)
-        m, v = torch.zeros(2, n, dtype=torch.bfloat16, device=DEVICE)
-        kernels.adamw[(-(-n // 128),)](w, grad, m, v, w, scalars, 1.0, 0.5, 0.25, 1e-3, n, OUT=False,
+        w, out = torch.ones(2, n + 1, device=DEVICE)
+        m, v = torch.zeros(2, n + 1, dtype=torch.bfloat16, device=DEVICE)
+        kernels.adamw[(-(-n // 128),)](w, grad, m, v, out, scalars, 1.0, 0.5, 0.25, 1e-3, n, OUT=True,
                                        SPLIT=False, BLOCK=128, num_warps=4)
+        assert torch.equal(w, out) and w[n] == 1 and m[n] == v[n] == 0
+        w, m, v = w[:n], m[:n], v[:n]
         assert_near(w, 1 - 0.1 * (grad / 2) / ((grad.square() / 4).sqrt() + 1e-3), 1e-6)
         for found, expected in ((m, grad / 2), (v, grad.square() / 4)):
             # The interpreter cuts bits off where a GPU rounds.
@@ -456,8 +439,6 @@ def test_adamw_rounds_moments_and_not_what_updates_the_weights(kernels):
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
 @pytest.mark.parametrize("keeps_dtype", [False, True])
 def test_muon(kernels, dtype, keeps_dtype):
-    from model import DTYPES
-    from muon import Muon, iteration_dtype
     model_dtype, n = DTYPES[dtype], 5000
     direction_dtype = torch.float32 if dtype == "fp32" else torch.bfloat16
     w, m = torch.randn(n, device=DEVICE), torch.randn(n, device=DEVICE) / 100
@@ -507,8 +488,23 @@ def test_sums_of_squares(use_triton):
 KINDS = [(False, False), (True, False), (True, True)]  # RMSNorm, LayerNorm without and with a bias
 
 
-def check_norm_beside(width, rows, dtype, is_layer_norm, has_bias, eps):
-    """x itself, its norm and all gradients, beside autograd's in fp64."""
+@pytest.fixture
+def few_programs(monkeypatch):
+    """Three programs share the rows of a norm: Triton's interpreter runs one after the other."""
+    real = norms.launch
+    monkeypatch.setattr(norms, "launch", lambda width: (3, real(width)[1]))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("is_layer_norm, has_bias", KINDS)
+@pytest.mark.parametrize("rows, width, eps", [
+    (5, 200, 1e-3), (1000, 16, 1e-3), (7, 1300, 1e-3), (6, 2048, 1e-3), (1, 768, 1e-3), (36, 128, 0.0)])
+def test_norm_beside_its_input(rows, width, eps, is_layer_norm, has_bias, dtype, few_programs):
+    """x itself, its norm and all gradients, beside autograd's in fp64: more rows than programs have at once,
+    and fewer; widths that fill a tile, and others.
+
+    Without eps the factor of a row that a program has too many is infinite.
+    """
     leaves = [3 * randn(rows, width, dtype=dtype) + 1, randn(width, dtype=dtype)]
     if has_bias:
         leaves.append(randn(width, dtype=dtype))
@@ -535,25 +531,6 @@ def check_norm_beside(width, rows, dtype, is_layer_norm, has_bias, eps):
         assert mine.dtype == dtype
         scale = theirs.abs().max()
         assert_near(mine / scale, theirs / scale, TOLERANCE[dtype])
-
-
-@pytest.fixture
-def few_programs(monkeypatch):
-    """Three programs share the rows of a norm: Triton's interpreter runs one after the other."""
-    real = norms.launch
-    monkeypatch.setattr(norms, "launch", lambda width: (3, real(width)[1]))
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("is_layer_norm, has_bias", KINDS)
-@pytest.mark.parametrize("rows, width, eps", [
-    (5, 200, 1e-3), (1000, 16, 1e-3), (7, 1300, 1e-3), (6, 2048, 1e-3), (1, 768, 1e-3), (36, 128, 0.0)])
-def test_norm_beside_its_input(rows, width, eps, is_layer_norm, has_bias, dtype, few_programs):
-    """More rows than programs have at once, and fewer; widths that fill a tile, and others.
-
-    Without eps the factor of a row that a program has too many is infinite.
-    """
-    check_norm_beside(width, rows, dtype, is_layer_norm, has_bias, eps)
 
 
 def test_a_norms_weight_has_a_gradient_that_is_rounded_once(monkeypatch):

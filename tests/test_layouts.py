@@ -3,11 +3,6 @@
 Each rank returns the pieces it owns. Every element of a tensor must be in exactly one rank's piece, and all
 numbers must equal one rank's to 1e-10: losses, gradient norms, every gradient of every step, every parameter
 and moment at the end; relative to the tensor's largest element, but for key biases: see bench/equality.py.
-
-    FAMILIES    models, by name, and what they are trained on
-    LAYOUTS     the table: each layout, the families of make test, and those of make long
-    reference   what one rank computes, once for each family and number of sequences
-    compare     one layout with it
 """
 import sys
 
@@ -115,11 +110,11 @@ references = {}
 
 
 def reference(flags, batch, chunks, cp=1, kind=Synthetic):
-    """Return (stats of each step, {name: full array}, expert statistics) of one rank, with Muon those of
-    plain_muon.py. Equal arguments are computed once.
+    """Return (stats of each step, {name: full array}, expert statistics) of one rank, with Muon or LoRA those
+    of plain_muon.py. Equal arguments are computed once.
     """
     key = (tuple(sorted(flags.items())), batch, chunks, cp, kind)
-    if key not in references and flags.get("optimizer") == "muon":
+    if key not in references and (flags.get("optimizer") == "muon" or flags.get("lora")):
         import plain_muon  # which imports this module
         kind = mask_synthetic if flags.get("objective") == "mlm" else kind
         references[key] = plain_muon.reference(flags, batch, kind)

@@ -1,8 +1,7 @@
 """LoRA: its numbers in every layout, what a checkpoint of adapters holds, what merges and what peft reads.
 
-The layouts are compared with a LoRA that is written out here on top of plain_model.py, in fp64 to 1e-10:
-losses, norms, every gradient of every step, every adapter and moment at the end. Each fault below changes one
-thing in our code, and a comparison must fail.
+The layouts are compared with the LoRA of plain_muon.py in fp64 to 1e-10: losses, norms, every gradient of
+every step, every adapter and moment at the end.
 """
 import dataclasses
 import functools
@@ -11,18 +10,15 @@ import shutil
 from pathlib import Path
 from unittest import mock
 
-import plain_muon
 import pytest
-import test_layouts
 import torch
 from faults import planted, with_faults
-from plain_model import total_loss
 from pool import run_ranks
 from runs import TINY, assert_refused, final, go, refused, rows, same, session
 from safetensors.torch import load_file, save_file
 from shared import one_process_model
 from test_convert import Wide
-from test_layouts import BERT, GPT2, LLAMA, STEPS, compare, equality, run
+from test_layouts import BERT, GPT2, LLAMA, STEPS, check, compare, equality, reference, run
 
 import convert
 import sample
@@ -45,64 +41,9 @@ BASES = {"qwen": dict(LLAMA, qk_norm="head", **FLAGS), "gpt2": dict(GPT2, **FLAG
 # -----------------------------------------------------------------------------
 # The numbers
 
-def with_adapters(cfg, weights):
-    merged = {}
-    for name, weight in weights.items():
-        a, b = (weights.get(name.removesuffix("weight") + factor) for factor in ("lora.A", "lora.B"))
-        if a is not None:
-            weight = weight + cfg.lora_alpha / cfg.lora * b @ a
-        merged[name] = weight
-    return merged
-
-
-@functools.cache
-def plain(name, batch):
-    """Train STEPS steps -> (stats of each step, {name: full array}, None), in fp64."""
-    cfg = Config(**BASES[name])
-    model = one_process_model(cfg)
-    weights = {name: p.detach().clone() for name, p in model.named_parameters()}
-    frozen = {name: weight for name, weight in weights.items() if ".lora." not in name}
-    trained = {name: weight for name, weight in weights.items() if ".lora." in name}
-    moments = {name: [torch.zeros_like(w), torch.zeros_like(w)] for name, w in trained.items()}
-    make = test_layouts.mask_synthetic if cfg.objective == "mlm" else Synthetic
-    source = make(cfg.vocab_size, cfg.seq_len, cfg.seed)
-    stats, want = [], {}
-    for t in range(1, STEPS + 1):
-        trained = {name: weight.detach().requires_grad_() for name, weight in trained.items()}
-        first = (t - 1) * batch
-        batches = [source.batch(i, cfg.micro_batch) for i in range(first, first + batch, cfg.micro_batch)]
-        weights = with_adapters(cfg, {**frozen, **trained})
-        loss, _ = total_loss(cfg, weights, cfg.vocab_size, batches)
-        found = torch.autograd.grad(loss, list(trained.values()))
-        norm = torch.cat([grad.flatten() for grad in found]).norm()
-        size = torch.cat([weight.detach().flatten() for weight in trained.values()]).norm()
-        stats.append([loss.item(), norm.item(), sum((grad == 0).sum().item() for grad in found), size.item()])
-        for (name, weight), grad in zip(trained.items(), found, strict=True):
-            want[f"step {t} grad {name}"] = grad.numpy()
-            clipped = grad * min(1.0, cfg.clip / (norm + 1e-6))
-            trained[name], *moments[name] = plain_muon.adamw(
-                weight.detach(), clipped, *moments[name], t, train.learning_rate(cfg, t), cfg)
-    for name, weight in trained.items():
-        want["end " + name] = weight.numpy()
-        want["end exp_avg/" + name], want["end exp_avg_sq/" + name] = (m.numpy() for m in moments[name])
-    return stats, want, None
-
-
-def checked(name, n, batch, layout, faults=()):
-    """Train with the faults. Return check(): it asserts that all numbers are those of the plain LoRA."""
-    results = run_ranks(n, with_faults, faults, run, dict(BASES[name], **layout), batch)
-    want = plain(name, batch)
-
-    def check():
-        with mock.patch.object(test_layouts, "run_ranks", lambda *job: results), \
-                mock.patch.object(test_layouts, "reference", lambda *job: want):
-            compare(BASES[name], n, batch, **layout)
-    return check
-
-
 @pytest.mark.parametrize("batch,layout", [(4, dict(tp=2, pp=2)), (8, dict(zero=3, shard=2))], ids=str)
 def test_layout_equals_the_plain_lora(batch, layout):
-    checked("qwen", 4, batch, layout)()
+    compare(BASES["qwen"], 4, batch, **layout)
 
 
 def frozen_memory(world):
@@ -135,7 +76,7 @@ LAYOUTS = [  # model, ranks, sequences per step, layout
 @pytest.mark.long
 @pytest.mark.parametrize("name,n,batch,layout", LAYOUTS, ids=lambda x: str(x).replace(" ", ""))
 def test_every_layout_equals_the_plain_lora(name, n, batch, layout):
-    checked(name, n, batch, layout)()
+    compare(BASES[name], n, batch, **layout)
 
 
 def no_sum_over_tp(original, self, *args):
@@ -146,9 +87,10 @@ def no_sum_over_tp(original, self, *args):
 
 
 def test_a_factor_that_is_not_summed_over_tp_is_caught():
-    check = checked("qwen", 2, 4, dict(tp=2), [("layers.Adapter.__init__", no_sum_over_tp)])
+    base, faults = BASES["qwen"], [("layers.Adapter.__init__", no_sum_over_tp)]
+    results = run_ranks(2, with_faults, faults, run, dict(base, tp=2), 4)
     with pytest.raises(AssertionError):
-        check()
+        check(base, results, reference(base, 4, 1))
 
 
 def kept_state(world, flags):

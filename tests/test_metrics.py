@@ -1,8 +1,5 @@
-"""Every number of metrics.jsonl and experts.jsonl against a computation of its own, in one process.
-
-    the steps    loss, norms, zeros, the experts' loads and losses, from the weights of each step's checkpoint
-    the rest     learning rate, tokens, rates, times, which steps are logged, the printed line
-"""
+"""Every number of metrics.jsonl and experts.jsonl against a computation of its own, in one process; losses,
+norms and the experts' loads from the weights of each step's checkpoint."""
 import dataclasses
 import json
 import math
@@ -15,7 +12,7 @@ import pytest
 import torch
 from faults import with_faults
 from pool import run_ranks
-from runs import TINY, chars, final, go, rows, session
+from runs import TINY, final, go, rows, session
 from safetensors.torch import load_file
 from shared import one_process_model, parameters
 
@@ -315,11 +312,6 @@ def test_a_row_after_several_steps_of_a_growing_batch(monkeypatch):
         run.guard.reason = reason
         row = log.Metrics.row(metrics, run, 6, given)
         assert row.keys() == counts | more.keys() and row.items() >= {"skip_reason": why, **more}.items()
-
-
-@pytest.fixture(scope="module")
-def toy(tmp_path_factory):
-    return chars(tmp_path_factory.mktemp("toy"))
 
 
 def test_evaluations_saves_and_comparisons_are_no_part_of_a_step(toy, tmp_path, monkeypatch):

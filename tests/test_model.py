@@ -1,10 +1,5 @@
 """The model in one process: written out, generation, counting, first weights, activations; and dropout.
 
-    written out   FORMS of all flags against plain_model.py: logits, losses, every gradient
-    generation    a cache of keys changes nothing; what is drawn
-    counting      parameters and operations, of all presets
-    dropout       where it is and how much, in training only; which masks ranks, stages and steps draw
-
 test_layouts.py has the layouts, dropout over dp among them.
 """
 import dataclasses
@@ -31,7 +26,7 @@ import train
 from attention import rope_cache, rotate
 from config import Config, head_width, pad_vocab
 from corpus.samples import Synthetic, micro_batches
-from cost.parameters import count_parameters, flops_per_token
+from cost.parameters import Rank, count_parameters, flops_per_token
 from interface.presets import PRESETS
 from layers import vocab_cross_entropy
 from model import GPT, MLP
@@ -301,7 +296,9 @@ COUNTED = {
     "moe-router-bias": dataclasses.replace(MOE, router="sigmoid", router_bias_rate=0.1, n_shared_experts=2),
     "bias": dataclasses.replace(FAMILIES["llama"], bias=True, norm="layer"),
     "tied": dataclasses.replace(FAMILIES["llama"], tied=True, pos="learned")}
-PINNED = {"dense-210m": 213_148_160, "moe-4b": 4_375_732_736,
+PINNED = {"dense-210m": 213_148_160, "moe-4b": 4_375_732_736, "llama-3.2-1b": 1_235_814_400,
+          "qwen3-0.6b": 596_049_920, "olmo-2-1b": 1_484_916_736, "qwen3-30b-a3b": 30_532_122_624,
+          "gemma-3-1b": 999_885_952, "bloom-176b": 176_276_602_880,
           "gpt2": 124_439_808 + (pad_vocab(50257) - 50257) * 768}  # its vocabulary is padded
 
 
@@ -313,6 +310,7 @@ def test_count_parameters(name):
         model = GPT(cfg, MESH, vocab)
     counted = count_parameters(cfg, vocab)
     assert counted["total"] == sum(p.numel() for p in model.parameters())
+    assert counted["total"] == Rank(cfg, MESH, vocab).parameters()
     assert counted["total"] == PINNED.get(name, counted["total"])
     head = model.wte if cfg.tied else model.head
     matmul = 0  # of the experts' matrices, (E, out, in), a token meets top-k; the router is not counted

@@ -1,11 +1,4 @@
 """The experts against a loop over tokens, which is written from the papers and shares no line with moe.py.
-
-    the loop       output and every gradient in fp64, every router, both modes, skewed and tied routing
-    the losses     their scale, and what they depend on
-    the ranks      every ep gives the same results, a rank without a token, garbage rows
-    recompute      routes once
-    upcycling      a dense model's MLP in every expert
-    runs           what is refused and written; test_checkpoint.py resumes them in other layouts
 """
 import contextlib
 import dataclasses

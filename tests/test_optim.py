@@ -1,9 +1,6 @@
 """The update: the learning rate, AdamW, clipping, gradients that are not finite, which weights decay; and
 numbers shorter than fp32.
 
-    fp16        a run equals the fp32 run of the same layout but for rounding; the loss scale and its counter
-    moments     --moments-dtype bf16: AdamW's moments are rounded after each update
-
 A wrong factor of 65536, or of 2, hides from Adam's update, which does not depend on the gradients' size. It
 shows in the gradient norm, the clipped moments and the dumped gradients.
 """

@@ -1,8 +1,4 @@
-"""Planted faults that test_faults.py's layouts do not find, each beside the comparison that does.
-
-    ONE_PROCESS   a test of this folder that starts no ranks: the fault is in every layout alike
-    below         large logits, generated text, checkpoints, resumes at an epoch's end
-"""
+"""Planted faults that test_faults.py's layouts do not find, each beside the comparison that does."""
 import dataclasses
 import functools
 import signal

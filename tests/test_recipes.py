@@ -1,9 +1,7 @@
-"""Every command of the pages has flags that its program takes, and ranks that its layout fits.
+"""Every command of the pages has flags that its program takes, and ranks that its layout fits. A link of a
+page leads to a file, and to a heading of it.
 
-A link of a page leads to a file, and to a heading of it.
-
-The commands are not run here. tests/test_tutorial.py runs those of the tutorial. tests/test_change_it.py
-looks at those of change-it.md, which has flags that the reader adds, as chapter 12 of the tutorial has.
+test_tutorial.py runs the commands of the tutorial, test_change_it.py those of change-it.md.
 """
 import re
 import shlex

@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 import torch
 from pool import run_ranks
-from runs import TINY, assert_refused, chars, final, go, rows, same, session
+from runs import TINY, assert_refused, final, go, rows, same, session
 
 import checkpoint
 import prepare
@@ -26,12 +26,6 @@ from runtime.launch import World
 
 sys.path.insert(0, str(Path(__file__).parent / "drills"))
 import kill
-
-
-@pytest.fixture(scope="module")
-def toy(tmp_path_factory):
-    return chars(tmp_path_factory.mktemp("toy"))
-
 
 # -----------------------------------------------------------------------------
 # Stop and resume
