@@ -23,9 +23,11 @@ drills: .venv/ready-test
 	python tests/drills/kill.py --count 1000 --out out/drills
 
 # the other cases of long sweeps; and what needs a package that pip builds for ten minutes and more: llama.cpp,
-# which runs our GGUF files. where it cannot be built, its tests are skipped. so are those that run the notebooks
-# where nbconvert is missing, and those that compare adapters with peft's where peft is missing
+# which runs our GGUF files. where it cannot be built, its tests are skipped. so are those of the pages in a
+# browser where playwright finds no Chromium, those that run the notebooks where nbconvert is missing, and those that
+# compare adapters with peft's where peft is missing
 long: .venv/ready-test
+	@$(BIN)/pip install -q playwright || echo "playwright cannot be installed here"
 	@$(BIN)/pip install -q -r requirements-notebooks.txt || echo "nbconvert cannot be installed here"
 	@$(BIN)/pip install -q peft==0.21.2 || echo "peft cannot be installed here"
 	@$(BIN)/python -c "import llama_cpp" 2>/dev/null || CMAKE_ARGS="-DGGML_NATIVE=OFF -DLLAMA_BUILD_TESTS=OFF" \

@@ -1,6 +1,8 @@
 import os
+import shutil
 import threading
 from multiprocessing import forkserver
+from pathlib import Path
 from unittest import mock
 
 import pool  # noqa: F401 sets what the server imports
@@ -46,3 +48,19 @@ def hf():
 def toy(tmp_path_factory):
     from runs import chars
     return chars(tmp_path_factory.mktemp("toy"))
+
+
+@pytest.fixture
+def view():
+    """A page of a headless Chromium; view.wrong are the errors of its scripts."""
+    playwright = pytest.importorskip("playwright.sync_api", reason="needs pip install playwright")
+    with playwright.sync_playwright() as context:
+        paths = [context.chromium.executable_path, shutil.which("chromium"), shutil.which("google-chrome")]
+        path = next((path for path in paths if path and Path(path).exists()), None)
+        if path is None:
+            pytest.skip("there is no Chromium: playwright install chromium, or apt install chromium")
+        made = context.chromium.launch(executable_path=path, args=["--no-sandbox"]).new_page()
+        made.wrong = []
+        made.on("pageerror", lambda error: made.wrong.append(str(error)))
+        yield made
+        assert not made.wrong

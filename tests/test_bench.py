@@ -19,7 +19,6 @@ sys.path.insert(0, str(ROOT / "bench"))  # also in the ranks of the pool, which 
 import collectives
 import gpu_matrix
 import smoke
-import speed
 from test_graph import graphs_on_a_cpu
 
 from parallel import make_mesh
@@ -180,17 +179,6 @@ def test_smoke_under_mpiexec(tmp_path):
     assert [r["iter"] for r in rows] == [1, 2, 3, 4, 5] and rows[-1]["loss"] < rows[0]["loss"]
     assert all(r["dtf"] <= r["dt"] <= (r["dtf"] + r["dtb"]) * 1.00001 for r in rows)
     assert re.search(r"^the hottest lines.*\n +[\d.]+ s  \w+.*\.py:\d+ \w+$", text, re.M)
-
-
-@pytest.mark.parametrize("main,argv,words", [
-    (smoke.main, ["--itres", "5"], "perhaps you meant --iters"), (smoke.main, ["--iters", "0"], "at least 1"),
-    (smoke.main, ["--lr", "nan"], "--lr nan"), (speed.main, ["W1", "--steps", "3"], "at least 4"),
-    (collectives.main, ["--sizes", "3Q"], "3Q"), (collectives.main, ["--tp", "two"], "two")])
-def test_wrong_flags_are_one_line(main, argv, words, capsys):
-    with pytest.raises(SystemExit) as end:
-        main(argv)
-    said = capsys.readouterr().err
-    assert end.value.code == 2 and said.count("\n") == 1 and words in said
 
 
 PROGRAMS = ("collectives", "doctor", "equal_one", "gpu_matrix", "moe_layer", "oracles", "peer_cell", "peers",

@@ -13,8 +13,10 @@ import attention
 import moe
 import parallel
 from config import Config
-from fast.choose import choose
+from fast import flash
+from fast.choose import Choice, choose
 from fast.graph import make_step
+from ops import backend
 from runtime.launch import World
 from train import Step, build
 
@@ -122,3 +124,23 @@ def test_a_compiled_run_has_the_losses_of_the_run_without(graphs, tmp_path):
         assert done["code"] == 0, done
     plain, compiled = rows(tmp_path / "eager"), rows(tmp_path / "compiled")
     assert [row["loss"] for row in plain] == pytest.approx([row["loss"] for row in compiled], rel=1e-6)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_what_one_graph_keeps_of_a_block(recompute, monkeypatch):
+    """With full recomputation its input, and what has no rows of tokens; no result of a kernel of ours."""
+    monkeypatch.setattr(backend, "TRITON_DEVICES", ("cpu",))
+    cfg = Config(**TINY, n_layer=1, vocab_size=64, recompute=recompute, dtype="fp32")
+    model, *_ = build(cfg, parallel.make_mesh(World()), 64, torch.device("cpu"))
+    Choice(False, False, False, False, flash=True).install(model)
+    block = model.blocks["0"]
+    is_full = recompute == "full"
+    assert (block.norm1.kernel is None) == is_full == (flash.FlashAttention.operation in block.kept)
+    monkeypatch.undo()
+    block.attn.flash = block.norm1.kernel = block.norm2.kernel = None  # they need a GPU
+    kept = []
+    x = torch.randn(24, 16, requires_grad=True)  # three sequences
+    block.compile(backend="aot_eager_decomp_partition", fullgraph=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.shape) or t, lambda t: t):
+        block(x, 8, *model._rotation(slice(0, 8), x.device)[False])
+    assert (sum(shape[:1] == (24,) for shape in kept) == 1) == is_full

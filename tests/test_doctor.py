@@ -21,7 +21,6 @@ import scaling
 
 import plan
 from interface.command_line import parse
-from runtime.launch import World
 
 
 def test_doctor_as_a_command(tmp_path, monkeypatch, capsys):
@@ -36,20 +35,6 @@ def test_doctor_as_a_command(tmp_path, monkeypatch, capsys):
     assert status["runs"] == "FAIL" and status["data"] == "WARN"
     assert {status[n] for n in ("packages", "torch", "backend", "mpi")} == {"OK"}, said
     assert all(c["fix"] for c in said["checks"] if c["status"] != "OK")
-
-
-@pytest.mark.parametrize("text,status,words", [
-    ('echo "rank 0 1 Another MPI 1.0"; echo "rank 0 1 Another MPI 1.0"', "FAIL", "mpi4py sees 1"),
-    ("printf '  File x\\nOSError: no MPI\\n--\\na rank ended\\n' >&2; exit 1", "FAIL", "1: OSError: no MPI"),
-    ("exit 1", "FAIL", "no output"),
-    ("echo root is refused, see --allow-run-as-root >&2; exit 1", "WARN", "refuses root"),
-    ("echo rank 0 2 an MPI; echo rank 1 2 an MPI", "OK", "agree: an MPI")])
-def test_mpiexec_that_does_not_fit(tmp_path, monkeypatch, text, status, words):
-    (tmp_path / "mpiexec").write_text(f"#!/bin/bash\n{text}\n")
-    (tmp_path / "mpiexec").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    got = doctor.mpi()
-    assert got[0] == status and words in got[1] and bool(got[2]) == (status != "OK"), got
 
 
 @pytest.mark.parametrize("devices, env, libraries, status, words", [
@@ -93,19 +78,6 @@ def test_the_slowest_link_is_named():
     assert "9 between nodes: median 10 GB/s" in text
     status, text, fix = reach.links({**rates, (1, 4): 3e9}, hosts)
     assert status == "WARN" and "slowest ranks 1 and 4 with 3, 70% less" in text and "a and b" in fix
-
-
-def test_disks_devices_and_data(tmp_path, monkeypatch):
-    assert doctor.disk(tmp_path / "new", "fix", True)[0] != "FAIL"
-    assert list((tmp_path / "new").iterdir()) == []
-    (tmp_path / "file").touch()
-    assert doctor.disk(tmp_path / "file", "fix", True)[::2] == ("FAIL", "fix")
-    (tmp_path / "meta.json").write_text("{")
-    for data, want in ((tmp_path, "FAIL"), (f"{tmp_path}:0.5,data/none:0.5", "FAIL"), ("data/none", "WARN")):
-        status, _, fix = doctor.tokens(data)
-        assert status == want and "prepare.py" in fix
-    monkeypatch.setattr(doctor.shutil, "which", lambda name: f"/usr/bin/{name}")  # a node with rocm-smi
-    assert doctor.device(World())[0] == "FAIL" and "torch does not see them" in doctor.device(World())[1]
 
 
 def test_a_command_that_starts_ranks_gets_no_launchers_variables(monkeypatch):

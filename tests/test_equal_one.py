@@ -1,4 +1,4 @@
-"""bench/equal_one.py on the ranks of the pool: equal layouts, planted faults that it names, wrong input; and
+"""bench/equal_one.py on the ranks of the pool: equal layouts, planted faults that it names; and
 tutorial/plain.py, which computes what train.py computes, on one rank and in its layouts, to 1e-10.
 """
 import contextlib
@@ -125,17 +125,6 @@ def test_an_element_that_nobody_owns_is_not_equal():
     seen = {"pieces": [("end w", equality.np.zeros(2), (3,), (0,))]}
     with pytest.raises(AssertionError, match="end w: elements held 0 to 1 times, in 1 of 1 tensors"):
         equality.assemble([seen])
-
-
-@pytest.mark.parametrize("n,argv,words", [
-    (1, ["--compared-steps=2"], "start 2: mpiexec -n 2 python equal_one.py"),
-    (2, ["--global-batch=3"], "try --global-batch 4"), (2, ["--tp=2", "--dropout=0.1"], "add --dropout 0"),
-    (2, ["--init-from=out/a"], "leave out --init-from")], ids=lambda value: None)
-def test_wrong_input(n, argv, words):
-    with mock.patch.dict("os.environ", RANK="0"):
-        results = run_ranks(n, verdict, ["tiny", *SHAPE, *argv])
-    assert [result["code"] for result in results] == [2] * n
-    assert words in "".join(result["err"] for result in results)
 
 
 # -----------------------------------------------------------------------------

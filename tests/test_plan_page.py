@@ -91,3 +91,17 @@ def test_the_schedule_that_is_drawn():
         assert sum(op["end"] - op["begin"] for op in ops) == 24
     last = max(op["end"] for op in drawn["ops"])
     assert last / 24 - 1 == pytest.approx(drawn["idle"])
+
+
+@pytest.mark.long
+def test_the_page_in_a_browser(server, view, capsys):
+    view.goto(f"http://127.0.0.1:{server.server_address[1]}/")
+    assert view.inner_text("#command") == f"python plan.py {' '.join(EXAMPLE)}"
+    view.wait_for_selector(".rank div")
+    view.select_option("select[name=preset]", "moe-4b")
+    view.fill("input[name=ep]", "4")
+    words = ["moe-4b", "--gpus", "8", "--ep", "4"]
+    assert view.inner_text("#command") == f"python plan.py {' '.join(words)}"
+    view.wait_for_selector(f"#headline:has-text('{printed(words, capsys)['ms']:,.1f} ms')")
+    view.fill("input[name=tp]", "3")
+    view.wait_for_selector("#bad:has-text('do not divide by tp 3')")

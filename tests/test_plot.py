@@ -5,11 +5,10 @@ import sys
 
 import pytest
 from pool import ROOT
-from runs import go, refused, rows
+from runs import go, rows
 
 import plot
 import prepare
-import train
 from interface import files
 
 sys.path[:0] = [str(ROOT / "bench")]
@@ -99,11 +98,6 @@ def test_the_table_of_runs_reads_only_and_survives_foreign_folders(runs, capsys)
         "state steps loss val_loss run", "done 8/8 1 3 a",
         f"mpiexec -n 2 python {ROOT}/train.py tiny-moe --seed 7", "stopped at 5 11/\\x1b[31m 2 3 b",
         "running 0/? - - c", "no checkpoint 3/? 1e+250 - d"]
-
-
-@pytest.mark.parametrize("argv", [["--list", "none"], ["tiny", "--list"], ["--list", "a", "b"]])
-def test_wrong_flags_beside_list(argv, runs):
-    refused(train.main, argv, "give one folder of runs")
 
 
 # -----------------------------------------------------------------------------

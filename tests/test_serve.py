@@ -194,3 +194,28 @@ def test_a_text_is_continued_as_by_a_prompt(talks):
 def test_what_the_vocabulary_cannot_say_is_refused(asked, words, talks):
     with pytest.raises(ValueError, match=words):
         answers(asked, talks)
+
+
+@pytest.mark.long
+def test_the_page_in_a_browser(view):
+    asked = []
+    slow = Slow()
+
+    def talk(given):
+        asked.append(given)
+        return slow(given) if given["messages"][-1] == "wait" else iter([HOSTILE, " ok"])
+    with serving(talk) as server:
+        view.goto(f"http://127.0.0.1:{server.server_address[1]}/")
+        view.fill("#text", "a <b>question</b>")
+        view.press("#text", "Enter")
+        view.wait_for_selector(".model:has-text('amp; ok')")
+        assert view.inner_text(".model") == HOSTILE + " ok" and view.locator("#log img, #log b").count() == 0
+        view.fill("#temperature", "0.2")
+        view.fill("#text", "wait")
+        view.click("#send")
+        view.wait_for_selector(".model:text-is('one')")
+        view.click("#stop")
+        slow.may_end.set()
+        view.wait_for_selector("#send:enabled")
+    assert asked[1]["messages"] == ["a <b>question</b>", HOSTILE + " ok", "wait"]
+    assert (asked[1]["system"], asked[1]["temperature"]) == ("Be 'brief'.", 0.2)
