@@ -103,7 +103,7 @@ def triton_kernel(device):
 
 
 def device(world):
-    """Does this rank's device multiply two matrices, forward and backward? Is the device free?"""
+    """Does this rank's device multiply two matrices, forward and backward? Are all of the node free?"""
     if world.device.type == "cpu":
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         if Path("/proc/driver/nvidia/version").exists() or any(map(shutil.which, ("rocm-smi", "xpu-smi"))):
@@ -120,11 +120,12 @@ def device(world):
         a.grad.sum().item()  # waits for the device
     except RuntimeError as e:
         return "FAIL", f"{name}: {str(e).splitlines()[0]}", "install a torch built for this GPU and driver"
-    free, total = free_memory(world.device)
+    memory = [free_memory(torch.device(world.device.type, i)) for i in range(count)]
     text = f"{count} x {name}"
-    if total:
-        text += f", {free / 2**30:.0f} of {total / 2**30:.0f} GiB free"
-    if free < 0.8 * total:
+    if all(total for _, total in memory):
+        free = " ".join(f"{free / 2**30:.0f}" for free, _ in memory)
+        text += f", {free} of {memory[0][1] / 2**30:.0f} GiB free"
+    if any(free < 0.8 * total for free, total in memory):
         return "WARN", f"{text}: another process uses it", \
             f"{SHOWS[world.device.type]} shows which; ask for whole nodes"
     if count < world.local_size:

@@ -7,12 +7,15 @@ source "$(dirname "${BASH_SOURCE[0]}")/flags.sh"
 # load_modules NAME...: load the site's modules. Without one of them the run would take another Python or MPI.
 # `module load` may complain of a module that works (Polaris, since 2026-08): then activate asks python.
 load_modules() {
+    local name
     [ $# -gt 0 ] || return 0
     type module &> /dev/null ||
         die "no command 'module' here, so $* cannot be loaded${MODULES:+: leave out MODULES}"
     module load "$@" && return
-    module is-avail "$@" &> /dev/null || die "module load $* failed: 'module avail' lists those of this site"
-    complained=$*
+    for name in "$@"; do  # of several, some `is-avail` ask for one alone
+        module is-avail "$name" &> /dev/null || die "module load $* failed: MODULES may name others of 'module avail'"
+    done
+    complained="module load $*"
 }
 
 # nccl_settings NODES: source the file NCCL_SETTINGS, if it is named and there are several nodes
@@ -36,8 +39,8 @@ activate() {
         source "$venv/bin/activate"
     fi
     if [ -n "$complained" ]; then
-        python -c 'import torch' || die "module load $complained failed, and python finds no torch"
-        echo "nanoshard: module load $complained complained, but python finds torch: going on" >&2
+        python -c 'import torch' || die "$complained failed, and python finds no torch"
+        echo "nanoshard: $complained failed, but python finds torch: going on" >&2
     fi
     [ -n "$STAGE" ] || return
     local folders=($STAGE)

@@ -225,4 +225,7 @@ def test_the_device_by_name_and_memory(capsys):
             _, *more = capsys.readouterr().out.splitlines()
             assert more == ([f"  {words}"] if words else [])
         assert doctor.device(world) == ("OK", f"1 x {NAME}, 60 of 64 GiB free", "")
+        with mock.patch.object(torch.accelerator, "device_count", lambda: 3), mock.patch.object(
+                doctor, "free_memory", lambda device: ((60, 60, 9)[device.index] * 2**30, 2**36)):
+            assert ", 60 60 9 of 64 GiB free: another process uses it" in doctor.device(world)[1]
         assert accelerator.total_memory(XPU) == 2**36 and peak_flops(XPU) == 419e12

@@ -82,6 +82,8 @@ def test_order_is_pinned():
     """Another order would silently give every resumed run other data: change VERSION together with it."""
     assert order.permute(np.arange(6), 1000, keys(1337)).tolist() == [402, 888, 629, 373, 659, 53]
     assert order.permute(np.arange(3), 10**9, keys(1, epoch=2)).tolist() == [13667878, 511182942, 119998667]
+    few = [order.permute(range(n), n, np.arange(1, 5, dtype=np.uint64)).tolist() for n in (1, 2, 3, 4, 5)]
+    assert few == [[0], [0, 1], [2, 1, 0], [2, 1, 0, 3], [4, 3, 0, 1, 2]]
     assert samples.Synthetic(1000, 5, seed=1).batch(7, 1)[0].tolist() == [[984, 987, 990, 993, 451]]
     x, y = samples.Synthetic(1000, 300, seed=1).batch(0, 8)
     assert (int(x.sum()), int((x * y).sum() % 10007)) == (1095906, 9505)

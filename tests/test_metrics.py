@@ -446,10 +446,3 @@ def test_every_counter_survives_a_resume(tmp_path):
     for state, loaded, t, after in run_ranks(1, counts_after_a_resume, tmp_path):
         assert t == 5 and after == (3, 3)
         assert dataclasses.replace(loaded, streak=2, nan_steps=2) == state
-
-
-def test_the_rates_of_a_gpu(monkeypatch):
-    monkeypatch.setattr(log, "peak_flops", lambda device: 1e12)
-    found = log.rates(Config(seq_len=64, n_layer=2), World(size=4), 32, 50.0, 256)
-    assert (found["tok_s"], found["tok_s_gpu"]) == (40960, 10240)  # 32 samples of 64 tokens in 50 ms
-    assert found["mfu"] == found["tflops"] == pytest.approx(0.02818572288)

@@ -1,13 +1,11 @@
-"""Which samples a step reads: --rampup-batch-size, Megatron's schedule; resume; layouts; the order."""
+"""Which samples a step reads: --rampup-batch-size, Megatron's schedule; resume; layouts."""
 import dataclasses
 import re
 
-import numpy as np
 import pytest
 from runs import go, rows, same
 
 from config import Config
-from corpus.order import permute
 from corpus.samples import batch_size
 from interface.layout import check_batch
 from plan import batch_schedule as schedule
@@ -80,10 +78,3 @@ def test_one_and_two_ranks_train_alike_through_the_ramp(tmp_path):
     assert len(one["steps"]) == len(two["steps"]) == 5
     for a, b in zip(rows(tmp_path / "a"), rows(tmp_path / "b"), strict=True):
         assert a["global_batch"] == b["global_batch"] and a["loss"] == pytest.approx(b["loss"], rel=1e-10)
-
-
-def test_the_order_of_a_few_samples_is_that_of_every_version():
-    """A run that is resumed by a later version reads on in the same order."""
-    keys = np.arange(1, 5, dtype=np.uint64)
-    assert [permute(range(n), n, keys).tolist() for n in (1, 2, 3, 4, 5)] == [
-        [0], [0, 1], [2, 1, 0], [2, 1, 0, 3], [4, 3, 0, 1, 2]]

@@ -42,9 +42,8 @@ def site(tmp_path):
     (tmp_path / "jobs").mkdir()
     activate.parent.mkdir(parents=True)
     settings = ("NCCL_CROSS_NIC", "NCCL_NET", "OFI_NCCL_PROGRESS_MODEL", "CCL_PROCESS_LAUNCHER",
-                "CCL_KVS_MODE",
-                "MPICH_GPU_SUPPORT_ENABLED", "MPICH_OFI_NIC_POLICY", "https_proxy", "FI_MR_CACHE_MONITOR",
-                "CCL_WORKER_AFFINITY", "NCCL_SOCKET_IFNAME", "OMP_NUM_THREADS")
+                "CCL_KVS_MODE", "MPICH_GPU_SUPPORT_ENABLED", "MPICH_OFI_NIC_POLICY", "https_proxy",
+                "FI_MR_CACHE_MONITOR", "CCL_WORKER_AFFINITY", "NCCL_SOCKET_IFNAME", "OMP_NUM_THREADS")
     for name in ("srun", "scontrol", "mpiexec"):
         (stand_ins / name).write_text(
             f'#!/bin/bash\n[ "$1" = --version ] && echo "$VERSION" && exit\n'
@@ -337,16 +336,28 @@ def test_a_job_of_an_array(site):
     assert "this is no job array" in run_job(site, 3, code=2)
 
 
-@pytest.mark.parametrize("env,say", [
-    ({"MODULES": "gcc nothere"}, "nanoshard: module load gcc nothere failed"),
-    ({"NCCL_SETTINGS": "nothere.sh"}, "nanoshard: no file NCCL_SETTINGS=nothere.sh (from ")])
-def test_modules_and_settings_that_are_not_there_stop_a_job(site, env, say):
+# Environment Modules, of several names of which one is there; Lmod, of a module that needs one which is not
+TYPO = '[ "$1 $2" = "is-avail gcc" ]'
+COMPLAINS = "[ $1 != load ]"
+
+
+@pytest.mark.parametrize("script,module,env,code,say", [
+    ("polaris.pbs", TYPO, {"MODULES": "gcc typo"}, 2, "module load gcc typo failed: MODULES may name others"),
+    ("generic.pbs", TYPO, {"NCCL_SETTINGS": "nothere.sh"}, 2, "no file NCCL_SETTINGS=nothere.sh (from "),
+    ("generic.pbs", "", {"MODULES": "gcc"}, 2,
+     "no command 'module' here, so gcc cannot be loaded: leave out MODULES\n"),
+    ("sophia.pbs", "", {}, 2, "no command 'module' here, so conda/2026-10-01 cannot be loaded\n"),
+    ("polaris.pbs", COMPLAINS, {"NO_TORCH": "1"}, 2, "module load conda/2026-10-01 failed, and python finds"),
+    ("polaris.pbs", COMPLAINS, {}, 85, "module load conda/2026-10-01 failed, but python finds")])
+def test_modules_and_settings_that_are_not_there_stop_a_job(site, script, module, env, code, say):
     folder, _ = site
-    (folder / "site.sh").write_text('module() { [[ "$*" != *nothere* ]]; }\n')
-    submit(site)
-    said = run_job(site, 1, hosts=["a", "b"], code=2, **env)
-    assert said.startswith(say) and said.count("\n") == 1
-    assert not (folder / "calls").exists()
+    (folder / "site.sh").write_text(f"module() {{ {module}; }}\n" if module else "")
+    (folder / "bin/python").write_text("#!/bin/bash\nexit $NO_TORCH\n")
+    (folder / "bin/python").chmod(0o755)
+    submit(site, script=script)
+    said = run_job(site, 1, hosts=["a", "b"], code=code, **env)
+    assert f"nanoshard: {say}" in said, said
+    assert (folder / "calls").exists() == (code != 2)
 
 
 def test_qdel_and_qrerun_submit_no_second_job(site):
