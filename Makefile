@@ -1,6 +1,9 @@
 # make train: from a fresh clone to a trained model.   make test: the whole CPU suite.   Both install what they need.
 PYTHON ?= python3
 BIN := .venv/bin
+# of TORCH=cpu: on Linux the torch of PyPI is the CUDA build. pip asks every index for every package, and waits
+# for one that does not answer, so this index is asked for torch alone
+CPU_WHEELS := https://download.pytorch.org/whl/cpu
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 # the tests start many processes: none compiles again what another one has compiled
 export PYTHONDONTWRITEBYTECODE :=
@@ -41,8 +44,6 @@ slurm: .venv/ready
 	  slurmctld slurmd slurm-client munge slurm-wlm-basic-plugins; } || echo "SLURM cannot be installed here"
 	python tests/slurm/cluster.py
 
-# on Linux the torch of PyPI is the CUDA build. no other index stands in requirements.txt: pip asks every index
-# for every package, and waits for one that does not answer
 tutorial: .venv/ready-test
 	python tutorial/run.py
 
@@ -52,10 +53,14 @@ notebooks: .venv/ready
 	$(BIN)/jupyter nbconvert --to notebook --execute --output-dir out/notebooks tutorial/*.ipynb
 
 .venv/ready: requirements.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and \
+	  f"nanoshard: $(PYTHON) is {sys.version.split()[0]}, and 3.11 or newer is needed: make PYTHON=python3.11")'
+	@echo "pip installs requirements.txt into .venv: one to three minutes, the last of them in silence"
 	$(PYTHON) -m venv .venv
-	@if [ "$$(uname -s)" = Linux ] && [ ! -e /proc/driver/nvidia ] && ! $(BIN)/pip show -q torch 2>/dev/null; then \
-	  echo "note: PyPI's torch comes with CUDA, 3 GB. On a CPU 0.2 GB do: Ctrl-C, the next line, make again"; \
-	  echo "$(BIN)/pip install $$(grep ^torch== requirements.txt) --index-url https://download.pytorch.org/whl/cpu"; fi
+	@if [ "$$(uname -s)$(TORCH)" = Linuxcpu ]; then \
+	  $(BIN)/pip install --no-deps $$(grep ^torch== requirements.txt) --index-url $(CPU_WHEELS); \
+	elif [ "$$(uname -s)" = Linux ] && [ ! -e /proc/driver/nvidia ] && ! $(BIN)/pip show -q torch 2>/dev/null; then \
+	  echo "note: PyPI's torch comes with CUDA, 3 GB. On a CPU 0.2 GB do: Ctrl-C, then make with TORCH=cpu"; fi
 	$(BIN)/pip install -r requirements.txt
 	touch $@
 

@@ -21,8 +21,10 @@ import zlib
 from contextlib import suppress
 from pathlib import Path
 
-if sys.flags.safe_path:  # python -I leaves out the program's own folder
-    sys.path.insert(0, str(Path(__file__).resolve().parent))
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parent))  # python -I leaves it out
+    from interface.packages import check_packages
+    check_packages()
 
 from interface.command_line import wrong_input
 from interface.files import best_effort, load_json, remove_folder, sync, write_whole

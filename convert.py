@@ -19,9 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-if sys.flags.safe_path:  # python -I leaves out the program's own folder
-    sys.path.insert(0, str(Path(__file__).resolve().parent))
-if __name__ == "__main__":  # It says what to type where they are not installed.
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parent))  # python -I leaves it out
     from interface.packages import check_packages
     check_packages()
 
@@ -69,10 +68,8 @@ class Flags:
 # A run, or a directory of Hugging Face
 
 def read_run(run_dir):
-    """Read a run, one of its checkpoints, or a directory of Hugging Face.
-
-    Return (Config, vocabulary size, Reader, directory of the run, a line that says which checkpoint it is).
-    """
+    """Read a run, one of its checkpoints, or a directory of Hugging Face. Return
+    (Config, vocabulary size, Reader, directory of the run, a line that says which checkpoint it is)."""
     run = Path(run_dir)
     step = None
     said = ""

@@ -23,10 +23,8 @@ import textwrap
 from collections import Counter
 from pathlib import Path
 
-if sys.flags.safe_path:  # python -I leaves out the program's own folder
-    sys.path.insert(0, str(Path(__file__).resolve().parent))
-
-if __name__ == "__main__":  # It says what to type where numpy or torch is not installed.
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parent))  # python -I leaves it out
     from interface.packages import check_packages
     check_packages()
 

@@ -14,15 +14,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-if sys.flags.safe_path:  # python -I leaves out the program's own folder
-    sys.path.insert(0, str(Path(__file__).resolve().parent))
-if __name__ == "__main__":  # It says what to type where they are not installed.
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parent))  # python -I leaves it out
     from interface.packages import check_packages
     check_packages()
 
 import tyro
 
 import checkpoint
+from config import ceil_div
 from interface import paths, report
 from interface.command_line import command_line, wrong_input
 from interface.files import best_effort, in_use, load_json, sound_rows, write_whole
@@ -63,17 +63,23 @@ def points(rows, metric, steps=(0, 10**15)):
     return found
 
 
+def round_ticks(first, last):
+    """Return at most six round steps from `first` to `last`."""
+    widths = (digit * 10**power for power in range(16) for digit in (1, 2, 5))
+    width = next(width for width in widths if last - first <= 5 * width)
+    return list(range(ceil_div(first, width) * width, last + 1, width))
+
+
 def draw(title, series, size=(90, 24), log=False):
     """Return a plot as text, with its legend below; "" if there is no value.
-
     series: [(label, mark, [(step, value)])]. mark: a character; x and capitals are dots, "" is a thin line.
-    log: the vertical axis is logarithmic, and values that are not positive are left out.
-    """
+    log: the vertical axis is logarithmic, and values that are not positive are left out."""
     import plotext as plt
     plt.clear_figure()
     plt.theme("clear")
     plt.plot_size(*size)
     legend = []
+    steps = []
     for label, mark, values in series:
         values = [(step, value) for step, value in values if value > 0 or not log]
         if not values:
@@ -81,10 +87,12 @@ def draw(title, series, size=(90, 24), log=False):
         plot = plt.scatter if mark == "x" or mark.isupper() else plt.plot
         plot(*zip(*values, strict=True), marker=mark or "braille")
         legend.append(f"{mark or THIN_LINE} {label}")
+        steps += [step for step, _ in values]
     if not legend:
         return ""
     if log:
         plt.yscale("log")
+    plt.xticks(round_ticks(min(steps), max(steps)))
     plt.title(title)
     plt.xlabel("step")
     return f"{plt.uncolorize(plt.build())}\n  {'   '.join(legend)}\n"
@@ -92,9 +100,7 @@ def draw(title, series, size=(90, 24), log=False):
 
 def load_bars(layers, width=40):
     """Return a line per expert with a bar: its rows over the balanced number, the mean over layers.
-
-    layers: {layer: {"load": [a share per expert]}}.
-    """
+    layers: {layer: {"load": [a share per expert]}}."""
     by_expert = list(zip(*(layer["load"] for layer in layers.values()), strict=True))  # E x L
     means = [sum(load) / len(load) * len(by_expert) for load in by_expert]
     lines = ["expert load, 1.00 is balanced"]
@@ -107,9 +113,7 @@ def load_bars(layers, width=40):
 
 def at_end(out, show):
     """Write the plots that a run leaves in its directory: one for each metric of AT_END, and the loads.
-
-    out: a Path. show (--plot): print the plots of loss and loads, too.
-    """
+    out: a Path. show (--plot): print the plots of loss and loads, too."""
     drawn = {}
     loads, _ = sound_rows(out / "experts.jsonl")
     if loads:

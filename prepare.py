@@ -34,9 +34,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-if sys.flags.safe_path:  # python -I leaves out the program's own folder
-    sys.path.insert(0, str(Path(__file__).resolve().parent))
-if __name__ == "__main__":  # It says what to type where they are not installed.
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parent))  # python -I leaves it out
     from interface.packages import check_packages
     check_packages()
 
@@ -50,6 +49,7 @@ from interface.command_line import command_line, wrong_input
 from interface.files import remove_folder, set_aside, sync, whole_folder
 from interface.terminal import say, warn
 
+SHAKESPEARE = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 VOCAB_SIZE = 4096  # for bpe: an id stands for 3.5 characters of Python, and does not dwarf a small model
 TRAINING_BYTES = 64 << 20  # amount of text to train a vocabulary on
 BATCH = 1 << 20  # characters that a worker encodes at a time; their number changes no byte
@@ -99,6 +99,9 @@ def parse(argv):
                          "the model: --tokenizer data/stdlib")
     if flags.sources[:1] == ("chat",) and (flags.shuffle or flags.no_shuffle or flags.split_at):
         raise ValueError("--shuffle, --no-shuffle and --split-at are for texts, not for conversations")
+    if {"shakespeare", "tinyshakespeare"} & set(flags.sources) and not Path(flags.sources[0]).exists():
+        raise ValueError(f"Shakespeare is fetched by: curl -LO {SHAKESPEARE}; then type: python prepare.py "
+                         "input.txt --tokenizer char --name shakespeare")
     if flags.sources != ("stdlib",) and not flags.name:
         raise ValueError(f"--name NAME is missing, the folder under {flags.out}/")
     if flags.vocab_size is not None and flags.tokenizer != "bpe":
@@ -339,9 +342,7 @@ def make_data(flags, files, val_files, command, work):
 
 def is_made(folder, command, files, replace):
     """Whether the data set stands, sound, and was made by this command after its files last changed.
-
-    ValueError: what stands there is no data set, or another one, and --replace is not given.
-    """
+    ValueError: what stands there is no data set, or another one, and --replace is not given."""
     if not folder.exists():
         return False
     if not (folder / "meta.json").is_file():

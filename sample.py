@@ -20,9 +20,8 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated
 
-if sys.flags.safe_path:  # python -I leaves out the program's own folder
-    sys.path.insert(0, str(Path(__file__).resolve().parent))
-if __name__ == "__main__":  # It says what to type where they are not installed.
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parent))  # python -I leaves it out
     from interface.packages import check_packages
     check_packages()
 
@@ -81,10 +80,11 @@ def main(argv=None):
     """Print what the flags ask for. SystemExit(2) after one line on stderr: wrong input."""
     from runtime import launch  # isort: skip (before torch: it sets how idle threads wait)
     argv = sys.argv[1:] if argv is None else argv
-    flags = command_line(Flags, argv, "sample.py", __doc__)
-    asked = [name for name in READS if getattr(flags, name)]
-    mode = asked[0] if asked else "prompt"
-    refuse_unread(flags, mode, READS)
+    with wrong_input(quiet=launch.started_by().rank != 0):  # the others have the same words
+        flags = command_line(Flags, argv, "sample.py", __doc__)
+        asked = [name for name in READS if getattr(flags, name)]
+        mode = asked[0] if asked else "prompt"
+        refuse_unread(flags, mode, READS)
     if mode == "step":
         print_step(Path(flags.run_dir), flags.step)
         return
@@ -125,9 +125,7 @@ def main(argv=None):
 
 def load_model(cfg, vocab_size, weights, world=None):
     """Return the model with the weights of a checkpoint.Reader, in fp32, cut over the world if there is one.
-
-    No row is dropped for --capacity-factor: a text would have other logits in one read than token by token.
-    """
+    No row is dropped for --capacity-factor: or the logits of one read are not those token by token."""
     from runtime.launch import World  # isort: skip (before torch: it sets how idle threads wait)
     import torch  # not at the top: wrong input is found without waiting seconds for torch
 

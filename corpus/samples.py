@@ -249,10 +249,8 @@ def sample_schedule(counts):
 
 
 def load_blend_meta(spec):
-    """Return the meta.json of the first data set of --data, with the `identity` of all.
-
-    identity: a str that other data or other weights would change; checkpoints keep it.
-    """
+    """Return the meta.json of the first data set of --data, with the `identity` of all: a str that other data
+    or other weights would change, and that checkpoints keep."""
     folders = [folder for folder, _ in parse_blend(spec)]
     metas = [load_meta(folder) for folder in folders]
     for folder, meta in zip(folders, metas, strict=True):
@@ -377,10 +375,8 @@ def open_data(cfg):
 
 def batch_size(samples, full, ramp=()):
     """Return the sequences of the step that starts after `samples` were consumed.
-
     full: the batch after the ramp. ramp: () or (START, INCREMENT, SAMPLES), as in Megatron-LM: the batch
-    begins with START sequences and grows by INCREMENT while the first SAMPLES are consumed.
-    """
+    begins with START sequences and grows by INCREMENT while the first SAMPLES are consumed."""
     if not ramp:
         return full
     start, increment, over = ramp

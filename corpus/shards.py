@@ -30,34 +30,40 @@ def pack_header(itemsize, tokens):
 
 def how_to_fix(folder, meta):
     """Return the end of an error message."""
-    command = meta.get("command")
-    return f"make it with: {command}" if command else paths.make_data(folder)
+    command = meta.get("command", "")
+    if Path(folder).name in command:
+        return f"make it with: {command}"
+    return f"copy the folder again, or make it as it was made: {command}"  # in another place
+
+
+def file_of(folder, name, meta):
+    path = Path(folder) / name
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} is not there; {how_to_fix(folder, meta)}")
+    return path
 
 
 def load_meta(folder):
-    """Return the meta.json of one data set as a dict.
-
-    FileNotFoundError: no such data set. ValueError: damaged, or another version.
-    """
+    """Return the meta.json of one data set as a dict. FileNotFoundError: no such data set, or no tokenizer.
+    ValueError: damaged, or another version."""
     path = Path(folder) / "meta.json"
     if not path.is_file():
         raise FileNotFoundError(f"{folder} holds no prepared data (no meta.json); {paths.meant_data(folder)}")
     meta = load_json(path)
     check_schema(meta, {"version": Literal[VERSION], "vocab_size": int, "shards": dict}, path)
+    file_of(folder, "tokenizer.json", meta)
     return meta
 
 
 def open_shards(folder, split, meta, kind="shards"):
     """Return the tokens of each shard of a split, (tokens,) uint16 or uint32, memory-mapped.
-
     kind: "masks" opens the shards that say which tokens are trained, uint8. FileNotFoundError, ValueError:
-    sizes, headers and meta.json do not agree, or ids are above the vocabulary. verify() reads the tokens.
-    """
+    sizes, headers and meta.json do not agree, or ids are above the vocabulary. verify() reads the tokens."""
     fix = how_to_fix(folder, meta)
     itemsize = 1 if kind == "masks" else np.dtype(meta["dtype"]).itemsize
     opened = []
     for shard in meta[kind][split]:
-        path = Path(folder) / shard["file"]
+        path = file_of(folder, shard["file"], meta)
         max_id = shard.get("max_id", 0)
         if max_id >= meta["vocab_size"]:
             raise ValueError(f"{path} has the token id {max_id}, vocab_size is {meta['vocab_size']}; {fix}")
@@ -96,10 +102,8 @@ def write_shard(path, tokens):
 
 def verify(folder, cache=True):
     """Compare all files with their sha256, and return the number of files. It reads 1-2 GB/s.
-
     cache: a file whose size and mtime_ns are those of an earlier success (folder/.verified.json) is not read
-    again. ValueError, OSError: the first difference, or a file that is missing.
-    """
+    again. ValueError, OSError: the first difference, or a file that is missing."""
     folder = Path(folder)
     meta = load_meta(folder)
     files = [{"file": "tokenizer.json", "sha256": meta["tokenizer_sha256"]}]
@@ -113,7 +117,7 @@ def verify(folder, cache=True):
         seen = load_json(record)
     good = {}
     for file in files:
-        path = folder / file["file"]
+        path = file_of(folder, file["file"], meta)
         stat = path.stat()
         good[path.name] = [stat.st_size, stat.st_mtime_ns, file["sha256"]]
         if cache and seen.get(path.name) == good[path.name]:

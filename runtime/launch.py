@@ -76,6 +76,11 @@ def started_by():
     return detect(os.environ)
 
 
+def on_one_node(start):
+    """Whether mpiexec or torchrun says that it started all ranks here, where they see the same files."""
+    return str(start.size) in (os.environ.get("MPI_LOCALNRANKS"), os.environ.get("LOCAL_WORLD_SIZE"))
+
+
 def job_id():
     """Return the scheduler's name of the job that this process runs in, or None."""
     return os.environ.get("PBS_JOBID") or os.environ.get("SLURM_JOB_ID")

@@ -12,12 +12,12 @@ import threading
 import time
 from pathlib import Path
 
+import checkpoint
 import plot
-from config import Config, Outcome, typed
+from config import Config, Outcome
 from interface import files
 from interface.command_line import INTERRUPTED, given, parse, wrong_input
 from interface.layout import check_alone, check_flags
-from interface.paths import meant_run
 from interface.terminal import Stream, clock, one_line, open_streams
 from runtime import launch
 
@@ -131,11 +131,12 @@ def parse_flags(argv):
     """Return (flags, None), or (default flags, what is wrong with files) on a rank, which tells the others.
 
     All ranks have the same words, so that wrong ones end each rank at once, as --help and --list do; rank 0
-    prints. Only files may be missing on some ranks alone.
+    prints. Only files may be missing on some ranks alone, where these are on several nodes.
     """
     with wrong_input():
         start = launch.started_by()
     signals.rank = start.rank
+    same_files = start.size == 1 or launch.on_one_node(start)
     printed = sys.stdout if start.rank == 0 else io.StringIO()
     with wrong_input(quiet=start.rank != 0), contextlib.redirect_stdout(printed):
         reads_files = given(argv, "config") or given(argv, "init_from")
@@ -148,10 +149,10 @@ def parse_flags(argv):
             elif start.size > 1:
                 check_flags(cfg, start.size)
             reads_files = True
-            if start.rank == 0:
+            if start.rank == 0 or same_files:
                 check_paths(cfg)
         except (ValueError, OSError) as e:
-            if start.size != 1 and reads_files:
+            if reads_files and not same_files:
                 return Config(), one_line(e)
             if start.rank != 0 and start.launcher != "hydra":  # others end all ranks with the first that ends
                 signal.signal(signal.SIGTERM, lambda *_: os._exit(Outcome.WRONG_INPUT))
@@ -161,14 +162,16 @@ def parse_flags(argv):
 
 
 def check_paths(cfg):
-    """Raise an error if what a flag names is not there: before torch is imported."""
-    for name, path in (("init_from", cfg.init_from), ("resume", cfg.resume)):
-        if path not in ("", "auto", "none") and not Path(path).exists():
-            raise FileNotFoundError(f"{typed(name)} {path} is no checkpoint; {meant_run(path)}")
-    if cfg.data != "synthetic":
-        from corpus import samples, shards
-        for folder, _ in samples.parse_blend(cfg.data):
-            shards.load_meta(folder)
+    """Raise an error if what a flag names is not there, or does not fit: before torch is imported."""
+    if cfg.init_from:
+        checkpoint.read_index(checkpoint.latest(cfg.init_from))
+    if cfg.resume not in ("auto", "none"):
+        checkpoint.read_index(cfg.resume)
+    if Path(cfg.out).is_file():
+        raise ValueError(f"--out {cfg.out} is a file; give a folder")
+    from corpus import samples, tokenizer
+    samples.open_data(cfg)
+    tokenizer.prompt_tokenizer(cfg)
 
 
 def list_runs(argv):

@@ -53,9 +53,9 @@ TEXTS = {"bench": (".py", ".sh", ".js", ".html", ".pbs", ".slurm"),
 
 # What is larger today: a number here only falls, and what is within its limit leaves the list.
 OVER = {
-    "runtime, interface": (4293, 29),
+    "runtime, interface": (4291, 29),
     "corpus, cost, programs": (6266, 31),
-    "house": (17155, 96)}
+    "house": (17153, 96)}
 LONG_FILES = {}
 
 

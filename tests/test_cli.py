@@ -91,7 +91,6 @@ WRONG = [
     # Values
     ("train.py --n-embd 190 --n-head 6", "n-embd 190 does not divide by n-head 6; try --n-head 5"),
     ("train.py --n-head=0", "--n-head 0 must be at least 1"), ("train.py --dropout=1", "at most 0.99999"),
-    ("train.py --global-batch 15", "15 does not divide by micro-batch 8 * dp 1; try --global-batch 16"),
     ("train.py --n-experts 4 --top-k 9", "try --top-k 4"), ("train.py --pp-layers=1,1", "try --pp-layers 4"),
     ("train.py --train-range-to-skip 3 5 9", "3 5 9 must be pairs"),
     ("train.py --rampup-batch-size 4 2 0", "START INCREMENT SAMPLES"),
@@ -111,7 +110,6 @@ WRONG = [
     ("train.py --data synthetic --pdb 3", "--pdb 3: the ranks are 0 to 0"),
     ("plan.py tiny --gpus 2 --pp 2 --zero 3", "--zero 3 gathers a stage anew for each micro-batch of --pp 2"),
     ("plan.py tiny-moe --tp 2 --ep 4 --pp 2", "--gpus is missing, of which this layout needs 8"),
-    ("plan.py dense-210m --gpus 6 --tp 4", "6 ranks do not divide by tp 4"),
     ("plan.py tiny --gpu a100", "'a100-40x4'"), ("plan.py tiny --scaling 1,x", "numbers of GPUs"),
     ("plan.py tiny --search --scaling 1,2", "give one of them"),
     # Paths
@@ -121,8 +119,8 @@ WRONG = [
     ("train.py --data data/chars --resume out/rum", "python train.py --list"),
     ("sample.py out/rum", "python train.py --list"), ("plot.py out/rum", "give the --out of a run"),
     ("prepare.py inptu.txt --name x", "inptu.txt is not a file"),
-    ("prepare.py fineweb_edu", "--name NAME is missing"),
-    ("prepare.py fineweb --name x", "fineweb_edu_10bt"),
+    ("prepare.py fineweb_edu", "--name NAME is missing"), ("prepare.py shakespeare", "curl -LO https"),
+    ("prepare.py fineweb --name x", "fineweb_edu_10bt"), ("train.py --out input.txt", "is a file"),
     ("prepare.py stdlib --vocab-size 256", "--vocab-size 256 must be at least 257"),
     ("prepare.py stdlib --tokenizer gtp2", "gpt2"),
     ("prepare.py stdlib --tokenizer char --vocab-size 300", "--vocab-size"),
@@ -139,7 +137,6 @@ TWO_RANKS = [
     ("--tp=2 --pp=2", "2 ranks do not divide by tp 2 * cp 1 * pp 2; start a multiple of 4 ranks"),
     ("--pp=2 --n-layer=1", "try --n-layer 2"), ("--pp=2 --pp-layers=1,2", "try --pp-layers 2,2"),
     ("--pp=2 --pp-layers=1,a,1", "try --pp-layers 2,2"), ("--pp=2 --zero=3", "try --zero 2"),
-    ("--global-batch=9", "global-batch 9 does not divide by micro-batch 8 * dp 2; try --global-batch 16"),
 ]
 
 
@@ -185,7 +182,7 @@ def test_layouts_that_do_not_fit_two_ranks_are_refused(flags, words):
 
 
 def test_one_rank_prints_the_error_under_mpiexec():
-    for argv, said in ("--stepz=3", "--steps"), ("--global-batch=9", "dp 2; try --global-batch 16"):
+    for argv, said in (f"--out={__file__}", "is a file"), ("--global-batch=9", "dp 2; try --global-batch 16"):
         command = [MPIEXEC, "-n", "2", sys.executable, ROOT / "train.py", argv]
         job = subprocess.run(command, capture_output=True, text=True, timeout=240)
         assert_refused({"code": job.returncode, "err": job.stderr}, said)

@@ -220,9 +220,10 @@ def test_edited_files_are_caught_by_verify(toy, capsys):
     assert code == 2 and err.count("\n") == 1 and f"nanoshard: {shard} has sha256" in err
     shard.unlink()
     for call in (opens(folder), lambda: shards.verify(folder)):
-        refused(FileNotFoundError, call, str(shard))
+        refused(FileNotFoundError, call, f"{shard} is not there; make it with: python prepare.py")
     edit(folder / "tokenizer.json", 12, b"!")
     refused(ValueError, lambda: shards.verify(folder), "tokenizer.json", "sha256")
+    refused(FileNotFoundError, opens(folder.rename(folder.with_name("moved"))), "copy the folder again")
 
 
 def test_an_id_above_the_vocabulary_is_refused_at_the_start(toy):
