@@ -5,7 +5,7 @@
     .parquet             each row of the column --text-key
     any other text       about 4,000 characters, cut at a blank line, or what --split-at separates
 
-Packed files are known by their first bytes, records of another name by their first line. What cannot be read
+Packed files are known by their first bytes, records of another name by their first words. What cannot be read
 is a ValueError with its file and row.
 """
 import contextlib
@@ -81,7 +81,7 @@ def kind_of(name, path, key):
     if name.endswith(RECORDS):
         return "records"
     with open_bytes(path) as f:
-        first = f.readline().strip().removeprefix(b"\xef\xbb\xbf")
+        first = next(filter(bytes.strip, f), b"").strip().removeprefix(b"\xef\xbb\xbf")
     record = None
     with contextlib.suppress(ValueError, RecursionError):
         record = json.loads(first)
@@ -89,11 +89,13 @@ def kind_of(name, path, key):
         say(f"{path}: its first line is a JSON object, so each line is read as one")
         return "records"
     is_json = isinstance(record, dict) or re.match(rb'\[?\s*\{\s*("|$)|\[$', first)
-    fields = re.split(rb'"?[,\t]"?', first.strip(b'"'))
+    fields = re.split(rb'"?[,;|\t]"?', first.strip(b'"'))
     is_table = len(fields) > 1 and key.encode() in fields
-    if not name.endswith(".txt") and (is_table or is_json or name.endswith((".json", ".csv", ".tsv"))):
-        raise ValueError(f"{path} would be trained on with its brackets or separators; write a JSON object "
-                         f"on each line (jq -c '.[]') with the text under --text-key {key}, or name it .txt")
+    if is_table or is_json or name.endswith((".json", ".csv", ".tsv")):
+        if not name.endswith(".txt"):
+            raise ValueError(f"{path} would be trained on with its brackets or separators; write a JSON "
+                             f"object per line (jq -c '.[]'), text under --text-key {key}, or name it .txt")
+        warn(f"{path} is JSON or a table, and as its name ends in .txt, its signs are trained on as well")
     with open(path, "rb") as f:
         if f.read(4) == ZSTD:  # its reader does not tell that a text is cut short; a record is broken then
             raise ValueError(f"{path} is no .jsonl.zst; unpack it")

@@ -58,9 +58,6 @@ def network_warnings(cfg, node):
     if cfg.ep > node:
         lines.append(f"ep {cfg.ep} reaches over the node's {node} GPUs: rows travel by all_to_all on the "
                      f"slow network, not through symmetric memory; try --ep {node}")
-    if cfg.tp > node:
-        lines.append(f"tp {cfg.tp} reaches over the node's {node} GPUs, on the slow network")
-    elif cfg.cp * cfg.tp > node:
-        lines.append(f"cp {cfg.cp} * tp {cfg.tp} reaches over the node's {node} GPUs: keys and values of "
-                     "whole sequences pass the slow network in each layer")
+    if cfg.cp * cfg.tp > node:
+        lines.append(f"cp {cfg.cp} * tp {cfg.tp} reaches over the node's {node} GPUs, on the slow network")
     return lines

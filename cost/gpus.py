@@ -36,6 +36,7 @@ PVC = dict(peak=419e12, sms=64, link=20e9, net=13e9, rails=8, node=12, **ASSUMED
 GPUS = {
     "a100-40": Gpu(hbm=1.30e12, memory=39.4 * 2**30, **AMPERE),
     "a100-40x4": Gpu(hbm=1.30e12, memory=39.4 * 2**30, **AMPERE_X4),
+    "a100-40x4-tcp": Gpu(hbm=1.30e12, memory=39.4 * 2**30, **{**AMPERE_X4, "net": 3.5e9 / 4}),  # no plugin
     "a100-80": Gpu(hbm=1.70e12, memory=79.1 * 2**30, **AMPERE),
     "h100": Gpu(hbm=2.99e12, memory=79.1 * 2**30, **HOPPER),
     "h100x4": Gpu(hbm=2.99e12, memory=79.1 * 2**30, **HOPPER_X4),

@@ -77,11 +77,8 @@ def short(number):
 
 
 def clock(seconds):
-    """Return seconds as m:ss, h:mm:ss, or in days from two days on."""
-    seconds = round(seconds)
-    if seconds >= 2 * 86400:
-        return f"{seconds / 86400:.1f}d"
-    hours, rest = divmod(seconds, 3600)
+    """Return seconds as m:ss or h:mm:ss."""
+    hours, rest = divmod(round(seconds), 3600)
     if hours:
         return f"{hours}:{rest // 60:02d}:{rest % 60:02d}"
     return f"{rest // 60}:{rest % 60:02d}"

@@ -18,6 +18,7 @@ from interface import files
 from interface.paths import is_run
 from interface.terminal import one_line, say
 from ops.split_master import whole
+from optim import learning_rate
 from runtime.init_from import VOCABULARY, changed_flags, init_from, load_base
 from runtime.pieces import first_sound, load_pieces, own_pieces
 from runtime.saver import Saver
@@ -229,6 +230,11 @@ def start_from(found, skip, model, opt, data_id):
             state.base = model.base
         said = [f"resume: {name.replace('_', '-')} {before} -> {now}"
                 for name, (before, now) in state.changed.items()]
+        steps, _ = state.changed.get("steps", (0, 0))  # the schedule ended there, if no flag said where
+        as_before = dataclasses.replace(cfg, decay_steps=cfg.decay_steps or steps)
+        old, new = (learning_rate(flags, state.step) for flags in (as_before, cfg))
+        if old != new:
+            said.append(f"resume: lr jumps from {old:.3g} to {new:.3g}; --decay-steps {steps} keeps it")
         if cfg.dump_grads or cfg.init_from and not cfg.lora:
             said.append(f"goes on from {found}: --init-from and --dump-grads are for a start, and not used")
         skip = sorted({*skip, *skipped_ranges(state.skip)})  # a resume inside a range goes on skipping it

@@ -103,7 +103,7 @@ def test_shuffle_is_a_function_of_the_seed_alone(tmp_path, capsys, monkeypatch):
 
 @pytest.mark.parametrize("name", ["x.jl", "part-00000", "x.jsonl.txt", "x.json", "x.txt.gz"])
 def test_records_under_another_name_are_read_as_records(name, tmp_path, capsys):
-    raw = jsonl(TEXTS[:40])
+    raw = b"\n\n" + jsonl(TEXTS[:40])
     (tmp_path / name).write_bytes(gzip.compress(raw) if name.endswith(".gz") else raw)
     (train, val), meta, _ = make(capsys, tmp_path, tmp_path / name)
     assert Counter(train + val) == Counter(TEXTS[:40]) and meta["shuffle_seed"] == 1337
@@ -115,8 +115,9 @@ def test_records_under_another_name_are_read_as_records(name, tmp_path, capsys):
 def test_a_text_whose_first_line_only_looks_like_one_is_read(name, first, tmp_path, capsys):
     text = "\ufeff" + first + "\n\n" + make_text(9000)
     (tmp_path / name).write_text(text)
-    (train, val), *_ = make(capsys, tmp_path, tmp_path / name)
+    (train, val), _, err = make(capsys, tmp_path, tmp_path / name)
     assert sum(map(len, train + val)) == len(text) - 1
+    assert ("its signs are trained on as well" in err) == (first == '{"a": 1}')
 
 
 GOOD = jsonl(TEXTS[:60])

@@ -88,7 +88,7 @@ FORMS = {
     "olmo2": dict(qk_norm="all", norm_place="after"),
     "qwen2, a soft-cap": dict(qkv_bias=True, logit_softcap=2.0),
     "llama3": dict(rope_scaling=(4.0, 0.5, 2.0, 8.0)),
-    "windows": dict(window=3, full_every=2, no_rope_every=2),
+    "windows": dict(window=3, full_every=2, no_rope_every=2, qk_norm="head"),
     "gemma3": dict(norm="rms1p", mlp="geglu", norm_place="both", qk_norm="head", embed_scale=True, window=3,
                    full_every=2, window_rope_base=20.0, tied=True, rope_scaling=(4.0, 0.5, 2.0, 8.0)),
     "learned positions and norms of heads": dict(

@@ -471,3 +471,5 @@ def test_eight_gpus_are_one_node_or_two(capsys):
     flags = "smol-1.7b", "--gpus", "8", "--zero", "1", "--micro-batch", "1"
     one, two = (planned(capsys, *flags, "--gpu", gpu) for gpu in ("a100-40", "a100-40x4"))
     assert one["between_nodes_mb"] == 0 < two["between_nodes_mb"] and one["ms"] < two["ms"]
+    flags = *flags[:3], "--zero", "3", "--recompute", "full", "--gpu", "a100-40x4-tcp"
+    assert planned(capsys, *flags, "--shard", "4")["ms"] < 0.7 * planned(capsys, *flags)["ms"]
