@@ -174,7 +174,8 @@ def session_on_xpu(world, argv):
     were used)"""
     seen.clear()
     with stand_in():
-        return session(dataclasses.replace(world, device=XPU), argv), dict(seen)
+        result = session(dataclasses.replace(world, device=XPU), argv)
+    return result, {**seen, "products": torch.get_float32_matmul_precision()}
 
 
 @pytest.mark.parametrize("ranks,flags", [(2, ["--zero=1"]), (1, ["--dtype=bf16", "--n-experts=4", "--top-k=1",
@@ -189,6 +190,7 @@ def test_a_run_is_that_of_the_cpu(ranks, flags, tmp_path):
         assert result["code"] == want["code"] == 0, result["err"] + want["err"]
         # Two saves: each on one stream of its own, which waits for the update, and the next update for it
         assert used["wait_stream"] == 2 and used["wait"] == 1 and used["synchronize"] > 2
+        assert used["products"] == ("highest" if ranks == 2 else "high")  # fp32 stays fp32
     assert " forward=" in results[0][0]["out"]
     got, want = rows(tmp_path / "xpu", ()), rows(tmp_path / "cpu", ())
     for a, b in zip(got, want, strict=True):

@@ -367,7 +367,7 @@ def test_a_step_that_exceeds_the_nodes_memory_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(memory, "host_memory", lambda: 2**16)
     got = session(World(), [*TINY, f"--out={tmp_path / 'run'}", *flags])
     assert_refused(got, "--tp or --pp on more devices", "smaller --micro-batch")
-    pair = SimpleNamespace(rank=0, size=2, calls=None, local_rank=0, local_size=2, device=World().device)
+    pair = SimpleNamespace(rank=0, size=4, calls=None, local_rank=0, local_size=2, device=World().device)
     cases = ((2.0, [], ""), (1.9, [], "--zero 1 or 3"), (1.9, ["--zero=1"], "--zero 1 or 3"),
              (2.0, ["--micro-batch=300"], "micro-batches of 300"))
     monkeypatch.setattr(memory, "host_memory", lambda: 2**40)

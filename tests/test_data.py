@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from runs import assert_refused, session
 
 import prepare
 from config import Config
@@ -17,6 +16,7 @@ from corpus import text as readers
 from corpus import tokenizer as tok
 from corpus.samples import micro_batches, open_data
 from parallel import make_mesh
+from runtime import agree
 from runtime.launch import World
 
 SOUNDS = ["ba", "co", "du", "fe", "gi", "ho", "ja", "ki", "lu", "me", "no", "pi", "ta", "vé", "wö", "字", "€"]
@@ -214,8 +214,9 @@ def test_edited_files_are_caught_by_verify(toy, capsys):
     assert shards.verify(folder) == len(list(folder.glob("*.bin"))) + 1
     edit(shard, 4096 + 77, b"\1")
     opens(folder)()  # headers and sizes are right; a run also compares the sha256, once per node
-    argv = ["tiny", f"--data={folder}", "--seq-len=8", f"--out={folder}.run"]
-    assert_refused(session(World(), argv), f"{shard} has sha256")
+    cfg = Config(data=str(folder))
+    for world in (World(), World(rank=1, size=2)):  # each is the first rank of a node
+        refused(ValueError, lambda world=world: agree.open_data(cfg, world, None), f"{shard} has sha256")
     code, out, err = run(capsys, "--name", "toy", "--out", folder.parent, "--verify")  # without a SOURCE
     assert code == 2 and err.count("\n") == 1 and f"nanoshard: {shard} has sha256" in err
     shard.unlink()

@@ -37,7 +37,7 @@ from runtime import agree
 from runtime.launch import CollectiveLog
 from runtime.pieces import rectangles
 from runtime.resume import make_replicas_equal
-from zero import ShardedBucket
+from zero import ShardedBucket, ZeRO2
 
 # -----------------------------------------------------------------------------
 # The part of each tensor that a slice of a bucket covers
@@ -62,17 +62,24 @@ def test_rectangles_cover_every_element_once():
 # -----------------------------------------------------------------------------
 # The order of the sums
 
+def three_matrices():
+    model = torch.nn.ParameterDict({name: torch.nn.Parameter(torch.ones(32, 32)) for name in "abc"})
+    for p in model.parameters():
+        p.reduction_axis = "stage"
+    return model
+
+
 def sums_of_two_orders(world, zero):
     """Rank 1's backward makes the gradients in another order, and no rank's makes one of the first parameter.
 
     Return the names of the sums that this rank starts in backward, of all that it starts, and {name: sum}.
     """
-    model = torch.nn.ParameterDict({name: torch.nn.Parameter(torch.ones(32, 32)) for name in "abc"})
-    for p in model.parameters():
-        p.reduction_axis = "stage"
+    model = three_matrices()
     data_parallel = DataParallel(model, make_mesh(world), zero, bucket_elements=1)
     assert len(data_parallel.buckets) == 3
     data_parallel.reset()
+    for bucket in data_parallel.buckets:
+        bucket.grad.fill_(9)  # of an earlier step
     uses = [(2 * model["b"]).sum(), (3 * model["c"]).sum()]
     if world.rank == 1:
         uses = [(3 * model["c"]).sum(), (2 * model["b"]).sum()]
@@ -96,6 +103,24 @@ def test_all_ranks_start_their_sums_in_one_order(zero):
     for in_backward, order, totals in run_ranks(2, sums_of_two_orders, zero):
         assert in_backward == ["c", "b"] and order == ["c", "b", "a"]
         assert totals == {"a": 0.0, "b": 4.0, "c": 6.0}
+
+
+def sums_of_two_backwards(world):
+    """Under ZeRO-2, the second backward makes no gradient of a. Return {name: sum}."""
+    model = three_matrices()
+    data_parallel = ZeRO2(model, make_mesh(world), 2)
+    data_parallel.reset()
+    for factor, names in (2, "abc"), (3, "bc"):
+        data_parallel.completes_grads = factor == 3
+        sum((factor * model[name]).sum() for name in names).backward()
+    data_parallel.finish_grad_sync()
+    [bucket] = data_parallel.buckets
+    totals = bucket.windows(bucket.shard.all_gather(bucket.grad_total))
+    return {name: total.mean().item() for name, total in zip(bucket.names, totals, strict=True)}
+
+
+def test_zero_2_adds_nothing_for_a_gradient_that_does_not_come():
+    assert run_ranks(2, sums_of_two_backwards) == [{"a": 4.0, "b": 10.0, "c": 10.0}] * 2
 
 
 # -----------------------------------------------------------------------------
@@ -320,7 +345,7 @@ def losses(world, zero, dtype, products=None):
                  micro_batch=2, warmup=0, zero=zero, dtype=dtype)
     mesh, source = make_mesh(world), Synthetic(100, cfg.seq_len, 1)
     taken = layers.linear if products is None else layers.linear_without_copy
-    with mock.patch.object(layers, "linear", taken):
+    with mock.patch.object(layers, "linear", taken), mock.patch("ddp.COPY_ALONE", 2000):
         step = train.Step(cfg, *train.build(cfg, mesh, cfg.vocab_size, world.device))
         return [step(train.micro_batches(cfg, mesh, source, 4 * i, 4, world.device), i + 1)[0].loss.item()
                 for i in range(5)]

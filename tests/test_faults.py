@@ -54,7 +54,6 @@ RECOMPUTED, CP_PP = (2, dict(recompute="full")), (4, dict(cp=2, pp=2))
 # -----------------------------------------------------------------------------
 # Functions that are called in the place of others: the loss and its division
 
-
 def other_coordinates(original, cfg, mesh, *args, **ranks):
     """A function of (cfg, mesh, ...) as if this rank had other coordinates, such as dp=0."""
     axes = {name: dataclasses.replace(getattr(mesh, name), rank=rank) for name, rank in ranks.items()}

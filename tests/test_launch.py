@@ -92,8 +92,8 @@ def test_the_nodes_of_a_world():
     env = {"SLURM_NODEID": "1", "SLURM_STEP_NUM_NODES": "3", "GROUP_RANK": "2"}
     with mock.patch.dict(os.environ, env):
         assert launch._node("srun", None) == (1, 3) and launch._node("torchrun", None)[0] == "2"
-    world = launch.World(rank=3, size=6, nodes=(0, 1, 2, 0, 1, 0))
-    assert (world.n_nodes, world.local_size) == (3, 3)
+    world = launch.World(rank=4, size=6, nodes=(0, 1, 1, 0, 1, 1))
+    assert (world.n_nodes, world.local_size) == (2, 4)
 
 
 @pytest.mark.parametrize("launcher,rank,size,found", [

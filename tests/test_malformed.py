@@ -83,7 +83,6 @@ def test_damaged_data_is_refused(name, copy):
 
 CHECKPOINT = {  # name: what is done to the checkpoint step_000002. test_checkpoint.py has the other damages
     "missing": lambda d: shutil.rmtree(d),
-    "index cut": lambda d: os.truncate(d / "index.json", 1000),
     "a shard's bit": lambda d: overwrite(d / SHARD, 3000, 0x7FFFFFFF),
 }
 
@@ -108,6 +107,7 @@ SAMPLED = {  # what is read: (argument of sample.py, changes of config.json or a
     "no experts there": ("run", {"n_experts": 4}, "moe"),
     "a smaller vocabulary": ("run", {"vocab_size_used": 3}, "the model 3 rows"),
     "no vocabulary": ("run", {"vocab_size_used": GONE}, "lacks vocab_size_used"),
+    "a switch for a number": ("run", {"n_layer": True}, "n_layer is True"),
     "config cut": ("run", "run/config.json", "config.json"),
     "tokenizer cut": ("run", "run/tokenizer.json", "token"),
     "index cut": (STEP, f"{STEP}/index.json", "json"),

@@ -39,7 +39,6 @@ T = 128
 # -----------------------------------------------------------------------------
 # BERT's masks
 
-
 def test_masks_are_berts():
     for words in (1000, 7):
         source, n = Masked(Synthetic(words, T, 1), 1), 2000 * 19  # round(0.15 * 128)
@@ -83,10 +82,7 @@ def test_the_masks_of_a_sample_are_those_of_every_version():
 
 
 # -----------------------------------------------------------------------------
-# The masked language model
-
-
-# Runs of train.py
+# Runs of a masked language model
 
 BASE = ["--objective=mlm", "--n-layer=2", "--n-embd=16", "--n-head=2", "--n-kv-head=2", "--ffn-hidden=32",
         "--seq-len=16", "--norm=layer", "--mlp=gelu", "--pos=learned", "--bias", "--tied", "--dtype=fp64",

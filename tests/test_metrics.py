@@ -23,7 +23,7 @@ from corpus.samples import Synthetic
 from interface.command_line import parse
 from optim import StepStats
 from parallel import make_mesh
-from runtime import agree, log, resume, timing
+from runtime import agree, log, resume, timing, watch
 from runtime.launch import World
 from runtime.layer_norms import LayerNorms
 from runtime.saver import Saver
@@ -315,22 +315,30 @@ def test_a_row_after_several_steps_of_a_growing_batch(monkeypatch):
 
 
 def test_evaluations_saves_and_comparisons_are_no_part_of_a_step(toy, tmp_path, monkeypatch):
-    """Each of them takes 1000 seconds on a clock of the test's own."""
-    late, real = [0.0], time.perf_counter
+    """Each of them takes 1000 seconds on a clock of the test's own. The watchdog waits for longer."""
+    late, real, beat, told, phases = [0.0], time.perf_counter, watch.Watch.heartbeat, [], set()
     monkeypatch.setattr(time, "perf_counter", lambda: real() + late[0])
 
     def takes_long(f):
         def slow(*args):
             late[0] += 1000.0
+            phases.add((f.__name__, told[-1]))
             return f(*args)
         return slow
     for module, name in ((train, "evaluate"), (resume, "save"), (agree, "replica_differences"),
                          (log, "print_sample")):
         monkeypatch.setattr(module, name, takes_long(getattr(module, name)))
+
+    def noted(watchdog, *step):
+        beat(watchdog, *step)
+        told.append((watchdog.what, watchdog.limit))
+    monkeypatch.setattr(watch.Watch, "heartbeat", noted)
     flags = ["--vocab-size=0", f"--data={toy}", "--prompt=a", "--eval-every=2", "--eval-iters=1"]
     got = session(World(), [*TINY, *flags, "--save-every=2", "--check-every=3", "--steps=7",
                             f"--out={tmp_path}"])
     assert got["code"] == 0 and late[0] == 1000 * (4 + 4 + 2 + 4), got["err"]
+    longer = {("evaluate", ("evaluation", 1200.0)), ("save", ("save", 1200.0))}  # of --timeout 600
+    assert phases >= longer and ("", 600.0) in told
     assert all(0 < r["ms"] < 100e3 for r in rows(tmp_path, ())) and len(rows(tmp_path)) == 7
 
 
@@ -423,11 +431,10 @@ def test_expert_loads_are_drawn():
 # -----------------------------------------------------------------------------
 # The state that a checkpoint holds
 
-
 def counts_after_a_resume(world, folder):
     """Save a State of odd numbers, load it into a new model -> both."""
     cfg = Config(n_layer=1, n_embd=16, ffn_hidden=16, seq_len=8, vocab_size=50)
-    mesh, state = make_mesh(world), resume.State(7, 28, 3, 2, "d", [2, 3, 9, 9], [[1.5, 0.5]], 2,
+    mesh, state = make_mesh(world), resume.State(7, 28, 3, 2, "d", [2, 3, 9, 9], [[1.5, 0.5]], 5,
                                                 best={"step": 5, "val_loss": 1.25})
     model, data_parallel, opt = train.build(cfg, mesh, 50, world.device)
     opt.adam.step_count.fill_(5)
@@ -444,5 +451,5 @@ def counts_after_a_resume(world, folder):
 
 def test_every_counter_survives_a_resume(tmp_path):
     for state, loaded, t, after in run_ranks(1, counts_after_a_resume, tmp_path):
-        assert t == 5 and after == (3, 3)
-        assert dataclasses.replace(loaded, streak=2, nan_steps=2) == state
+        assert t == 5 and after == (6, 3)
+        assert dataclasses.replace(loaded, streak=5, nan_steps=2) == state

@@ -34,9 +34,9 @@ def test_how_many_matrices_are_computed_together(rows, count):
 def test_a_batch_needs_no_more_elements_than_a_rank_has(elements, count):
     """Those of a matrix of 16 x 16 are 2 * 256 for the matrix and 6 * 256 for its Gram matrix."""
     assert whole((16, 16)).workspace == 2048
-    matrices = [whole((16, 16))] * 5 + [whole((16, 17))]
-    *batches, other = muon.batches_of(matrices, elements)
-    assert max(map(len, batches)) == count and other == [5], "matrices of one shape"
+    cut = muon.Matrix((16, 16), (32, 16), {})  # this rank's share is as large
+    *batches, share, other = muon.batches_of([*[whole((16, 16))] * 5, cut, whole((16, 17))], elements)
+    assert max(map(len, batches)) == count and (share, other) == ([5], [6]), "matrices of one shape"
 
 
 SHAPES = [(24, 16), (16, 24), (16, 16)]
@@ -155,7 +155,6 @@ def test_the_update_needs_no_more_memory_than_adamws_second_moment():
 # -----------------------------------------------------------------------------
 # Clipping
 
-
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 def test_momenta_have_clipped_gradients_without_the_loss_scale(dtype):
     """After one step they are 1 - momentum of the gradient, scaled down to --clip, as in fp64."""
@@ -169,7 +168,6 @@ def test_momenta_have_clipped_gradients_without_the_loss_scale(dtype):
         norms[width] = torch.stack(momenta).norm() / 0.1
         assert norms[width] < cfg.clip
     torch.testing.assert_close(norms[dtype], norms["fp64"], rtol=1e-5 if dtype == "fp32" else 0.03, atol=0)
-
 
 
 # -----------------------------------------------------------------------------

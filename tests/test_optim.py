@@ -37,7 +37,6 @@ from skip import Guard
 # -----------------------------------------------------------------------------
 # The learning rate
 
-
 def test_the_learning_rate_of_every_kind_of_schedule():
     """Written out beside optim.learning_rate: warm-up, cosine, what follows, and the defaults."""
     for warmup, decay, total, low in ((4, 0, 12, None), (0, 10, 30, 0.0), (3, 3, 9, 0.05), (7, 20, 9, 0.3)):

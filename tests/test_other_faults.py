@@ -10,7 +10,6 @@ import test_checkpoint
 import test_masks
 import test_model
 import test_moe
-import test_optim
 import test_pipeline
 import test_sample
 import torch
@@ -70,14 +69,6 @@ def draws_of_first(original, masked, first, n):
     return original(masked, 0, n)
 
 
-def a_step_late(original, cfg, step):
-    return original(cfg, max(1, step - 1))
-
-
-def warm_up_of_another_rank(original, rank, pp, *args, **options):
-    return original(pp - 1 - rank, pp, *args, **options)
-
-
 def to_the_same_chunk(original, ended_ops, chunks):
     """messages_between that leave the ring's first rank in the sender's chunk."""
     found = original(ended_ops, chunks)
@@ -119,9 +110,6 @@ ONE_PROCESS = {  # name: (a fault as above, the test that detects it)
     "masks drawn from the place in the batch": (
         "corpus.masked.Masked.draw", draws_of_first,
         test_masks.test_a_sample_has_the_same_masks_in_every_batch),
-    "a late decay": ("optim.learning_rate", a_step_late, test_optim.test_warmup_stable_decay_by_hand),
-    "the warm-up of another rank": (
-        "pipeline.schedule", warm_up_of_another_rank, test_pipeline.test_one_chunk_is_1f1b),
     "the last rank's message to the same chunk": (
         "pipeline.messages_between", to_the_same_chunk,
         test_pipeline.test_messages_pair_by_their_order_alone),

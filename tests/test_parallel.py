@@ -216,7 +216,7 @@ def test_in_every_layout_a_shard_is_in_one_block_and_the_replicas_hold_the_same_
                 axis = getattr(mesh, name)
                 mine, same = axis.sharing()
                 if axis.shard_sharing is None:
-                    assert (mine, same.size) == (axis, 1)
+                    assert (mine, same.size, shard) == (axis, 1, n // tp), "all of dp x cp share"
                     continue
                 assert sorted({r for other in same.ranks for r in
                                getattr(meshes[other], name).sharing().shard.ranks}) == sorted(axis.ranks)

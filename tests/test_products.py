@@ -397,7 +397,6 @@ def test_a_compiled_block_with_chosen_products_has_the_gradients_of_eager(stand_
 # -----------------------------------------------------------------------------
 # Which algorithm is chosen
 
-
 @pytest.mark.parametrize("times, expected", [
     ({None: 4, 0: 3, 1: 2, 2: 5}, 1), ({None: 4, 0: 4.5, 1: 5, 2: 5}, None),
     ({None: 4, 0: 3.97, 1: 5, 2: 5}, None),  # by less than one part in 100
@@ -461,7 +460,6 @@ def test_all_ranks_measure_or_none():
 
 # -----------------------------------------------------------------------------
 # The library itself
-
 
 @only_on_hopper
 @pytest.mark.parametrize("shape, calls", [

@@ -19,6 +19,7 @@ from runs import TINY, assert_refused, final, go, rows, same, session
 
 import checkpoint
 import prepare
+import train
 from interface import files
 from runtime import agree, resume
 from runtime.agree import Stop
@@ -150,6 +151,7 @@ def test_a_stopped_run_saves_and_exits_with_85(why, uninterrupted, tmp_path):
 def test_max_minutes_keeps_the_time_of_three_steps_and_two_saves(monkeypatch):
     now, handlers = [1000.0], {s: signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGUSR1)}
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(resume, "save", lambda *_: None)
     stop, never = Stop(10.0), Stop(0.0)  # minutes
     for s, handler in handlers.items():
         signal.signal(s, handler)
@@ -160,7 +162,8 @@ def test_max_minutes_keeps_the_time_of_three_steps_and_two_saves(monkeypatch):
         if seconds == 540:
             for took in (2.0, 5.0, 1.0):
                 said.append(stop.poll(World(), now[0] - took))  # at last 3 * 5 s in reserve
-            stop.save_took(15.0), stop.save_took(3.0)  # 3 * 5 + 2 * 15 s
+            for took in (15.0, 3.0):  # in the background: 3 * 5 + 2 * 15 s
+                train.Run.save(mock.Mock(stop=stop, saver=mock.Mock(seconds=took)))
     assert said == [None] * 6 + ["max-minutes"] * 4 and never.poll(World(), now[0]) is None
 
 
@@ -206,6 +209,18 @@ def test_a_run_stopped_in_its_last_step_is_done(tmp_path):
     got = go(2, tmp_path, "--steps=3", "--save-every=2", plan={3: signal.SIGTERM.value})
     assert "done after step 3" in got["out"] and "stopped by" not in got["out"]
     assert checkpoint.steps(tmp_path)[0].name == "step_000003"
+
+
+def session_without_room(world, argv, plan):
+    with mock.patch.object(checkpoint, "commit", side_effect=OSError("no room")):
+        return session(world, argv, plan)
+
+
+@pytest.mark.parametrize("plan", [{}, {2: signal.SIGTERM}], ids=["done", "stopped"])
+def test_a_run_that_lost_its_last_save_has_failed(plan, tmp_path):
+    """No script may requeue it: its last steps are lost."""
+    (got,) = run_ranks(1, session_without_room, [*TINY, "--steps=3", f"--out={tmp_path}"], plan)
+    assert got["code"] == 1 and f"lost its last save after step {3 - len(plan)}" in got["out"]
 
 
 OTHER_SHAPES = [  # (name, value in the checkpoint, another one)
@@ -416,6 +431,8 @@ def test_the_checkpoint_with_the_lowest_validation_loss_is_kept(toy, tmp_path):
     assert final(half, 11)[1]["best"] == final(whole, 11)[1]["best"] == {"step": best, "val_loss": min(
         losses.values())}
     assert [p.name for p in checkpoint.steps(half)] == ["step_000011", f"step_{best:06d}"]
+    go(1, tmp_path / "other", *flags, 13, f"--resume={half}/step_000011")  # has a best one of its own
+    assert final(tmp_path / "other", 13)[1]["best"]["step"] > 11
     # Without --keep-best only the newest are left.
     last = go(1, half, *flags, 13, "--resume=auto", "--no-keep-best")
     assert [p.name for p in checkpoint.steps(half)] == ["step_000013"] and "lowest" not in last["out"]
