@@ -32,7 +32,7 @@ RUN = "train.py tiny --global-batch 16 --steps 100"
 LAYOUTS = ("python $RUN", "mpiexec -n 2 python $RUN", "mpiexec -n 2 python $RUN --tp 2",
            "mpiexec -n 2 python $RUN --pp 2", "mpiexec -n 2 python $RUN --zero 1")
 STEPS = (1, 20, 100)  # of the table
-TERMINAL = os.terminal_size((80, 18))  # plotext draws no larger
+TERMINAL = os.terminal_size((80, 14))  # plotext draws no larger
 
 
 def take(run):
@@ -72,10 +72,10 @@ def printed(rows):
 
 
 def texts(found):
-    """Return the first and the last text that a run wrote; of the first only its beginning."""
+    """Return the beginnings of the first and the last text that a run wrote."""
     first, *_, last = found
     lines = [f"--- step {first}", *found[first].splitlines()[:3],
-             f"--- step {last}", *found[last].rstrip().splitlines()]
+             f"--- step {last}", *found[last].splitlines()[:6]]
     return fenced([line.rstrip() for line in lines])
 
 

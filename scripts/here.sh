@@ -10,7 +10,7 @@
 #
 # It loads no module and activates no environment, except .venv if no environment is active: do that first, as
 # the site's job script does. Exercised: typed inside `qsub -I` of a real OpenPBS and `salloc` of a real Slurm
-# (docs/cluster.md: the first hour), and without a scheduler; the sites' lines with stand-ins
+# (docs/cluster.md), and without a scheduler; the sites' lines with stand-ins
 # (tests/test_scripts.py). Sources of the bindings and variables: the job scripts.
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 source scripts/common.sh
