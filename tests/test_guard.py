@@ -90,6 +90,9 @@ def test_detector_waits_for_half_a_window_and_ignores_tiny_deviations():
     assert spike_reason(flat, 1.0 + 6 * 1.4826e-3 - 1e-6, 1.0, 6) is None  # at least 0.1 % of the median
     assert "loss 1.01 > 1 + 6 * 0.001483" in spike_reason(flat, 1.01, 1.0, 6)
     assert "gradient norm" in spike_reason(flat, 1.0, 1.01, 6)
+    with_outlier = [(1 + i % 5 / 100, 1.0) for i in range(79)] + [(50.0, 1.0)]  # its mean is no median
+    assert spike_reason(with_outlier, 1.10, 1.0, 6) is None
+    assert spike_reason(with_outlier, 1.11, 1.0, 6) == "spike: loss 1.11 > 1.02 + 6 * 0.01483"
 
 
 def test_a_lasting_jump_of_the_loss_is_refused_until_the_run_gives_up():

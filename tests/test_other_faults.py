@@ -6,23 +6,26 @@ from unittest import mock
 
 import numpy as np
 import pytest
+import runs
 import test_checkpoint
 import test_masks
+import test_metrics
 import test_model
 import test_moe
-import test_pipeline
+import test_plan
 import test_sample
 import torch
 import torch.nn.functional as F
 from faults import planted, with_faults
 from pool import run_ranks
 from runs import TINY, session
+from shared import parameters
 
 import prepare
 from corpus.samples import open_tokens
 from layers import vocab_cross_entropy
 from parallel import make_mesh
-from pipeline import Cache, timetable
+from pipeline import Cache
 
 # -----------------------------------------------------------------------------
 # Faults that a layout and its reference share: other tests find them, in this process
@@ -31,29 +34,15 @@ def last_of_equals(original, scores, K):
     return scores.size(1) - 1 - original(scores.flip(1), K)
 
 
-def smallest_gates(original, dispatcher, expert_ids, gates):
-    return original(dispatcher, expert_ids, -gates)
-
-
 def loss_with_bias(original, layer, *args):
     """MoE.balance_loss that counts what the router chose with its bias."""
     with mock.patch.object(layer.router, "bias", None):
         return original(layer, *args)
 
 
-def loss_of_one_choice(original, layer, *args):
-    with mock.patch.object(layer, "K", 1):
-        return original(layer, *args)
-
-
 def routed_again(original, layer, *args):
     """MoE.route that backward runs again."""
     return layer.maybe_recompute(functools.partial(original, layer), *args)
-
-
-def norm_of_the_sum(original, block, x, *args):
-    x, y = block.attention_half(x, *args)
-    return block.norm2(x + block.mlp(y)), None
 
 
 def angles_of_windows(original, *args):
@@ -63,21 +52,6 @@ def angles_of_windows(original, *args):
 
 def one_key_more(original, *args, places=None, **options):
     return original(*args, places=None if places is None else places + 1, **options)
-
-
-def draws_of_first(original, masked, first, n):
-    return original(masked, 0, n)
-
-
-def to_the_same_chunk(original, ended_ops, chunks):
-    """messages_between that leave the ring's first rank in the sender's chunk."""
-    found = original(ended_ops, chunks)
-    return [(sender, receiver, op._replace(chunk=ended_ops[sender].chunk)) for sender, receiver, op in found]
-
-
-def same_in_every_chunk(original, *args):
-    seeds = original(*args)
-    return [seeds[0] for _ in seeds]
 
 
 def one_number_for_tp_and_cp(original, cfg, mesh, *args):
@@ -95,26 +69,15 @@ def written_out(form):
 
 ONE_PROCESS = {  # name: (a fault as above, the test that detects it)
     "ties go to the last expert": ("moe.stable_top_k", last_of_equals, loop("softmax", 1)),
-    "drop policy probs keeps the smallest gates": ("moe.Capacity.plan", smallest_gates, loop("softmax", 1)),
     "the router bias changes the balance loss": (
         "moe.MoE.balance_loss", loss_with_bias, loop("sigmoid bias", 2)),
-    "balance loss without the 1/K": ("moe.MoE.balance_loss", loss_of_one_choice, loop("softmax", 2)),
     "routing recomputed in backward": (
         "moe.MoE.route", routed_again, lambda: test_moe.test_recompute_routes_once({})),
     "every layer turns by the windows' base": (
         "model.GPT._rotation", angles_of_windows, written_out("gemma3")),
-    "the norm after the sum": ("model.Block.compute", norm_of_the_sum, written_out("olmo2")),
     "a query sees the token before its document": (
         "attention.attend", one_key_more,
         lambda: test_masks.check_against_documents_alone("windows-documents")),
-    "masks drawn from the place in the batch": (
-        "corpus.masked.Masked.draw", draws_of_first,
-        test_masks.test_a_sample_has_the_same_masks_in_every_batch),
-    "the last rank's message to the same chunk": (
-        "pipeline.messages_between", to_the_same_chunk,
-        test_pipeline.test_messages_pair_by_their_order_alone),
-    "the same dropout in every chunk": (
-        "pipeline.dropout_seeds", same_in_every_chunk, test_model.test_no_two_seeds_are_equal),
     "the same dropout on ranks of one sequence": (
         "pipeline.dropout_seeds", one_number_for_tp_and_cp, test_model.test_no_two_seeds_are_equal),
 }
@@ -123,10 +86,50 @@ ONE_PROCESS = {  # name: (a fault as above, the test that detects it)
 @pytest.mark.parametrize("name", ONE_PROCESS)
 def test_one_process_detects_the_fault(name):
     *fault, test = ONE_PROCESS[name]
-    timetable.cache_clear()
     with planted(*fault), pytest.raises(AssertionError):
         test()
-    timetable.cache_clear()
+
+
+# -----------------------------------------------------------------------------
+# Counts: tokens, their rate and MFU are those of the job, not of a rank, an axis or a micro-batch
+
+def by_rank(original, cfg, world, batch, *args):
+    return original(cfg, world, batch * cfg.tp / cfg.cp, *args)
+
+
+def by_micro_batch(original, cfg, world, batch, *args):
+    return original(cfg, world, cfg.micro_batch, *args)
+
+
+def of_half_the_parameters(original, *args):
+    return [flops / 2 for flops in original(*args)]
+
+
+COUNTS = {  # where it happened: (a run of test_metrics, the function, the fault)
+    "TRL #7100": ("tp 2", "runtime.log.rates", by_rank),
+    "prime-rl #2424": ("cp 2", "runtime.log.rates", by_rank),
+    "nanochat #175": ("one", "runtime.log.rates", by_micro_batch),
+    "fms-fsdp #67": ("dp 2", "cost.parameters.flops_per_token", of_half_the_parameters)}  # a rank has half
+
+
+@pytest.mark.parametrize("name", parameters(COUNTS, ["TRL #7100", "prime-rl #2424"]))
+def test_a_fault_of_counting_is_caught(name, tmp_path):
+    layout, *fault = COUNTS[name]
+
+    def faulty(n, *args):
+        return run_ranks(n, with_faults, [fault], *args)
+    with mock.patch.object(runs, "run_ranks", faulty), pytest.raises(AssertionError, match="tok_s|tflops"):
+        test_metrics.test_every_logged_number_of_a_step(layout, tmp_path)
+
+
+def twice(original, device):
+    """The peak of sparse products, which NVIDIA's tables print first: fms-fsdp #89."""
+    return 2 * original(device)
+
+
+def test_mfu_of_the_sparse_peak_is_caught(monkeypatch):
+    with planted("cost.step_time.peak_flops", twice), pytest.raises(AssertionError):
+        test_plan.test_peak_flops_by_the_device_name("NVIDIA H200", 989e12, monkeypatch)
 
 
 # -----------------------------------------------------------------------------

@@ -236,11 +236,12 @@ def test_wrong_inputs_are_one_line(run, tmp_path):
     refused(sample.main, [tmp_path / "run"], "no line break to begin with; give --prompt")
 
 
-@pytest.mark.parametrize("ramp", [[], ["--rampup-batch-size", "4", "4", "8"]], ids=str)
-def test_step_prints_what_each_rank_read(ramp, run, tmp_path, capsys):
+@pytest.mark.parametrize("more", [["--train-range-to-skip", "3", "4"],  # read and dropped
+                                  ["--rampup-batch-size", "4", "4", "8"], []], ids=str)
+def test_step_prints_what_each_rank_read(more, run, tmp_path, capsys):
     flags = [f for f in TINY if "vocab" not in f and "batch" not in f]
     flags += [f"--data={run.parent / 'toy'}", f"--out={tmp_path}/run", "--steps=4", "--save-every=4",
-              "--micro-batch=2", "--global-batch=8", "--tp=2", *ramp]
+              "--micro-batch=2", "--global-batch=8", "--tp=2", *more]
     ranks = run_ranks(4, session, flags)
     sample.main([str(tmp_path / "run"), "--step=4"])
     printed = capsys.readouterr().out
