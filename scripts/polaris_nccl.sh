@@ -18,5 +18,5 @@ elif [ "$nodes" -gt 1 ] && [ -z "$NCCL_NET" ]; then  # not set by the module
 fi
 if [ "$nodes" -gt 1 ] && [ -z "$NCCL_NET" ]; then
     echo "nanoshard: NCCL without a plugin for Slingshot: TCP between the nodes, several times slower." \
-        "With --zero 3 add --shard 4, which keeps weights in their node" >&2
+        "NCCL_PLUGIN=FOLDER names one, off none. With --zero 3, --shard 4 keeps weights in their node" >&2
 fi
