@@ -22,6 +22,8 @@ def warn(text):
 
 def one_line(text):
     """Return a message, a text or an error, as one line that a terminal only prints."""
+    if isinstance(text, OSError) and text.filename is not None:
+        text = f"{text.filename}: {text.strerror}"  # without [Errno 13]
     return printable(" ".join(str(text).split()))
 
 

@@ -125,8 +125,8 @@ WRONG = [
     ("prepare.py stdlib --tokenizer gtp2", "gpt2"),
     ("prepare.py stdlib --tokenizer char --vocab-size 300", "--vocab-size"),
     ("prepare.py stdlib --verify --name nothing", "no prepared data"),
-    ("prepare.py input.txt --name x --tokenizer nothere", "nothere"),
-    ("prepare.py input.txt --name x --tokenizer hf:nothere", "nothere"),
+    ("prepare.py input.txt --name x --tokenizer hf:nothere", "'hf:nothere'"),
+    ("prepare.py input.txt --name x --out input.txt", "x.tmp: Not a directory"),
     ("prepare.py chat input.txt --name x --tokenizer data/chars", "row 1 is no JSON object"),
 ]
 TWO_RANKS = [

@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parent.parent
 NUMBER = r"(?<![A-Za-z\d.])\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?"  # no part of a name, such as dp2
 LONG = r"\d+\.\d{3,}|\d{1,3}(?:,\d{3})+"  # a number that hardly stands for two things in one chapter
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
-TIMES = re.compile(r" dt=\S+ms tok/s=\S+ tokens=\S+( left=\S+)?")
+TIMES = re.compile(r"( dt=\S+ms tok/s=\S+)? tokens=\S+( left=\S+)?")  # a step that is not taken has no dt
 
 
 def commands(body):
