@@ -54,7 +54,7 @@ def byte_pair_steps(tokenizer):
 
 def byte_pairs(tokenizer):
     """Return ({token: id}, [[left, right]]): the tokens of a BpeTokenizer, printable, and its merges."""
-    converter = require("transformers.convert_slow_tokenizer", "byte pairs of others").TikTokenConverter()
+    converter = require("transformers.convert_slow_tokenizer", "a tokenizer").TikTokenConverter()
     converter.load_tiktoken_bpe = lambda _: tokenizer.encoding._mergeable_ranks
     vocab, merges = converter.extract_vocab_merges_from_model("")
     return vocab, [list(pair) for pair in merges]
