@@ -13,7 +13,8 @@ load_modules() {
         die "no command 'module' here, so $* cannot be loaded${MODULES:+: leave out MODULES}"
     module load "$@" && return
     for name in "$@"; do  # of several, some `is-avail` ask for one alone
-        module is-avail "$name" &> /dev/null || die "module load $* failed: MODULES may name others of 'module avail'"
+        module is-avail "$name" &> /dev/null ||
+            die "module load $* failed: MODULES may name others of 'module avail'"
     done
     complained="module load $*"
 }

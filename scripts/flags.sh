@@ -56,7 +56,7 @@ find_resume() {
 # place of {index} and the folder of stage.sh's copies in that of {disk}. SWEEP=FILE adds the line with that
 # number.
 index_flags() {
-    local index=${INDEX:-${PBS_ARRAY_INDEX:-$SLURM_ARRAY_TASK_ID}} words=()
+    local index=${INDEX:-${PBS_ARRAY_INDEX:-$SLURM_ARRAY_TASK_ID}} words=() preset=tiny
     if [ -n "$SWEEP" ]; then
         [ -n "$index" ] || die "SWEEP=$SWEEP: this is no job array"
         sweep_flags "$SWEEP" "$index"
@@ -66,7 +66,8 @@ index_flags() {
     flags=("${flags[@]//\{index\}/$index}")
     flags=("${flags[@]//\{disk\}/$(stage_folder)}")
     if [ ! -O . ] && [[ " ${flags[*]}" != *" --out"[\ =]* ]]; then  # a shared clone
-        flags+=(--out "out/$(id -un)/${flags[0]}")
+        [[ $flags == -* ]] || preset=$flags  # the first word
+        flags+=(--out "out/$(id -un)/$preset")
     fi
     find_resume "${flags[@]}"
 }
