@@ -21,10 +21,8 @@ import string
 import sys
 import textwrap
 from collections import Counter
-from pathlib import Path
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parent))  # python -I leaves it out
     from interface.packages import check_packages
     check_packages()
 

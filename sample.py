@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Annotated
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parent))  # python -I leaves it out
     from interface.packages import check_packages
     check_packages()
 

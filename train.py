@@ -7,12 +7,10 @@
     Run        what the loop needs, from flags to files  runtime/
 """
 import contextlib
-import sys
 import time
 from pathlib import Path
 
 if __name__ == "__main__":  # before torch, whose import takes seconds: signals, --help, wrong flags
-    sys.path.insert(0, str(Path(__file__).resolve().parent))  # python -I leaves it out
     from runtime import session
     session.start_program()
 

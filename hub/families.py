@@ -252,11 +252,16 @@ def read_config(path, dtype, seq_len=0):
     return kind, cfg, theirs["vocab_size"]
 
 
+def require_transformers():
+    transformers = require("transformers", "a model or a tokenizer of Hugging Face")
+    if int(transformers.__version__.split(".")[0]) < 5:
+        raise ValueError("models and tokenizers of Hugging Face need: pip install 'transformers>=5'")
+    return transformers
+
+
 def by_transformers(path, kind, fields):
     """Return the fields that a class of transformers has after it has read a config.json."""
-    transformers = require("transformers", "a model of Hugging Face")
-    if int(transformers.__version__.split(".")[0]) < 5:
-        raise ValueError("a model of Hugging Face is read by: pip install 'transformers>=5'")
+    transformers = require_transformers()
     transformers.logging.set_verbosity(transformers.logging.CRITICAL)
     fields = copy.deepcopy({**fields, "dtype": None, "torch_dtype": None})  # the class changes them
     try:

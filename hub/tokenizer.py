@@ -4,8 +4,8 @@ import re
 
 from corpus import chat
 from corpus.masked import MASK
-from corpus.text import require
 from corpus.tokenizer import EOD, CharTokenizer
+from hub.families import require_transformers
 
 
 def export_tokenizer(tokenizer, seq_len):
@@ -54,7 +54,9 @@ def byte_pair_steps(tokenizer):
 
 def byte_pairs(tokenizer):
     """Return ({token: id}, [[left, right]]): the tokens of a BpeTokenizer, printable, and its merges."""
-    converter = require("transformers.convert_slow_tokenizer", "a tokenizer").TikTokenConverter()
+    require_transformers()
+    from transformers.convert_slow_tokenizer import TikTokenConverter
+    converter = TikTokenConverter()
     converter.load_tiktoken_bpe = lambda _: tokenizer.encoding._mergeable_ranks
     vocab, merges = converter.extract_vocab_merges_from_model("")
     return vocab, [list(pair) for pair in merges]
