@@ -72,6 +72,8 @@ def test_flops_give_the_published_figures():
     assert abs(w1 / 0.226 / 8 / 1e12 - 85.9) < 0.5
     bloom = flops_per_token(preset("bloom-176b"), 250880)[0] * 2048 * 2048 * 4 / 3  # it recomputed: 8 for 6
     assert abs(bloom / 102.03 / 384 / 1e12 - 153.68) < 1.5
+    plain, lora = (flops_per_token(preset("dense-210m", lora=n), 1000)[0] for n in (0, 8))
+    assert plain - lora == 2 * 82_313_216 - 6 * 1_966_080  # 4 for a frozen weight, 6 for one of an adapter
 
 
 # -----------------------------------------------------------------------------
