@@ -98,8 +98,8 @@ def draw(title, series, size=(90, 24), log=False):
 
 
 def load_bars(layers, width=40):
-    """Return a line per expert with a bar: its rows over the balanced number, the mean over layers.
-    layers: {layer: {"load": [a share per expert]}}."""
+    """Return a line per expert with a bar: its rows over the balanced number, the mean over the layers of
+    {layer: {"load": [a share per expert]}}."""
     by_expert = list(zip(*(layer["load"] for layer in layers.values()), strict=True))  # E x L
     means = [sum(load) / len(load) * len(by_expert) for load in by_expert]
     lines = ["expert load, 1.00 is balanced"]

@@ -84,6 +84,8 @@ def main(argv=None):
         asked = [name for name in READS if getattr(flags, name)]
         mode = asked[0] if asked else "prompt"
         refuse_unread(flags, mode, READS)
+        if launch.started_by().size > 1 and mode != "chat":
+            raise ValueError(f"--{mode} takes one process: leave out the launcher; --chat takes several")
     if mode == "step":
         print_step(Path(flags.run_dir), flags.step)
         return

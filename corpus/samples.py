@@ -385,10 +385,8 @@ def batch_size(samples, full, ramp=()):
 
 
 def trained_tokens(source, first, count, device):
-    """Return the trained tokens of the `count` samples from `first` on, by which their loss is divided.
-
-    An int, a constant of a CUDA graph, if the source trains every token; otherwise () int64 on the device.
-    """
+    """Return the trained tokens of the `count` samples from `first` on, by which their loss is divided:
+    an int, a constant of a CUDA graph, if the source trains every token; otherwise () int64 on the device."""
     n = source.n_targets(first, count)
     if source.all_trained:
         return n

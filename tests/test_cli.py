@@ -81,8 +81,7 @@ WRONG = [
     ("train.py --kernels plain", "--kernels: leave it out"), ("plan.py gpt2 --kernels=x", "leave it out"),
     # Slips
     ("train.py tinny", "the first word is one of tiny, tiny-moe"),
-    ("train.py n_layer=3", "python train.py --n-layer 3"),
-    ("train.py --stepz 3", "perhaps you meant --steps"),
+    ("train.py n_layer=3", "python train.py --n-layer 3"), ("train.py --stepz 3", "meant --steps"),
     ("train.py --no-plots", "perhaps you meant --plot"),
     ("train.py --steps 1e3", "--steps: invalid literal for int() with base 10: '1e3'"),
     ("train.py --norm batch", "rms1p"), ("train.py --compile=maybe", "Unrecognized options: maybe"),
@@ -122,9 +121,8 @@ WRONG = [
     ("prepare.py fineweb_edu", "--name NAME is missing"), ("prepare.py shakespeare", "curl -LO https"),
     ("prepare.py fineweb --name x", "fineweb_edu_10bt"), ("train.py --out input.txt", "is a file"),
     ("prepare.py stdlib --vocab-size 256", "--vocab-size 256 must be at least 257"),
-    ("prepare.py stdlib --tokenizer gtp2", "gpt2"),
+    ("prepare.py stdlib --tokenizer gtp2", "gpt2"), ("prepare.py stdlib --verify --name y", "no prepared"),
     ("prepare.py stdlib --tokenizer char --vocab-size 300", "--vocab-size"),
-    ("prepare.py stdlib --verify --name nothing", "no prepared data"),
     ("prepare.py input.txt --name x --tokenizer hf:nothere", "'hf:nothere'"),
     ("prepare.py input.txt --name x --out input.txt", "x.tmp: Not a directory"),
     ("prepare.py chat input.txt --name x --tokenizer data/chars", "row 1 is no JSON object"),
@@ -182,8 +180,9 @@ def test_layouts_that_do_not_fit_two_ranks_are_refused(flags, words):
 
 
 def test_one_rank_prints_the_error_under_mpiexec():
-    for argv, said in (f"--out={__file__}", "is a file"), ("--global-batch=9", "dp 2; try --global-batch 16"):
-        command = [MPIEXEC, "-n", "2", sys.executable, ROOT / "train.py", argv]
+    for program, argv, said in (("train.py", f"--out={__file__}", "is a file"), ("sample.py", "x", "one"),
+                                ("train.py", "--global-batch=9", "dp 2; try --global-batch 16")):
+        command = [MPIEXEC, "-n", "2", sys.executable, ROOT / program, argv]
         job = subprocess.run(command, capture_output=True, text=True, timeout=240)
         assert_refused({"code": job.returncode, "err": job.stderr}, said)
 
