@@ -222,11 +222,11 @@ class Bucket:
                 self.sum_handle = self.replicas.start_all_reduce(self.grad_total)
 
     def wait_sum(self):
-        """Wait for the sum. Where a parameter got no gradient, on all ranks alike, it starts here.
+        """Wait for the sum. It starts here if a parameter got no gradient, on all ranks alike.
 
-        So does that of "tied", the first and the last stage. While the last waits in such a sum for
-        the first, the first waits for a message of the last. On a GPU a running sum can keep that
-        message from starting. So this sum starts after all messages.
+        That of "tied" always does, after all messages. Sooner, the last stage would wait in it for
+        the first, and the first for a message of the last, which on a GPU a running sum can keep
+        from starting.
         """
         if self.sum_handle is None:
             self.start_sum()

@@ -255,7 +255,7 @@ class GPT(nn.Module):
         if end < self.cfg.n_layer:
             return x, router_loss
 
-        # The norm is the first module of the last part: its input is where ZeRO-3 hooks backward.
+        # x is for ZeRO-3: when x has its gradient, backward has left this norm and the head.
         head = self.wte if self.head is None else self.head
         self.provide_weights(self.norm, x)
         self.provide_weights(head)

@@ -234,8 +234,8 @@ class AllToAll(Dispatcher):
         send, receive = torch.stack([sent_counts.sum(1), received_counts.sum(1)]).tolist()
         R = sum(receive)
 
-        # Received rows stand by sender, and by expert among those of one sender. With the counts
-        # [[2, 1], [1, 2]], local_expert is [0 0 1 | 0 1 1], and by_expert is [0 1 3 | 2 4 5].
+        # Received rows stand by sender, and by expert among those of one sender. On the drawing's
+        # rank 0 local_expert is [0 1 | 0 0 0 1], and by_expert is [0 2 3 4 | 1 5].
         numbers = torch.arange(self.e, device=expert_ids.device).repeat(self.ep.size)  # (ep*e,)
         local_expert = numbers.repeat_interleave(received_counts.flatten(), output_size=R)  # (R,)
         by_expert = local_expert.argsort(stable=True)

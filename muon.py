@@ -162,19 +162,18 @@ def owned_matrices(shapes, lengths, n_ranks):
     shapes: from shapes_of, for each bucket. lengths: elements of each bucket's slices.
     """
     matrices = []
-    vector_begin = 0  # where the bucket's slice starts in each rank's vector
+    base = 0  # where the bucket's slice starts in each rank's vector
     for bucket_shapes, length in zip(shapes, lengths, strict=True):
         start = 0
         for shape, full_shape in bucket_shapes:
             end = start + math.prod(shape)
             parts = {}
             for rank in range(start // length, ceil_div(end, length)):
-                shift = vector_begin - rank * length
-                parts[rank] = slice(max(start + shift, vector_begin),
-                                    min(end + shift, vector_begin + length))
+                shift = base - rank * length  # from a place in the bucket to one in the vector
+                parts[rank] = slice(max(start + shift, base), min(end + shift, base + length))
             matrices.append(Matrix(shape, full_shape, parts))
             start = end
-        vector_begin += length
+        base += length
 
     owned = [[] for _ in range(n_ranks)]
     busy = [0] * n_ranks

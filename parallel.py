@@ -55,7 +55,7 @@ class Axis:
         return (self.size - 1) / self.size
 
     def sharing(self, zero=1):
-        """The Sharing of a buffer that all ranks of the axis need. zero: the flag."""
+        """Which ranks split a buffer of the axis, and which copy it. zero: the flag."""
         if zero == 0:
             return Sharing(Axis(self.name), self)  # Axis(name): this rank has the whole buffer
         return self.shard_sharing or Sharing(self, Axis(self.name))
@@ -208,7 +208,7 @@ def make_mesh(world, tp=1, pp=1, ep=1, *, cp=1, n_experts=0, shard=0, groups=Tru
     # pp has groups of its own: NCCL matches the calls on a communicator by their order, and the
     # stages mix sends and sums in different orders.
     def axis_of(name, table, sharing=None):
-        own = Axis(name, ranks=(world.rank,))  # stages in the middle have no tied embedding
+        own = Axis(name, ranks=(world.rank,))  # of ranks in no group: middle stages in tied
         for ranks in table:
             key = (name == "pp", ranks)
             if groups and len(ranks) > 1 and key not in made:
@@ -224,7 +224,7 @@ def make_mesh(world, tp=1, pp=1, ep=1, *, cp=1, n_experts=0, shard=0, groups=Tru
     axes = {}
     for name, table in ranks_of_axes(pp, dp, cp, tp, ep).items():
         sharing = None
-        sums_gradients = name in ("dp" if cp == 1 else "dpcp", "stage", "edp", "tied")
+        sums_gradients = name in ("stage", "edp", "tied", "dp" if cp == 1 else "dpcp")
         if sums_gradients and shard not in (0, dp * cp):
             # A block is `shard` neighbours among dp x cp, with their tp.
             shards, replicas = cut_into_blocks(table, shard * tp, dp * cp * tp)

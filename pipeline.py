@@ -151,7 +151,7 @@ def schedule(rank, pp, chunks, micro_batches, backward=True):
         rank 1    F0 B0 F1 B1 F2 B2 F3 B3    (warmup 0)
     """
     order = []
-    # Groups of pp micro-batches go through a chunk, then the next. The last group may be short.
+    # Groups of pp micro-batches go through a chunk, then the next. What is too much goes below.
     for first in range(0, micro_batches, pp):
         for chunk in range(chunks):
             order += [(i, chunk) for i in range(first, first + pp)]
@@ -228,7 +228,7 @@ class Ring:
                 run = forward if op.kind == "F" else backward
                 made = run(op.micro_batch, op.chunk, self.receive(op))
             self.start_exchange(ended_ops, made)
-            # Else a rank could fill its memory. Any bound is safe; this one hides a warm-up.
+            # It bounds the messages in memory. Any bound is safe; this one hides a warm-up.
             self.wait(may_remain=2 * self.axis.size)
         self.wait(may_remain=0)
 

@@ -51,8 +51,8 @@ class SlotBucket(Bucket):
         self.grad_windows = self.windows(self.grad)
 
     def reset(self):
-        self.missing = set(range(len(self.params)))  # gradients of this micro-batch
-        self.pending = len(self.params)  # gradients of the last micro-batch
+        self.missing = set(range(len(self.params)))  # yet to come in a micro-batch
+        self.pending = len(self.params)  # yet to come in the last one
         self.total_is_empty = True
         self.sum_handle = self.replica_handle = None
         self.reduces_last = False  # the reduce under way has the last gradients of this step
@@ -115,7 +115,7 @@ class ZeRO2(DataParallel):
         sliced = [bucket for bucket in self.buckets if isinstance(bucket, SlotBucket)]
         if sliced:
             first = sliced[0]
-            shard = mesh.stage.sharing().shard  # the size of each other shard divides this one's
+            shard = mesh.stage.sharing().shard  # its size is a multiple of every other shard's
             n = ddp.padded_elements(max(bucket.filled for bucket in sliced), shard.size)
             slots = [first.slot_class(n, first.flat, shard) for _ in range(2)]
             # Backward fills the buckets roughly in this order: neighbours alternate.
@@ -154,7 +154,7 @@ class ShardedBucket(SlotBucket):
 
     def free(self):
         self.wait_weights()  # A gather must not write into memory that has another owner.
-        self.storage.resize_(0)  # Its next owner comes later in the stream than its readers.
+        self.storage.resize_(0)  # On a GPU its next owner writes after its readers are done.
 
     def after_update(self):
         self.free()  # What may still be gathered is outdated; forward fetches the new weights.

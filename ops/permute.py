@@ -5,7 +5,7 @@ K = 2, copies 2 and 3 are of row 1. Copies stand in slots, sorted by expert:
     perm (slots,)     the copy in each slot; N = n*K where the slot is empty
     inv_perm (N,)     the slot of each copy; `slots` where the copy was dropped
 Only with a capacity can slots be empty and copies be dropped. Moving rows to the slots and moving
-them back are adjoint operations. So all four directions are gathers by perm or by inv_perm, and no
+them back are each other's gradient. So all four directions are gathers by perm or inv_perm, and no
 kernel needs atomics.
 """
 import torch
