@@ -80,7 +80,7 @@ class AdamW:
 
         for bucket in reversed(self.buckets):  # roughly the first layers: forward needs them first
             p = bucket.master
-            master = whole(p)  # new where p is a SplitMaster
+            master = whole(p) if isinstance(p, SplitMaster) else p
             moments = [self.state[p][name] for name in self.moments]
             exp_avg, exp_avg_sq = [moment.to(p.dtype) for moment in moments]  # bf16's are copied
             # The kernel of nanoGPT's AdamW(fused=True). It does nothing where found_inf is 1.
