@@ -87,6 +87,8 @@ def read_run(run_dir):
         checkpoint.check(step)
     weights = checkpoint.Reader(step)
     cfg, vocab_size = read_run_config(run / "config.json")
+    from runtime.init_from import refuse_other_model  # not at the top: it imports torch
+    refuse_other_model(cfg, step, weights.index["meta"]["shape"])
     if cfg.lora:
         cfg, weights = adapters.open_merged(cfg, weights)
     return cfg, vocab_size, weights, run, said

@@ -17,6 +17,8 @@ import statistics
 
 import torch
 
+from checkpoint import step_of
+
 WINDOW = 128  # accepted steps that a step is compared with; no step is a spike before half of them exist
 # So many refused steps in a row end the run with code 42: no spike lasts so long. They are counted at each
 # row of the log and each checkpoint, with --skip-spikes after each step.
@@ -129,11 +131,6 @@ def give_up_message(checkpoints, first, last, reason, steps):
     end = last if first + 150 >= steps else first + 150  # A wide range would leave no step to train.
     return (f"nanoshard: gave up: steps {first} to {last} were not taken ({reason or 'not finite'}); to go "
             f"round them, the same command with {flags}--train-range-to-skip {begin} {end}, or a lower --lr")
-
-
-def step_of(path):
-    """Return the step of a checkpoint, whose directory is named step_000123."""
-    return int(path.name.removeprefix("step_"))
 
 
 def corrupt_targets(batches):

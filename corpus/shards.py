@@ -50,7 +50,9 @@ def load_meta(folder):
     if not path.is_file():
         raise FileNotFoundError(f"{folder} holds no prepared data (no meta.json); {paths.meant_data(folder)}")
     meta = load_json(path)
-    check_schema(meta, {"version": Literal[VERSION], "vocab_size": int, "shards": dict}, path)
+    shards = {split: [{"file": str, "tokens": int, "sha256": str}] for split in SPLITS}
+    check_schema(meta, {"version": Literal[VERSION], "vocab_size": int, "dtype": Literal["uint16", "uint32"],
+                        "eod": int | None, "tokenizer_sha256": str, "shards": shards}, path)
     file_of(folder, "tokenizer.json", meta)
     return meta
 

@@ -117,6 +117,8 @@ def open_bytes(path):
             unpacker = zstandard.ZstdDecompressor(max_window_size=1 << 31)
             f = io.BufferedReader(unpacker.stream_reader(raw, read_across_frames=True))
         try:
+            if begin.startswith(ZSTD) and not f.peek():  # the reader does not tell that it is cut short
+                raise EOFError("it unpacks to nothing")
             yield f
         except tuple(damage) as e:
             raise ValueError(f"{path} is damaged or cut short ({e}); get it again") from None
@@ -148,7 +150,10 @@ def texts(file, key):
     else:
         try:
             with open_bytes(file.path) as f:
-                yield f.read().decode("utf-8-sig")
+                text = f.read().decode("utf-8-sig")
+            if file.kind == "text" and "\0" in text:
+                raise ValueError(f"{file.path} holds zeros, and no text does; unpack it, or use iconv")
+            yield text
         except UnicodeDecodeError as e:
             if file.kind == "text":
                 raise ValueError(f"{file.path} is not utf-8 ({e}); convert it with iconv") from None
@@ -175,7 +180,7 @@ def json_lines(path):
     with open_bytes(path) as f:
         for row, line in enumerate(f, 1):
             record = None
-            with contextlib.suppress(ValueError):
+            with contextlib.suppress(ValueError, RecursionError):
                 record = json.loads(line)
             if isinstance(record, dict):
                 yield f"{path}, row {row:,}", record

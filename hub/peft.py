@@ -84,11 +84,14 @@ def from_peft(folder, cfg, rank, vocab_size):
     """
     import torch
     slices = open_slices(folder / WEIGHTS)
+    for name in slices:
+        if not {name.replace("lora_A", "lora_B"), name.replace("lora_B", "lora_A")} <= slices.keys():
+            raise ValueError(f"{folder}: {name} has no partner; an adapter is two matrices, A and B")
     pieces = []
     for theirs, (ours, shape) in factors(cfg, rank, vocab_size).items():
         tensor = slices.pop(theirs)[:] if theirs in slices else torch.zeros(shape)
-        if tensor.shape != shape:
-            raise ValueError(f"{folder}: {theirs} is {tuple(tensor.shape)}, it should be {shape}")
+        if tensor.shape != shape or not tensor.is_floating_point():
+            raise ValueError(f"{folder}: {theirs} is {tensor.dtype} {tuple(tensor.shape)}, no floats {shape}")
         check_finite(folder, theirs, tensor)
         pieces.append((ours, tensor, shape, (0, 0)))
     if slices:

@@ -92,7 +92,7 @@ def load_json(path):
     """Return what a UTF-8 JSON file holds. ValueError: it is no JSON; the line names it."""
     try:
         return json.loads(Path(path).read_bytes())
-    except ValueError as e:
+    except (ValueError, RecursionError) as e:
         raise ValueError(f"{path} holds no sound JSON: {e}") from None
 
 
@@ -204,9 +204,9 @@ def sound_rows(path):
     for line in filter(None, text.split("\n")):
         try:
             row = json.loads(line)
-            row["step"] + 0  # a number
+            range(row["step"])  # an integer
             rows.append(row)
-        except (ValueError, TypeError, KeyError):
+        except (ValueError, TypeError, KeyError, RecursionError):
             damaged += 1
     return rows, damaged
 

@@ -280,12 +280,13 @@ MALFORMED = {  # {reader: [(what happens to a directory, a word of the line)]}
             folder / "tokenizer.json"), "260 ids and the model 50 rows")],
     "adapters": [
         (adapter(peft_type="LOHA"), "peft_type is 'LOHA'"), (adapter(use_dora=True), "use_dora is True"),
-        (adapter(bias="all"), "bias is 'all'"), (adapter(fan_in_fan_out=True), "fan_in_fan_out"),
-        (adapter(rank_pattern={"q_proj": 4}), "rank_pattern"),
+        (adapter(bias="all"), "bias is 'all'"), (adapter(rank_pattern={"q_proj": 4}), "rank_pattern"),
         (adapter(modules_to_save=["lm_head"]), "modules_to_save"),
-        (adapter(init_lora_weights="pissa"), "init_lora_weights is 'pissa'"), (adapter(r=3), "it should be"),
+        (adapter(init_lora_weights="pissa"), "init_lora_weights is 'pissa'"), (adapter(r=3), "floats"),
         (lambda folder: (folder / "adapter_model.safetensors").unlink(), "adapter_model.safetensors"),
         (adapter_tensors(more=torch.ones(2)), "no place for more"),
+        (adapter_tensors(**{A: torch.ones(2, 16, dtype=torch.int32)}), f"{A} is torch.int32"),
+        (adapter_tensors(**{A.replace("0", "9"): torch.ones(2, 16)}), "has no partner"),
         (adapter_tensors(**{A: torch.full((2, 16), math.nan)}), f"{A} holds nan")],
 }
 

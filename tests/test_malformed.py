@@ -60,7 +60,7 @@ def overwrite(path, at, value, form="<I"):
 DATA = {  # name: (what is done to the data's directory d, a word of the line)
     "meta.json a list": (lambda d: (d / META).write_text("[]"), META),
     "meta.json of version 9": (lambda d: change_json(d / META, version=9), META),
-    "no shards": (lambda d: change_json(d / META, shards=GONE), "shards"),
+    "no end-of-document": (lambda d: change_json(d / META, eod=GONE), "eod"),
     "dtype wider": (lambda d: change_json(d / META, dtype="uint32"), TRAIN),
     "val missing": (lambda d: (d / VAL).unlink(), VAL),
     "val cut in the header": (lambda d: os.truncate(d / VAL, 100), VAL),
@@ -103,8 +103,8 @@ def test_damaged_checkpoint_is_refused(name, copy):
 
 
 SAMPLED = {  # what is read: (argument of sample.py, changes of config.json or a file that is cut, a word)
-    "another width": ("run", {"n_embd": 64}, "wte.weight"),
-    "no experts there": ("run", {"n_experts": 4}, "moe"),
+    "fewer layers": ("run", {"n_layer": 1}, "trained with --n-layer 2"),
+    "no experts there": ("run", {"n_experts": 4}, "--n-experts 0"),
     "a smaller vocabulary": ("run", {"vocab_size_used": 3}, "the model 3 rows"),
     "no vocabulary": ("run", {"vocab_size_used": GONE}, "lacks vocab_size_used"),
     "a switch for a number": ("run", {"n_layer": True}, "n_layer is True"),
