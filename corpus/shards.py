@@ -30,7 +30,7 @@ def pack_header(itemsize, tokens):
 
 def how_to_fix(folder, meta):
     """Return the end of an error message."""
-    command = meta.get("command", "")
+    command = meta.get("command") or paths.make_data(folder).removeprefix("make it with: ")
     if Path(folder).name in command:
         return f"make it with: {command}"
     return f"copy the folder again, or make it as it was made: {command}"  # in another place
@@ -44,8 +44,8 @@ def file_of(folder, name, meta):
 
 
 def load_meta(folder):
-    """Return the meta.json of one data set as a dict. FileNotFoundError: no such data set, or no tokenizer.
-    ValueError: damaged, or another version."""
+    """Return the meta.json of one data set as a dict. FileNotFoundError: no such data set. ValueError:
+    damaged, or another version."""
     path = Path(folder) / "meta.json"
     if not path.is_file():
         raise FileNotFoundError(f"{folder} holds no prepared data (no meta.json); {paths.meant_data(folder)}")
@@ -53,7 +53,6 @@ def load_meta(folder):
     shards = {split: [{"file": str, "tokens": int, "sha256": str}] for split in SPLITS}
     check_schema(meta, {"version": Literal[VERSION], "vocab_size": int, "dtype": Literal["uint16", "uint32"],
                         "eod": int | None, "tokenizer_sha256": str, "shards": shards}, path)
-    file_of(folder, "tokenizer.json", meta)
     return meta
 
 
@@ -62,6 +61,7 @@ def open_shards(folder, split, meta, kind="shards"):
     kind: "masks" opens the shards that say which tokens are trained, uint8. FileNotFoundError, ValueError:
     sizes, headers and meta.json do not agree, or ids are above the vocabulary. verify() reads the tokens."""
     fix = how_to_fix(folder, meta)
+    file_of(folder, "tokenizer.json", meta)
     itemsize = 1 if kind == "masks" else np.dtype(meta["dtype"]).itemsize
     opened = []
     for shard in meta[kind][split]:

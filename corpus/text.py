@@ -89,7 +89,7 @@ def kind_of(name, path, key):
         say(f"{path}: its first line is a JSON object, so each line is read as one")
         return "records"
     is_json = isinstance(record, dict) or re.match(rb'\[?\s*\{\s*("|$)|\[$', first)
-    fields = re.split(rb'"?[,;|\t]"?', first.strip(b'"'))
+    fields = re.split(rb'"?(?:[,\t]|[;|](?! ))"?', first.strip(b'"'))
     is_table = len(fields) > 1 and key.encode() in fields
     if is_table or is_json or name.endswith((".json", ".csv", ".tsv")):
         if not name.endswith(".txt"):

@@ -22,7 +22,7 @@ def warn(text):
 
 def one_line(text):
     """Return a message, a text or an error, as one line that a terminal only prints."""
-    if isinstance(text, OSError) and text.filename is not None:
+    if isinstance(text, OSError) and text.strerror and text.filename and not text.filename2:
         text = f"{text.filename}: {text.strerror}"  # without [Errno 13]
     return printable(" ".join(str(text).split()))
 

@@ -78,7 +78,8 @@ def started_by():
 
 def on_one_node(start):
     """Whether mpiexec or torchrun says that it started all ranks here, where they see the same files."""
-    return str(start.size) in (os.environ.get("MPI_LOCALNRANKS"), os.environ.get("LOCAL_WORLD_SIZE"))
+    said_by = {"hydra": "MPI_LOCALNRANKS", "torchrun": "LOCAL_WORLD_SIZE"}.get(start.launcher, "")
+    return os.environ.get(said_by) == str(start.size)
 
 
 def job_id():

@@ -198,6 +198,8 @@ def begin(run, found):
 
 
 def end(run):
+    if run.cfg.trace:
+        run.step.stop()
     profiles.end_profile(run.log_file.profiler, run.out)
     run.log_file.close()
     is_finished = run.outcome in (Outcome.DONE, Outcome.FAILED)  # a run that goes on draws its plot later

@@ -57,7 +57,7 @@ def hottest_lines(records, n=10):
 
 def traced(run):
     """For --trace: return the step of a train.Run inside torch's profiler, which writes OUT/trace.json.
-    It records three steps, after one of rest and one of warm-up."""
+    It records three steps, after one of rest and one of warm-up; stop() ends a shorter record."""
     from torch.profiler import profile, schedule
     step = run.step
 
@@ -74,6 +74,7 @@ def traced(run):
 
     profiler = profile(schedule=schedule(wait=1, warmup=1, active=3, repeat=1), on_trace_ready=write)
     profiler.start()
+    traced_step.stop = profiler.stop  # the interpreter must not end before
     return traced_step
 
 

@@ -24,6 +24,7 @@ from runtime.pieces import first_sound, load_pieces, own_pieces
 from runtime.saver import Saver
 from skip import skipped_ranges
 
+SCHEDULE = {"lr", "min_lr", "warmup", "lr_schedule", "decay_steps", "decay_ratio"}  # besides steps
 # What --out must not hold besides a run: prepared data, other runs, models of other programs, sources
 FOREIGN = "*_[0-9]*.bin", "*/metrics.jsonl", "*.safetensors", "*.md", "*.py", ".git"
 
@@ -230,10 +231,11 @@ def start_from(found, skip, model, opt, data_id):
             state.base = model.base
         said = [f"resume: {name.replace('_', '-')} {before} -> {now}"
                 for name, (before, now) in state.changed.items()]
-        steps, _ = state.changed.get("steps", (0, 0))  # the schedule ended there, if no flag said where
-        as_before = dataclasses.replace(cfg, decay_steps=cfg.decay_steps or steps)
+        steps, _ = state.changed.get("steps", (cfg.steps, 0))
+        as_before = dataclasses.replace(cfg, steps=steps)
         old, new = (learning_rate(flags, state.step) for flags in (as_before, cfg))
-        if old != new:
+        is_meant = state.changed.keys() & SCHEDULE
+        if abs(new - old) > 0.01 * cfg.lr and not is_meant:
             said.append(f"resume: lr jumps from {old:.3g} to {new:.3g}; --decay-steps {steps} keeps it")
         if cfg.dump_grads or cfg.init_from and not cfg.lora:
             said.append(f"goes on from {found}: --init-from and --dump-grads are for a start, and not used")

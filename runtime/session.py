@@ -18,7 +18,7 @@ from config import Config, Outcome
 from interface import files
 from interface.command_line import INTERRUPTED, given, parse, wrong_input
 from interface.layout import check_alone, check_flags
-from interface.terminal import Stream, clock, one_line, open_streams
+from interface.terminal import Stream, clock, complain, one_line, open_streams
 from runtime import launch
 
 STOPPING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
@@ -154,16 +154,33 @@ def parse_flags(argv):
         except (ValueError, OSError) as e:
             if reads_files and not same_files:
                 return Config(), one_line(e)
-            if start.rank != 0 and start.launcher != "hydra":  # others end all ranks with the first that ends
+            if start.rank != 0 and reads_files:
+                leave_it_to_rank_0(start, e)
+            elif start.rank != 0 and start.launcher != "hydra":  # others end all with the first that ends
                 signal.signal(signal.SIGTERM, lambda *_: os._exit(Outcome.WRONG_INPUT))
                 time.sleep(1)  # rank 0 prints
             raise
     return cfg, None
 
 
+def leave_it_to_rank_0(start, error):
+    """Wait until rank 0, which should see the same files, has said what is wrong and has ended: then torchrun
+    ends all ranks, and mpiexec has fewer. If rank 0 goes on, end all."""
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(Outcome.WRONG_INPUT))
+    siblings = Path(f"/proc/{os.getppid()}/task/{os.getppid()}/children")
+    until = time.monotonic() + 3
+    while time.monotonic() < until:
+        if siblings.exists() and len(siblings.read_text().split()) < start.size:
+            return
+        time.sleep(0.05)
+    complain(f"nanoshard: rank {start.rank}, unlike rank 0: {one_line(error)}")
+    os.kill(os.getpid(), signal.SIGKILL)  # before the ranks have met, an exit code ends no other
+
+
 def check_paths(cfg):
     """Raise an error if what a flag names is not there, or does not fit: before torch is imported."""
-    if cfg.init_from:
+    goes_on = cfg.resume == "auto" and checkpoint.steps(cfg.out or f"out/{cfg.preset}")
+    if cfg.init_from and not goes_on:
         checkpoint.read_index(checkpoint.latest(cfg.init_from))
     if cfg.resume not in ("auto", "none"):
         checkpoint.read_index(cfg.resume)

@@ -59,17 +59,13 @@ def test_no_part_is_too_large(part, sizes):
 
 @pytest.mark.parametrize("wrong,squeezed,plain", [
     ("a second statement", "a = 1; b = 2", "a = 1\nb = 2"),
-    ("a second statement", "if a: f()", "if a:\n    f()\nelse:\n    g()"),
     ("three and more assignments", "a, b, c = 1, f(), x", "a, b = f(), x\nB, T, C = 2, 8, 16"),
-    ("three and more assignments", "a, b, c = (1, 2, f()) if x else y", "B, T, C = x.shape if y else f()"),
     ("a conditional inside another", "x = a if b else c if d else e", "x = f(a if b else c, d if e else g)"),
     ("a text or a list times", "x = 's' * (n > 1)", "x = '-' * width"),
-    ("a text or a list times", "x = bool(n) * [y]", "x = [y] * (n - 1)"),
     ("a condition chooses", "x = ('', 's')[n > 1]", "x = y[n > 1]"),
     ("a lambda with a branch", "f(lambda x: 1 if x else 2)", "f(key=lambda x: (x.a, x.b))"),
     ("a comprehension with more", "[x for a in b for c in a for x in c].f()", "f(x for a in b for x in a)"),
     ("`:=` in a comprehension", "f(y for x in z if (y := g(x)))", "while x := f():\n    g(x)"),
-    ("a condition as a statement", "a and f()", "x = a and f()"),
     ("a condition as a statement", "f() if a else g()", "x = f() if a else g()"),
     ("several calls as one", "f(), g()", "return_value = f(), g()"),
     ("a comprehension as a statement", "[f(x) for x in y]", "z = [f(x) for x in y]")])
@@ -87,11 +83,8 @@ def test_long_functions_and_lines_are_found():
 
 
 @pytest.mark.parametrize("path,up,down", [
-    ("layers.py", "import model", "from parallel import Axis"),
-    ("optim.py", "from train import main", "import torch\nimport muon"),
     ("model.py", "def f():\n    import fast.graph", "from ops import permute"),
-    ("runtime/log.py", "from plan import estimate", "import runtime.launch\nimport cost.memory"),
-    ("config.py", "import tests.pool", "import dataclasses")])
+    ("runtime/log.py", "from plan import estimate", "import runtime.launch\nimport cost.memory")])
 def test_an_import_that_goes_up_is_found(path, up, down):
     (_, found), *more = laws.imports_that_go_up(ast.parse(up), path)
     assert found.startswith("imports ") and not more

@@ -82,6 +82,12 @@ def test_trace_says_where_it_is_and_how_to_look_at_it(tmp_path, capfd):
     assert steps == {"ProfilerStep#2", "ProfilerStep#3", "ProfilerStep#4"}  # from 0
 
 
+def test_a_traced_run_of_few_steps_ends_cleanly(tmp_path):
+    """Where the interpreter ends while the profiler records, the process would die."""
+    argv = [sys.executable, ROOT / "train.py", *FLAGS, "--steps=3", "--trace", "--out", tmp_path]
+    assert subprocess.run(argv, cwd=tmp_path).returncode == 0
+
+
 def works_below(root):
     """Return all handles of torch's collectives that root leads to, but for what functions reach."""
     found = []
