@@ -67,8 +67,10 @@ class Flags:
 # A run, or a directory of Hugging Face
 
 def read_run(run_dir):
-    """Read a run, one of its checkpoints, or a directory of Hugging Face. Return
-    (Config, vocabulary size, Reader, directory of the run, a line that says which checkpoint it is)."""
+    """Read a run, one of its checkpoints, or a directory of Hugging Face.
+
+    Return (Config, vocabulary size, Reader, directory of the run, a line that says which checkpoint it is).
+    """
     run = Path(run_dir)
     step = None
     said = ""

@@ -71,8 +71,10 @@ def round_ticks(first, last):
 
 def draw(title, series, size=(90, 24), log=False):
     """Return a plot as text, with its legend below; "" if there is no value.
+
     series: [(label, mark, [(step, value)])]. mark: a character; x and capitals are dots, "" is a thin line.
-    log: the vertical axis is logarithmic, and values that are not positive are left out."""
+    log: the vertical axis is logarithmic, and values that are not positive are left out.
+    """
     import plotext as plt
     plt.clear_figure()
     plt.theme("clear")
@@ -98,8 +100,10 @@ def draw(title, series, size=(90, 24), log=False):
 
 
 def load_bars(layers, width=40):
-    """Return a line per expert with a bar: its rows over the balanced number, the mean over the layers of
-    {layer: {"load": [a share per expert]}}."""
+    """Return a line per expert with a bar: its rows over the balanced number, the mean over layers.
+
+    layers: {layer: {"load": [a share per expert]}}.
+    """
     by_expert = list(zip(*(layer["load"] for layer in layers.values()), strict=True))  # E x L
     means = [sum(load) / len(load) * len(by_expert) for load in by_expert]
     lines = ["expert load, 1.00 is balanced"]
@@ -112,7 +116,9 @@ def load_bars(layers, width=40):
 
 def at_end(out, show):
     """Write the plots that a run leaves in its directory: one for each metric of AT_END, and the loads.
-    out: a Path. show (--plot): print the plots of loss and loads, too."""
+
+    out: a Path. show (--plot): print the plots of loss and loads, too.
+    """
     drawn = {}
     loads, _ = sound_rows(out / "experts.jsonl")
     if loads:

@@ -341,7 +341,9 @@ def make_data(flags, files, val_files, command, work):
 
 def is_made(folder, command, files, replace):
     """Whether the data set stands, sound, and was made by this command after its files last changed.
-    ValueError: what stands there is no data set, or another one, and --replace is not given."""
+
+    ValueError: what stands there is no data set, or another one, and --replace is not given.
+    """
     if not folder.exists():
         return False
     if not (folder / "meta.json").is_file():

@@ -126,7 +126,9 @@ def main(argv=None):
 
 def load_model(cfg, vocab_size, weights, world=None):
     """Return the model with the weights of a checkpoint.Reader, in fp32, cut over the world if there is one.
-    No row is dropped for --capacity-factor: or the logits of one read are not those token by token."""
+
+    No row is dropped for --capacity-factor: a text would have other logits in one read than token by token.
+    """
     from runtime.launch import World  # isort: skip (before torch: it sets how idle threads wait)
     import torch  # not at the top: wrong input is found without waiting seconds for torch
 

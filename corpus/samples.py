@@ -249,8 +249,10 @@ def sample_schedule(counts):
 
 
 def load_blend_meta(spec):
-    """Return the meta.json of the first data set of --data, with the `identity` of all: a str that other data
-    or other weights would change, and that checkpoints keep."""
+    """Return the meta.json of the first data set of --data, with the `identity` of all.
+
+    identity: a str that other data or other weights would change; checkpoints keep it.
+    """
     folders = [folder for folder, _ in parse_blend(spec)]
     metas = [load_meta(folder) for folder in folders]
     for folder, meta in zip(folders, metas, strict=True):
@@ -375,8 +377,10 @@ def open_data(cfg):
 
 def batch_size(samples, full, ramp=()):
     """Return the sequences of the step that starts after `samples` were consumed.
+
     full: the batch after the ramp. ramp: () or (START, INCREMENT, SAMPLES), as in Megatron-LM: the batch
-    begins with START sequences and grows by INCREMENT while the first SAMPLES are consumed."""
+    begins with START sequences and grows by INCREMENT while the first SAMPLES are consumed.
+    """
     if not ramp:
         return full
     start, increment, over = ramp
@@ -385,8 +389,10 @@ def batch_size(samples, full, ramp=()):
 
 
 def trained_tokens(source, first, count, device):
-    """Return the trained tokens of the `count` samples from `first` on, by which their loss is divided:
-    an int, a constant of a CUDA graph, if the source trains every token; otherwise () int64 on the device."""
+    """Return the trained tokens of the `count` samples from `first` on, by which their loss is divided.
+
+    An int, a constant of a CUDA graph, if the source trains every token; otherwise () int64 on the device.
+    """
     n = source.n_targets(first, count)
     if source.all_trained:
         return n

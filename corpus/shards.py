@@ -44,8 +44,10 @@ def file_of(folder, name, meta):
 
 
 def load_meta(folder):
-    """Return the meta.json of one data set as a dict. FileNotFoundError: no such data set. ValueError:
-    damaged, or another version."""
+    """Return the meta.json of one data set as a dict.
+
+    FileNotFoundError: no such data set. ValueError: damaged, or another version.
+    """
     path = Path(folder) / "meta.json"
     if not path.is_file():
         raise FileNotFoundError(f"{folder} holds no prepared data (no meta.json); {paths.meant_data(folder)}")
@@ -58,8 +60,10 @@ def load_meta(folder):
 
 def open_shards(folder, split, meta, kind="shards"):
     """Return the tokens of each shard of a split, (tokens,) uint16 or uint32, memory-mapped.
+
     kind: "masks" opens the shards that say which tokens are trained, uint8. FileNotFoundError, ValueError:
-    sizes, headers and meta.json do not agree, or ids are above the vocabulary. verify() reads the tokens."""
+    sizes, headers and meta.json do not agree, or ids are above the vocabulary. verify() reads the tokens.
+    """
     fix = how_to_fix(folder, meta)
     file_of(folder, "tokenizer.json", meta)
     itemsize = 1 if kind == "masks" else np.dtype(meta["dtype"]).itemsize
@@ -104,8 +108,10 @@ def write_shard(path, tokens):
 
 def verify(folder, cache=True):
     """Compare all files with their sha256, and return the number of files. It reads 1-2 GB/s.
+
     cache: a file whose size and mtime_ns are those of an earlier success (folder/.verified.json) is not read
-    again. ValueError, OSError: the first difference, or a file that is missing."""
+    again. ValueError, OSError: the first difference, or a file that is missing.
+    """
     folder = Path(folder)
     meta = load_meta(folder)
     files = [{"file": "tokenizer.json", "sha256": meta["tokenizer_sha256"]}]

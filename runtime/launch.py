@@ -260,9 +260,11 @@ def end_all_on_exception(rank, comm):
 # The store by which the ranks meet
 
 def _meet(start, comm, n_nodes, wait):
-    """Return the TCPStore through which the ranks find each other. torchrun's agent has opened one. Otherwise
-    rank 0 opens it, and tells the others its address through MPI. Where srun runs without MPI (comm is None),
-    all derive it from the job."""
+    """Return the TCPStore through which the ranks find each other.
+
+    torchrun's agent has opened one. Otherwise rank 0 opens it, and tells the others its address through MPI.
+    Where srun runs without MPI (comm is None), all derive it from the job.
+    """
     import torch.distributed as dist
     if start.launcher == "torchrun":
         store, _, _ = next(dist.rendezvous("env://", timeout=wait))

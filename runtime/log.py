@@ -125,7 +125,9 @@ def rates(cfg, world, batch, ms, vocab_size):
 
 def phase_times(timers, steps, mesh):
     """Return {t_PHASE: ms per step of the slowest rank, t_PHASE_min: of the fastest}, for --timers.
-    Of several stages also the bubble: how much longer all takes than the slowest's work. Collective."""
+
+    Of several stages also the bubble: how much longer all takes than the slowest stage's work. Collective.
+    """
     own = timers.per_step(steps)
     busy = own["forward"] + own["backward"]
     negative = [-t for t in own.values()]
@@ -152,7 +154,9 @@ def expert_metrics(layers):
 
 def report_traffic(run, batch, sent):
     """Print and note the bytes that this rank sent in the first step, by axis: predicted, and counted.
-    sent: {axis name: bytes}. Where there are several nodes, what leaves them has a line of its own."""
+
+    sent: {axis name: bytes}. Where there are several nodes, what leaves them has a line of its own.
+    """
     mesh = run.mesh
     nodes = run.world.nodes
     settled = dataclasses.replace(run.cfg, doc_mask="on" if run.train_data.has_documents else "off")
@@ -345,7 +349,9 @@ COLUMNS = {"lr": "lr={:.2e}".format, "grad_norm": "gnorm={:.3f}".format, "ms": "
 
 def format_row(row, steps=None, widths=None):
     """Return the printed lines of a row: the step, and below it experts and --timers.
-    steps: the last step. widths: {column: characters of its longest word so far}, which grow."""
+
+    steps: the last step. widths: {column: characters of its longest word so far}, which grow.
+    """
     first = f"step={row['step']}/{steps}" if steps else f"step={row['step']}"
     if "loss" in row:
         first += f" loss={row['loss']:.4f}"

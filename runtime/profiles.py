@@ -39,8 +39,10 @@ def end_profile(profiler, out):
 
 def hottest_lines(records, n=10):
     """Return "  SECONDS FILE:LINE FUNCTION" of the n lines of ours that took most, without our own functions
-    that they call. records: [(frames, seconds)] of pyinstrument, a frame as NAME, FILE, LINE of
-    "def", then its attributes."""
+    that they call.
+
+    records: [(frames, seconds)] of pyinstrument, a frame as NAME, FILE, LINE of "def", then its attributes.
+    """
     took = Counter()
     for frames, seconds in records:
         ours = [frame for frame in frames if f"\0{ROOT}/" in frame and "site-packages" not in frame]
@@ -57,7 +59,9 @@ def hottest_lines(records, n=10):
 
 def traced(run):
     """For --trace: return the step of a train.Run inside torch's profiler, which writes OUT/trace.json.
-    It records three steps, after one of rest and one of warm-up; stop() ends a shorter record."""
+
+    It records three steps, after one of rest and one of warm-up. stop() ends a shorter record.
+    """
     from torch.profiler import profile, schedule
     step = run.step
 
@@ -80,7 +84,9 @@ def traced(run):
 
 def wait_for_all_weights(model, data_parallel):
     """Wait for the gathers of weights under way: a handle that outlives torch's profiler may end the process.
-    Those that the next graph starts are left, as the other ranks take no part here."""
+
+    Those that the next graph starts are left, as the other ranks take no part here.
+    """
     from fast.graph import DeferredGather
     for bucket in data_parallel.buckets_of[model]:
         if not isinstance(bucket.gather_handle, DeferredGather):

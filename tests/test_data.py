@@ -377,6 +377,8 @@ def test_second_call_does_nothing_unless_something_changed(tmp_path, texts, caps
     assert made() and not made()  # the same command makes its own work again
     edit(tmp_path / "a/train_00000.bin", 5000, b"\1\1\1")
     assert made() and shards.verify(tmp_path / "a") and not made()  # repaired
+    (tmp_path / "a/tokenizer.json").unlink()
+    assert made() and not made()
     assert made("--shard-tokens", 5000, "--replace") and (tmp_path / "a/train_00001.bin").exists()
     assert made("--replace") and not (tmp_path / "a/train_00001.bin").exists(), "no stale shard stays"
     assert run(capsys, *argv, "--verify")[:2] == (0, f"{tmp_path}/a: 3 files have their sha256\n")

@@ -128,7 +128,9 @@ def test_a_run_that_goes_on_writes_no_gradients_and_says_so(tmp_path):
     first = session(World(), [*flags, "--steps=1", "--save-every=1"])
     assert first["code"] == 0 and "--dump-grads" not in first["out"], first["err"]
     (tmp_path / "g.st").unlink()
-    again = session(World(), [*flags, "--steps=2", "--resume=auto"])
+    gone = tmp_path / "gone"  # a run whose checkpoints are no more
+    gone.mkdir()
+    again = session(World(), [*flags, "--steps=2", "--resume=auto", f"--init-from={gone}"])
     assert again["code"] == 0 and not (tmp_path / "g.st").exists(), again["err"]
     assert "are for a start, and not used" in again["out"]
 

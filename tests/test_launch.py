@@ -138,6 +138,16 @@ def test_ranks_with_different_flags_end_together_before_the_first_step(name, tmp
     assert not (tmp_path / "run").exists()
 
 
+def test_a_rank_that_alone_sees_wrong_files_ends_the_others(tmp_path):
+    for rank in "01":
+        (tmp_path / rank).mkdir()
+    (tmp_path / "0/c.json").write_text("{}")
+    argv = [BIN / "mpiexec", "-n", "2", "bash", "-c", 'cd $PMI_RANK; exec "$@"', "bash", sys.executable,
+            ROOT / "train.py", *FLAGS, "--config=c.json"]
+    ended = subprocess.run(argv, cwd=tmp_path, env=clean_env(), capture_output=True, text=True, timeout=100)
+    assert ended.returncode and "nanoshard: rank 1, unlike rank 0: c.json is not there" in ended.stderr
+
+
 def session_with_other_data(world, argv):
     real = samples.open_data
     with mock.patch.object(samples, "open_data", lambda *a: (*real(*a)[:3], ["one", "two"][world.rank])):

@@ -21,13 +21,6 @@ def test_every_file_has_its_level():
     assert rooms == set(laws.ROOMS) and rooms | modules <= laws.LEVEL.keys(), "add it to ROOMS and to ORDER"
 
 
-@pytest.mark.parametrize("room", laws.ROOMS)
-def test_no_circle_within_a_room(room):
-    files = {f"{room}.{path.stem}": ast.parse(path.read_text()) for path in (ROOT / room).glob("*.py")}
-    needs = {name: {other for _, other in laws.imports(tree)} & files.keys() for name, tree in files.items()}
-    assert laws.circle(needs) == set()
-
-
 # -----------------------------------------------------------------------------
 # Sizes
 
