@@ -16,10 +16,8 @@ import functools
 import itertools
 import json
 import math
-import shutil
 import string
 import sys
-import textwrap
 from collections import Counter
 
 if __name__ == "__main__":
@@ -45,7 +43,6 @@ from cost.traffic import bytes_between_nodes, reductions, traffic
 from fast.choose import needs_row_limit
 from interface.layout import check_layout
 from interface.serve import Server
-from interface.terminal import say
 
 # -----------------------------------------------------------------------------
 # 1) The plan of one layout
@@ -125,37 +122,30 @@ def batch_schedule(samples, full, ramp=()):
     return steps
 
 
-def training_cost(cfg, plan, vocab):
+def training_cost(cfg, plan):
     """Return {"steps", "days", "gpu_hours"} of --tokens. plan: what estimate returned for cfg, a PlanFlags.
 
-    A step of the batch ramp costs what a plan of its own batch costs.
+    The smaller steps of a batch ramp take as long per token as the others.
     """
     steps = batch_schedule(math.ceil(cfg.tokens / cfg.seq_len), cfg.global_batch, cfg.rampup_batch_size)
-    ms = steps[cfg.global_batch] * plan["ms"]
-    for batch in steps.keys() - {cfg.global_batch}:
-        smaller = dataclasses.replace(cfg, global_batch=batch)
-        ms += steps[batch] * estimate(smaller, cfg.gpus, cfg.gpu, vocab)["ms"]
-    hours = ms / 3.6e6
+    sequences = sum(batch * count for batch, count in steps.items())
+    hours = sequences / cfg.global_batch * plan["ms"] / 3.6e6
     return {"steps": sum(steps.values()), "days": hours / 24, "gpu_hours": hours * cfg.gpus}
 
 
 def vocabulary(cfg):
-    """Return (number of symbols, where that number is from)."""
+    """Return the number of symbols: that of --vocab-size, of the data set, or GPT-2's."""
     if cfg.vocab_size:
-        return cfg.vocab_size, "--vocab-size, or the preset's"
+        return cfg.vocab_size
     symbols = 50257
-    source = "GPT-2's; --data DIR or --vocab-size says another"
     if cfg.data == "synthetic":
         symbols = 256
-        source = "synthetic data"
     elif cfg.data:
-        source = f"GPT-2's, because {cfg.data} is not here; --vocab-size says another"
         with contextlib.suppress(FileNotFoundError):
             symbols = load_blend_meta(cfg.data)["vocab_size"]
-            source = cfg.data
     if cfg.objective == "mlm":
         symbols += 1  # [MASK]
-    return symbols, source
+    return symbols
 
 
 # -----------------------------------------------------------------------------
@@ -216,7 +206,7 @@ def search(cfg, vocab):
     for layout in found:
         plan = estimate(layout, cfg.gpus, cfg.gpu, vocab)
         if plan["fits"]:
-            plans.append({**plan, **training_cost(layout, plan, vocab)})
+            plans.append({**plan, **training_cost(layout, plan)})
     if not plans:
         raise ValueError(f"no layout of {cfg.preset} on {cfg.gpus} {cfg.gpu} fits; try more --gpus")
     return sorted(plans, key=lambda plan: plan["ms"])
@@ -240,9 +230,6 @@ def scaling(cfg, counts, gpu, vocab):
 # -----------------------------------------------------------------------------
 # 3) The tables of a terminal
 
-WIDTH = min(100, shutil.get_terminal_size((100, 24)).columns)
-
-
 def print_table(title, rows):
     """Print lists of strings: the first column is aligned left, the others right."""
     print(f"\n{title}")
@@ -254,10 +241,6 @@ def print_table(title, rows):
 
 def print_numbers(title, numbers, form):
     print_table(title, [(name, form.format(number)) for name, number in numbers.items()])
-
-
-def print_filled(text):
-    print(textwrap.fill(text, WIDTH, subsequent_indent="    ", break_on_hyphens=False))
 
 
 def draw_schedule(ops, ranks, chunks, width=100):
@@ -287,13 +270,13 @@ def print_schedule(cfg):
     print(f"\nschedule of {drawn['micro_batches']} micro-batches{in_chunks} over {cfg.pp} ranks:")
     print(f"  predicted bubble {100 * idle:.1f} % of the work: the ranks idle "
           f"{100 * idle / (1 + idle):.1f} % of the step")
-    print("\n".join(draw_schedule(drawn["ops"], drawn["ranks"], cfg.pp_chunks, WIDTH)))
+    print("\n".join(draw_schedule(drawn["ops"], drawn["ranks"], cfg.pp_chunks)))
 
 
 def print_plan(cfg, plan):
     """Print what plan_one() returns."""
     flags = ", ".join(f"{name} {plan['layout'][name]}" for name in ("dp", *LAYOUT))
-    print_filled(f"{cfg.preset} on {cfg.gpus} {cfg.gpu}: {flags}")
+    print(f"{cfg.preset} on {cfg.gpus} {cfg.gpu}: {flags}")
     print_numbers("parameters", plan["parameters"], "{:,}")
     print_numbers(f"memory of the fullest rank, GiB of {plan['capacity_gib']:.1f}",
                   {**plan["memory_gib"], "sum": plan["memory"]}, "{:.2f}")
@@ -318,7 +301,7 @@ def print_plan(cfg, plan):
                 ("GPU-hours", f"{plan['gpu_hours']:,.0f}")]
         print_table(f"{cfg.tokens:.3g} tokens{ramp}", rows)
     for line in plan["warnings"]:
-        print_filled(f"warning: {line}")
+        print(f"warning: {line}")
 
 
 def print_search(cfg, plans):
@@ -337,8 +320,6 @@ def print_search(cfg, plans):
 
 def print_scaling(cfg, plans):
     """Print what scaling() returns."""
-    say(f"{cfg.preset}, zero {cfg.zero}, micro-batches of {cfg.micro_batch}: "
-        f"predicted for {cfg.gpu}, nodes of {GPUS[cfg.gpu].node}")
     rows = [("GPUs", "dp", "ep", "GiB", "ms", "of it exposed sums", "ms/sample", "tok/s/GPU", "efficiency")]
     for plan in plans:
         layout = plan["layout"]
@@ -346,7 +327,7 @@ def print_scaling(cfg, plans):
         rows.append((str(layout["gpus"]), str(layout["dp"]), str(layout["ep"]), gib, f"{plan['ms']:.1f}",
                      f"{plan['ms_parts']['reduce']:.1f}", f"{plan['ms'] / layout['global_batch']:.2f}",
                      f"{plan['tok_s_gpu']:,.0f}", f"{100 * plan['efficiency']:.1f} %"))
-    print_table("weak scaling", rows)
+    print_table(f"weak scaling of {cfg.preset}, predicted for {cfg.gpu}", rows)
 
 
 # -----------------------------------------------------------------------------
@@ -363,15 +344,14 @@ def plan_one(cfg, vocab):
     if not plan["fits"]:
         plan["warnings"].append(
             f"does not fit: {plan['memory']:.1f} of {plan['capacity_gib']:.1f} GiB; try --search")
-    plan.update(training_cost(cfg, plan, vocab))
+    plan.update(training_cost(cfg, plan))
     return cfg, plan
 
 
 def answer(asked):
     """Return the plan of the words that the page of --serve sends, as JSON. ValueError: they are wrong."""
     cfg, _ = arguments(asked["words"])
-    vocab, _ = vocabulary(cfg)
-    cfg, plan = plan_one(cfg, vocab)
+    cfg, plan = plan_one(cfg, vocabulary(cfg))
     return [json.dumps({"plan": plan, "schedule": plan_page.schedule(cfg)})]
 
 
@@ -385,9 +365,7 @@ def main(argv=None, parsed=None):
         page = plan_page.settings(cfg, argv)
         Server("127.0.0.1", cfg.port).run(answer, page, "plan.html", {"words": [str]})
         return
-    vocab, source = vocabulary(cfg)
-    if not cfg.json:
-        say(f"vocabulary of {vocab:,} symbols: {source}")
+    vocab = vocabulary(cfg)
     if counts:
         found = scaling(cfg, counts, cfg.gpu, vocab)
         print_found = print_scaling

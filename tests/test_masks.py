@@ -180,8 +180,8 @@ def test_fill_prints_the_likeliest_tokens(mlm, capsys):
 
 
 def test_a_plan_counts_the_symbol_of_the_mask():
-    assert plan.vocabulary(Config(data="synthetic"))[0] == 256
-    assert plan.vocabulary(Config(data="synthetic", objective="mlm"))[0] == 257
+    assert plan.vocabulary(Config(data="synthetic")) == 256
+    assert plan.vocabulary(Config(data="synthetic", objective="mlm")) == 257
 
 
 # -----------------------------------------------------------------------------

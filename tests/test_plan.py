@@ -401,7 +401,7 @@ def planned(capsys, *flags):
 
 
 def test_the_ramp_is_in_the_days(capsys):
-    """The steps consume the tokens, as train.py counts; a smaller batch costs what a plan of it costs."""
+    """The steps consume the tokens, as train.py counts; a smaller batch takes as long per sequence."""
     flags = ["smol-1.7b", "--gpus", "4", "--n-layer", "4", "--global-batch", "64", "--tokens", "5e6"]
     whole, ramp = (planned(capsys, *flags, *more) for more in
                    ((), ("--rampup-batch-size", "16", "16", "1200")))
@@ -410,9 +410,7 @@ def test_the_ramp_is_in_the_days(capsys):
     assert whole["days"] * 86.4e6 == pytest.approx(39 * whole["ms"])
     each = {16: 25, 32: 13, 48: 8, 64: 20}  # 400 + 416 + 384 + 1280 = 2480
     assert ramp["steps"] == sum(each.values()) == 66
-    ms = {b: planned(capsys, *flags[:5], "--global-batch", str(b))["ms"] for b in each}
-    assert ms[16] < ms[64] < 4 * ms[16]
-    assert ramp["days"] * 86.4e6 == pytest.approx(sum(n * ms[b] for b, n in each.items()))
+    assert ramp["days"] * 86.4e6 == pytest.approx(2480 / 64 * ramp["ms"])
     assert ramp["gpu_hours"] == pytest.approx(ramp["days"] * 24 * 4)
     plan.main([*flags, "--rampup-batch-size", "16", "16", "1200"])
     assert "5e+06 tokens, with the ramp\n  steps        66\n" in capsys.readouterr().out

@@ -120,9 +120,9 @@ def test_a_program_ends_well_whatever_its_streams_are(how, tmp_path):
 def test_a_plan_does_not_depend_on_what_lies_in_data(monkeypatch, capsys):
     monkeypatch.setattr(plan, "load_blend_meta", lambda data: {"vocab_size": 77})
     plan.main(["gpt2"])
-    assert capsys.readouterr().out.startswith("vocabulary of 50,257 symbols: GPT-2's; --data DIR or ")
+    assert " 50,257\n" in capsys.readouterr().out
     plan.main(["gpt2", "--data", "data/chars"])
-    assert capsys.readouterr().out.startswith("vocabulary of 77 symbols: data/chars")
+    assert " 77\n" in capsys.readouterr().out
 
 
 # -----------------------------------------------------------------------------
