@@ -13,10 +13,8 @@ import dataclasses
 import itertools
 import json
 import math
-import signal
 import sys
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -24,7 +22,6 @@ if __name__ == "__main__":
     from interface.packages import check_packages
     check_packages()
 
-import numpy as np
 import tyro
 
 from convert import read_run
@@ -78,11 +75,9 @@ READS = {  # {flag that says what is asked for: it, and the flags that it reads}
 def main(argv=None):
     """Print what the flags ask for. SystemExit(2) after one line on stderr: wrong input."""
     from runtime import launch  # isort: skip (before torch: it sets how idle threads wait)
-    argv = sys.argv[1:] if argv is None else argv
     with wrong_input(quiet=launch.started_by().rank != 0):  # the others have the same words
-        flags = command_line(Flags, argv, "sample.py", __doc__)
-        asked = [name for name in READS if getattr(flags, name)]
-        mode = asked[0] if asked else "prompt"
+        flags = command_line(Flags, sys.argv[1:] if argv is None else argv, "sample.py", __doc__)
+        mode = next((name for name in READS if getattr(flags, name)), "prompt")
         refuse_unread(flags, mode, READS)
         if launch.started_by().size > 1 and mode != "chat":
             raise ValueError(f"--{mode} takes one process: leave out the launcher; --chat takes several")
@@ -99,14 +94,14 @@ def main(argv=None):
                              f"--fill 'a {MASK} in a text', and causal continues a text, with --prompt")
         if mode == "chat":
             Template(vocabulary)  # refuses a vocabulary
-            cfg = share_out(cfg, flags, argv, world)
+            cfg = share_out(cfg, flags, world)
         elif mode == "fill":
             mask = load_json(run / "config.json")["mask_token"]
             ids = encode_gaps(flags.fill, vocabulary, mask, cfg.seq_len)
         elif mode == "score":
             documents = read_documents(flags.score, vocabulary)
         elif mode == "prompt":
-            prompts = encode_prompts(flags.prompt, vocabulary)
+            prompts = [encode_prompt(prompt, vocabulary) for prompt in flags.prompt or ("\n",)]
         model = load_model(cfg, vocab_size, weights, world).eval()
     if everyone.rank == 0:
         print(said, end="", file=sys.stderr, flush=True)
@@ -160,18 +155,11 @@ def load_vocabulary(run, vocab_size):
 # --prompt
 
 def encode_prompt(prompt, vocabulary):
-    ids = vocabulary.encode_prompt(prompt)
-    if not ids and vocabulary.eod is None:
-        raise ValueError("--prompt is empty, and this vocabulary has no end-of-document to start from; "
-                         "give at least one character")
+    """Return the ids of a text, or of the end-of-document if it is empty."""
+    ids = vocabulary.encode_prompt(prompt) or [vocabulary.eod]
+    if None in ids:
+        raise ValueError("the prompt is empty, and this vocabulary has no end-of-document to start from")
     return ids
-
-
-def encode_prompts(prompts, vocabulary):
-    """Return the ids of each prompt; of a line break if there is none."""
-    if not prompts and vocabulary.kind == "char" and "\n" not in vocabulary.chars:
-        raise ValueError("the text of this run has no line break to begin with; give --prompt TEXT")
-    return [encode_prompt(prompt, vocabulary) for prompt in prompts or ("\n",)]
 
 
 def print_samples(model, vocabulary, prompts, flags):
@@ -181,20 +169,20 @@ def print_samples(model, vocabulary, prompts, flags):
         if len(samples) > 1:
             print(f"--- sample {number} of {len(samples)}, --seed {seed}")
         show(vocabulary.decode(prompt))
-        ids = new_ids(model, vocabulary, prompt, dataclasses.replace(flags, seed=seed))
+        ids = new_ids(model, prompt, dataclasses.replace(flags, seed=seed))
         for piece in vocabulary.whole_characters(ids, prompt):
             show(piece)
         show("\n")
 
 
-def new_ids(model, vocabulary, prompt, flags):
+def new_ids(model, prompt, flags):
     """Return an iterator of the tokens that follow a prompt, a list of ids."""
     import torch
 
     from pipeline import Cache, stream
-    start = list(prompt) or [vocabulary.eod]  # no prompt: a new document
-    return stream(model, start, flags.max_new_tokens, Cache(), temperature=flags.temperature,
-                  top_k=flags.top_k, rng=torch.Generator().manual_seed(flags.seed))
+    rng = torch.Generator().manual_seed(flags.seed)
+    return stream(model, list(prompt), flags.max_new_tokens, Cache(), temperature=flags.temperature,
+                  top_k=flags.top_k, rng=rng)
 
 
 # -----------------------------------------------------------------------------
@@ -241,21 +229,16 @@ def encode_gaps(text, vocabulary, mask, seq_len):
 def print_fillings(model, vocabulary, ids, mask):
     """Print the text with the likeliest token in each gap, and then the likeliest tokens of each gap."""
     import torch
-    device = next(model.parameters()).device
+    ids = torch.tensor(ids, device=next(model.parameters()).device)
     with torch.no_grad():
-        logits, _ = model(torch.tensor([ids], device=device))  # (t, V), of all gaps at once
-    filled = list(ids)
-    gaps = []
-    for i, token in enumerate(ids):
-        if token == mask:
-            p = logits[i, :model.vocab_size].float().softmax(0)[:mask]  # all tokens but [MASK], the last
-            values, tokens = p.topk(min(5, mask))
-            filled[i] = tokens[0].item()
-            pairs = zip(values.tolist(), tokens.tolist(), strict=True)
-            gaps.append(", ".join(f"{vocabulary.decode([token])!r} {100 * value:.1f} %"
-                                  for value, token in pairs))
-    show(f"{vocabulary.decode(filled)}\n")
-    for number, likeliest in enumerate(gaps, 1):
+        logits, _ = model(ids.unsqueeze(0))  # (t, V), of all gaps at once
+    p = logits[:, :model.vocab_size].float().softmax(1)[:, :mask]  # of all tokens but [MASK], the last
+    values, tokens = p.topk(min(5, mask))  # (t, 5)
+    show(vocabulary.decode(torch.where(ids == mask, tokens[:, 0], ids).tolist()) + "\n")
+    gaps = (ids == mask).nonzero().flatten().tolist()
+    for number, i in enumerate(gaps, 1):
+        pairs = zip(values[i].tolist(), tokens[i].tolist(), strict=True)
+        likeliest = ", ".join(f"{vocabulary.decode([token])!r} {100 * value:.1f} %" for value, token in pairs)
         print(f"{MASK} {number}: {likeliest}", flush=True)
 
 
@@ -263,13 +246,10 @@ def print_fillings(model, vocabulary, ids, mask):
 # --score
 
 def read_documents(path, vocabulary):
-    """Return the ids of each document of --score FILE, (n,) int64, after end-of-document if there is one."""
-    if not Path(path).is_file():
-        raise FileNotFoundError(f"--score {path} is not a file")
+    """Return the ids of each document of --score FILE, after end-of-document if there is one."""
+    start = [] if vocabulary.eod is None else [vocabulary.eod]
     [file] = text.list_files(path, "text")
-    start = np.array([] if vocabulary.eod is None else [vocabulary.eod], np.int64)
-    return [np.concatenate([start, vocabulary.encode_numpy(document)])
-            for document in text.texts(file, "text")]
+    return [[*start, *vocabulary.encode(document)] for document in text.texts(file, "text")]
 
 
 def print_scores(model, documents):
@@ -277,21 +257,17 @@ def print_scores(model, documents):
     for ids in documents:
         row = {"tokens": max(0, len(ids) - 1), "loss": None, "perplexity": None}
         if row["tokens"]:
-            mean = total_loss(model, ids) / row["tokens"]
-            if math.isfinite(mean):
-                row["loss"] = mean
-            if mean < 700:
-                row["perplexity"] = math.exp(mean)
+            row["loss"] = total_loss(model, ids) / row["tokens"]
+            row["perplexity"] = math.exp(row["loss"])
         print(json.dumps(row), flush=True)
 
 
 def total_loss(model, ids):
-    """Return the sum of -log p(token) in nats, a float, over all tokens but the first. ids: (n,) int64."""
+    """Return the sum of -log p(token) in nats, a float, over all tokens but the first."""
     import torch
-
-    from layers import vocab_cross_entropy
+    import torch.nn.functional as F
     window = model.cfg.seq_len
-    ids = torch.from_numpy(ids).to(next(model.parameters()).device)
+    ids = torch.tensor(ids, device=next(model.parameters()).device)
     inputs = ids[:-1]
     targets = ids[1:]
     total = 0.0
@@ -301,9 +277,8 @@ def total_loss(model, ids):
             # The window of inputs before `end` predicts those targets that no earlier window has predicted.
             end = min(len(targets), max(window, done + max(1, window // 2)))
             logits, _ = model(inputs[max(0, end - window):end].unsqueeze(0))  # (t, V), t <= window
-            loss = vocab_cross_entropy(logits[done - end:], targets[done:end], model.vocab_size,
-                                       model.mesh.tp)
-            total += loss.item()
+            logits = logits[done - end:, :model.vocab_size].float()
+            total += F.cross_entropy(logits, targets[done:end], reduction="sum").item()
             done = end
     return total
 
@@ -314,15 +289,15 @@ def total_loss(model, ids):
 class Chat:
     """A conversation: its tokens so far, and the keys and values of the tokens that the model has seen.
 
-    agree: a function of this rank's token that gives rank 0's, and whether rank 0 was told to stop.
+    share: a function that gives rank 0's token on all ranks.
     """
 
-    def __init__(self, model, vocabulary, flags, agree=lambda token: (token, False)):
+    def __init__(self, model, vocabulary, flags, share=lambda token: token):
         import torch
         self.model = model
         self.vocabulary = vocabulary
         self.flags = flags
-        self.agree = agree
+        self.share = share
         self.template = Template(vocabulary)
         self.rng = torch.Generator().manual_seed(flags.seed)
         self.reset()
@@ -346,48 +321,32 @@ class Chat:
         try:
             for token in stream(self.model, self.tokens, flags.max_new_tokens, self.cache,
                                 temperature=flags.temperature, top_k=flags.top_k, rng=self.rng):
-                token, stop = self.agree(token)
-                self.tokens[-1] = token
+                token = self.tokens[-1] = self.share(token)
                 if token in self.vocabulary.special.values():
                     self.tokens.pop()
                     break
                 yield token
-                if stop:
-                    break
         finally:  # also where nobody asks for the rest
             self.tokens.append(self.template.end)
 
 
-def share_out(cfg, flags, argv, world):
+def share_out(cfg, flags, world):
     """Return cfg with the layout of --chat instead of the training's. ValueError: the ranks do not fit."""
-    from interface.layout import check_alone, check_flags
+    from interface.layout import check_flags
     cfg = dataclasses.replace(
         cfg, tp=flags.tp, ep=flags.ep, pp=1, cp=1, pp_chunks=1, pp_layers="", zero=0, shard=0,
         micro_batch=flags.tp, global_batch=0, rampup_batch_size=(), pdb=-1)
-    if world.size == 1:
-        check_alone(cfg, argv, "sample.py")
     check_flags(cfg, world.size)
     return cfg
 
 
 def converse(model, vocabulary, flags, world):
-    """Answer questions that rank 0 reads until there are no more; rank 0 prints. Ctrl-C ends an answer."""
+    """Answer questions that rank 0 reads until there are no more; rank 0 prints."""
+    from pipeline import Cache
     share = world.everyone.broadcast  # a few bytes over the world
-    answering = stop = False
-
-    def interrupted(*_):
-        nonlocal stop
-        stop = True
-        if not answering:
-            raise KeyboardInterrupt
-
-    if hasattr(sys.stdin, "reconfigure"):
-        sys.stdin.reconfigure(errors="replace")  # what is typed may be no UTF-8
-    signal.signal(signal.SIGINT, interrupted if world.rank == 0 else signal.SIG_IGN)
-    chat = Chat(model, vocabulary, flags, lambda token: share((token, stop)))
+    chat = Chat(model, vocabulary, flags, share)
     say = show if world.rank == 0 else len
     while (question := share(read_line() if world.rank == 0 else None)) is not None:
-        answering, stop = True, False
         try:
             if question == "/reset":
                 chat.reset()
@@ -396,16 +355,18 @@ def converse(model, vocabulary, flags, world):
                     say(piece)
         except ValueError as e:  # a character that the vocabulary lacks, on all ranks alike
             say(f"nanoshard: {e}\n")
-        answering = False
+        except KeyboardInterrupt:
+            if world.size > 1:  # the others may be at another token
+                raise
+            show("\n")
+            chat.cache = Cache()  # some layers may have one position more than others
 
 
 def read_line():
-    """Return the next typed line; None at the end of the input, or at Ctrl-C."""
+    """Return the next typed line; None at the end of the input."""
     try:
-        if sys.stdin.isatty():
-            show("> ")
-        return input().strip()
-    except (EOFError, KeyboardInterrupt):
+        return input("> " if sys.stdin.isatty() else "").strip()
+    except EOFError:
         return None
 
 
@@ -417,22 +378,20 @@ def serve(model, vocabulary, flags, name):
     talks = set(MARKERS) <= vocabulary.special.keys()
     settings = {"name": name, "mode": "chat" if talks else "text", "system": flags.system,
                 "temperature": flags.temperature}
-    how = {"model": model, "vocabulary": vocabulary, "flags": flags, "seeds": itertools.count(flags.seed)}
-    Server(flags.host, flags.port).run(partial(reply, **how), settings)
+    seeds = itertools.count(flags.seed)
+
+    def talk(asked):
+        return reply(asked, model, vocabulary, flags, next(seeds))
+    Server(flags.host, flags.port).run(talk, settings)
 
 
-def reply(asked, *, model, vocabulary, flags, seeds):
+def reply(asked, model, vocabulary, flags, seed):
     """Return the pieces of the answer to what a page asks, as interface.serve.ASKED says."""
-    if not asked["messages"]:
-        raise ValueError("there is no message")
-    if not 0 <= asked["temperature"] <= 100:
-        raise ValueError("the temperature must be from 0 to 100")
-    flags = dataclasses.replace(flags, temperature=round(asked["temperature"], 6), system=asked["system"],
-                                seed=next(seeds))
+    flags = dataclasses.replace(flags, temperature=asked["temperature"], system=asked["system"], seed=seed)
     *before, question = asked["messages"]
     if asked["mode"] == "text":
         prompt = encode_prompt(question, vocabulary)
-        return vocabulary.whole_characters(new_ids(model, vocabulary, prompt, flags), prompt[-1:])
+        return vocabulary.whole_characters(new_ids(model, prompt, flags), prompt[-1:])
     chat = Chat(model, vocabulary, flags)
     for role, message in zip(itertools.cycle(("user", "assistant")), before, strict=False):
         chat.tokens += chat.template.message(role, message)

@@ -54,8 +54,8 @@ TEXTS = {"bench": (".py", ".sh", ".js", ".html", ".pbs", ".slurm"),
 # What is larger today: a number here only falls, and what is within its limit leaves the list.
 OVER = {
     "runtime, interface": (4328, 29),
-    "corpus, cost, programs": (6277, 31),
-    "house": (17197, 96)}
+    "corpus, cost, programs": (6236, 31),
+    "house": (17156, 96)}
 LONG_FILES = {}
 
 

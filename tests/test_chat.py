@@ -372,7 +372,7 @@ def tuned(data, pretrained):
     return data / "tuned"
 
 
-def talk(world, run, questions, dtype="fp64", tokens=12, stop_after=0, **layout):
+def talk(world, run, questions, dtype="fp64", tokens=12, **layout):
     """Return the pieces of each answer, the tokens of the conversation and the length of its cache."""
     cfg, vocab_size, weights, _, _ = sample.read_run(run)
     cfg = dataclasses.replace(cfg, **layout)
@@ -381,13 +381,8 @@ def talk(world, run, questions, dtype="fp64", tokens=12, stop_after=0, **layout)
         model = sample.load_model(cfg, vocab_size, weights, world)
     finally:
         torch.set_default_dtype(torch.float32)
-    seen = []
-
-    def agree(token):
-        seen.append(token)
-        return world.everyone.broadcast((token, len(seen) == stop_after))
     flags = sample.Flags(str(run), chat=True, max_new_tokens=tokens, temperature=0, system="Be brief.")
-    talk = sample.Chat(model, tokenizer.load(run), flags, agree)
+    talk = sample.Chat(model, tokenizer.load(run), flags, world.everyone.broadcast)
     return [list(talk.answer(q)) for q in questions], talk.tokens, talk.cache.length
 
 

@@ -4,7 +4,6 @@ import math
 import re
 import shutil
 
-import numpy as np
 import pytest
 import torch
 from pool import run_ranks
@@ -121,9 +120,9 @@ def run(tmp_path_factory):
 def all_sampled(monkeypatch, *argv):
     seen, original = [], sample.new_ids
 
-    def recorded(model, vocabulary, prompt, flags):
+    def recorded(model, prompt, flags):
         seen.append((model, (prompt, flags.max_new_tokens, flags.temperature, flags.top_k, flags.seed)))
-        return original(model, vocabulary, prompt, flags)
+        return original(model, prompt, flags)
     with monkeypatch.context() as patch:
         patch.setattr(sample, "new_ids", recorded)
         return called(sample.main, argv)["out"], seen
@@ -221,7 +220,7 @@ def test_score_starts_a_document_after_end_of_document(tmp_path):
     (tmp_path / "one.txt").write_text("to be or not to be")
     words = tokenizer.train_bpe(["to be or not to be"], 260)
     (ids,) = sample.read_documents(str(tmp_path / "one.txt"), words)
-    assert ids.tolist() == [words.eod, *words.encode("to be or not to be")] and ids.dtype == np.int64
+    assert ids == [words.eod, *words.encode("to be or not to be")]
 
 
 def test_wrong_inputs_are_one_line(run, tmp_path):
@@ -233,7 +232,7 @@ def test_wrong_inputs_are_one_line(run, tmp_path):
     go(1, tmp_path / "run", "--data=synthetic", "--steps=1", "--save-every=1", base=TINY)
     refused(sample.main, [tmp_path / "run", "--prompt", "a"], "no tokenizer.json", "--data data/stdlib")
     tokenizer.train_char(["one line"]).save(tmp_path / "run/tokenizer.json")
-    refused(sample.main, [tmp_path / "run"], "no line break to begin with; give --prompt")
+    refused(sample.main, [tmp_path / "run"], "the character '\\n'")
 
 
 @pytest.mark.parametrize("more", [["--train-range-to-skip", "3", "4"],  # read and dropped
