@@ -9,7 +9,6 @@ import json
 import math
 import os
 import platform
-import re
 import secrets
 import statistics
 import subprocess
@@ -74,13 +73,11 @@ class Metrics:
         if steps:
             row.update(rates(cfg, run.world, mean_batch, ms, state.vocab_size))
         held = peak_resident()  # the most bytes, of the host's memory
-        if run.world.device.type != "cpu":
-            _, held = peak_memory(run.world.device) or (None, None)  # allocated, reserved
-            if held is not None:
-                held += bytes_allocated()
-        if held is not None:
-            most, least = run.world.everyone.maximum([held, -held])  # two numbers from each rank to all
-            row.update(mem_gb=most / 2**30, mem_gb_min=-least / 2**30)
+        counted = peak_memory(run.world.device)  # (allocated, reserved); None on a CPU
+        if counted is not None:
+            held = counted[1] + bytes_allocated()
+        most, least = run.world.everyone.maximum([held, -held])  # two numbers from each rank to all
+        row.update(mem_gb=most / 2**30, mem_gb_min=-least / 2**30)
         row.update(self.stragglers.report())
         if cfg.timers:
             row.update(phase_times(self.timers, steps, run.mesh))
@@ -94,7 +91,7 @@ class Metrics:
             if run.log_file is not None:
                 run.log_file.experts.add({"step": run.state.step, "layers": experts})
         if stats is not None and run.state.step == run.first_step and run.log_file is not None:
-            run.log_file.after_row = functools.partial(report_traffic, run, batch, sent)
+            report_traffic(run, batch, sent)
         return row
 
 
@@ -189,11 +186,11 @@ def begin(run, found):
               "machine": {"host": platform.node(), "device": device, "python": platform.python_version()}}
     if cfg.objective == "mlm":
         config["mask_token"] = run.train_data.mask_token
-    tokenizer = {}
-    if cfg.data != "synthetic":
-        paths = [Path(first_folder(cfg.data), name) for name in ("meta.json", "tokenizer.json")]
-        tokenizer = {path.name: path.read_bytes() for path in paths if path.exists()}
-    log_file = Log(run.out, config, run.state.step, cfg.wandb, run.state.changed, tokenizer)
+    log_file = Log(run.out, config, run.state.step, cfg.wandb, run.state.changed)
+    for name in ("meta.json", "tokenizer.json"):  # sample.py reads them there
+        path = Path(first_folder(cfg.data), name)
+        if cfg.data != "synthetic" and path.exists():
+            write_whole(run.out / name, path.read_bytes())
     started(run, found)
     log_file.profiler = profiles.start_profile(cfg.profile)
     if cfg.trace:
@@ -208,8 +205,6 @@ def end(run):
     run.log_file.close()
     is_finished = run.outcome in (Outcome.DONE, Outcome.FAILED)  # a run that goes on draws its plot later
     plot.at_end(run.out, run.cfg.plot and is_finished)
-    if run.log_file.speeds:
-        say(run.log_file.speed())
     ending.report_ending(run)
 
 
@@ -228,9 +223,6 @@ def started(run, found):
     how = f"resumed {found}" if found else "started"
     n_parameters = sum(p.numel() for p in run.model.parameters())
     here = " on this rank" if run.world.size > 1 else ""
-    if cfg.lora:
-        n_trained = sum(p.numel() for p in run.model.parameters() if p.requires_grad)
-        here += f", of which {n_trained:,} train"
     cp = f" cp {cfg.cp}" if cfg.cp > 1 else ""
     say(f"{how}: {n_parameters:,} parameters{here}, "
         f"dp {run.mesh.dp.size} tp {cfg.tp}{cp} pp {cfg.pp} ep {cfg.ep} zero {cfg.zero}")
@@ -268,26 +260,21 @@ class Log:
     samples of --prompt, and the bytes that the first step sent).
 
     resumed: completed steps of the checkpoint from which the run goes on; rows of later steps are removed.
-    changed: {flag: [before, now]} since that checkpoint. others: {name: bytes} of the tokenizer's files.
+    changed: {flag: [before, now]} since that checkpoint.
     """
 
-    def __init__(self, out, config, resumed=0, wandb="off", changed=None, others=None):
+    def __init__(self, out, config, resumed=0, wandb="off", changed=None):
         self.out = Path(out)
         self.begun = {"step": resumed, "time": time.time(), "changed": changed or {}, "config": config}
         self.out.mkdir(parents=True, exist_ok=True)
-        for name, content in {"config.json": json.dumps(config, indent=1), **(others or {})}.items():
-            write_whole(self.out / name, content)
+        write_whole(self.out / "config.json", json.dumps(config, indent=1))
         history = Rows(self.out / "history.jsonl", math.inf, create=True)
         history.add(self.begun)
         history.close()
         self.metrics = Rows(self.out / "metrics.jsonl", resumed or -1, create=True)
         self.experts = Rows(self.out / "experts.jsonl", resumed or -1)
         self.notes = Rows(self.out / "notes.jsonl", resumed or -1)
-        self.after_row = None  # called once, when the next row is printed
         self.last_row = {}
-        self.speeds = []  # (ms, tok_s) of the rows behind the first, which also compiles
-        steps = config.get("steps")
-        self.widths = {"step": len(f"step={steps}/{steps} loss=1.0000")}
         self.profiler = None  # of --profile
         self.tracker = None if wandb == "off" else start_wandb(wandb, self.out, config)
 
@@ -298,38 +285,19 @@ class Log:
             values["val_ppl"] = math.exp(min(values["val_loss"], 700))  # more is no float
         self.metrics.add(values)
         config = self.begun["config"]
-        steps = config.get("steps")
+        steps = config["steps"]
         shown = dict(values)
-        if self.last_row and "ms" in values:
-            self.speeds.append((values["ms"], values["tok_s"]))
-            if values["step"] < steps:
-                shown["left"] = (steps - values["step"]) * values["ms"] / 1e3
+        if self.last_row and "ms" in values and values["step"] < steps:  # the first row also compiles
+            shown["left"] = (steps - values["step"]) * values["ms"] / 1e3
         self.last_row = values
         if config.get("rampup_batch_size") and values["global_batch"] != config["global_batch"]:
             shown["batch"] = values["global_batch"]
         if config.get("machine", {}).get("device", "CPU").startswith("CPU"):
             shown.pop("tflops", None)
-        line = format_row(shown, steps, self.widths)
-        if sys.stdout.isatty():
-            line = re.sub(r"\bloss=\S+", "\x1b[36m\\g<0>\x1b[0m", line)  # cyan
-            line = re.sub(r"\bval_loss=\S+", "\x1b[33m\\g<0>\x1b[0m", line)  # yellow
-        say(line)
-        if self.after_row is not None:
-            self.after_row()
-            self.after_row = None
+        say(format_row(shown, steps))
         if self.tracker is not None:
-            try:
+            with best_effort(WANDB, Exception):
                 self.tracker.log(values, step=values["step"])
-            except Exception as e:  # an outage of wandb must not stop a run
-                warn(f"{WANDB}: {e}; going on without it")
-                self.tracker = None
-
-    def speed(self):
-        """Return how fast this start was: 400 steps in 1:52, median 240 ms, 17,000 tok/s."""
-        ms, tok_s = map(statistics.median, zip(*self.speeds, strict=True))
-        steps = self.last_row["step"] - self.begun["step"]
-        took = clock(time.time() - self.begun["time"])
-        return f"{steps} steps in {took}, median {ms:.0f} ms, {tok_s:,.0f} tok/s"
 
     def close(self):
         for rows in (self.metrics, self.experts, self.notes):
@@ -339,52 +307,33 @@ class Log:
                 self.tracker.finish()
 
 
-# The columns of a step's line behind step and loss; a row may lack some: {key: how it is printed}
-COLUMNS = {"lr": "lr={:.2e}".format, "grad_norm": "gnorm={:.3f}".format, "ms": "dt={:.1f}ms".format,
-           "tok_s": "tok/s={:.0f}".format, "tflops": "tflops={:.1f}".format, "mfu": "mfu={:.1%}".format,
-           "loss_scale": "scale={:.5g}".format, "tokens": lambda n: f"tokens={short(n)}",
-           "left": lambda seconds: f"left={clock(seconds)}", "batch": "batch={}".format,
-           "val_loss": "val_loss={:.4f}".format, "val_ppl": "val_ppl={:.5g}".format}
+# The words of a step's line behind the step; a row may lack some: {key: how it is printed}
+COLUMNS = {"loss": "loss={:.4f}".format, "lr": "lr={:.2e}".format, "grad_norm": "gnorm={:.3f}".format,
+           "ms": "dt={:.1f}ms".format, "tok_s": "tok/s={:.0f}".format, "tflops": "tflops={:.1f}".format,
+           "mfu": "mfu={:.1%}".format, "loss_scale": "scale={:.5g}".format,
+           "tokens": lambda n: f"tokens={short(n)}", "left": lambda seconds: f"left={clock(seconds)}",
+           "batch": "batch={}".format, "val_loss": "val_loss={:.4f}".format,
+           "val_ppl": "val_ppl={:.5g}".format}
 
 
-def format_row(row, steps=None, widths=None):
-    """Return the printed lines of a row: the step, and below it experts and --timers.
-
-    steps: the last step. widths: {column: characters of its longest word so far}, which grow.
-    """
-    first = f"step={row['step']}/{steps}" if steps else f"step={row['step']}"
-    if "loss" in row:
-        first += f" loss={row['loss']:.4f}"
-    words = {key: form(row[key]) for key, form in COLUMNS.items() if key in row}
-    line = [in_columns({"step": first, **words}, widths or {})]
+def format_row(row, steps):
+    """Return the printed lines of a row of a run of so many steps; below the first, experts and --timers."""
+    words = [f"step={row['step']}/{steps}"]
+    words += [form(row[key]) for key, form in COLUMNS.items() if key in row]
     if row.get("skip_reason"):
-        line.append(f"({row['skip_reason']})")
-    line += [f"{key}={row[key]}" for key in ("skipped", "nan_steps") if row.get(key)]
-    lines = [" ".join(line)]
+        words.append(f"({row['skip_reason']})")
+    words += [f"{key}={row[key]}" for key in ("skipped", "nan_steps") if row.get(key)]
+    lines = [" ".join(words)]
     if "aux_loss" in row:
         lines.append(f"  aux={row['aux_loss']:.3f} load_max={row['expert_load_max']:.2f} "
                      f"dropped={row['dropped']:.1%}")
-    timers = []
-    for phase in timing.Timers.PHASES:
-        if f"t_{phase}" in row:
-            span = f"{row[f't_{phase}_min']:.1f}", f"{row[f't_{phase}']:.1f}"
-            timers.append(f"{phase}={'-'.join(dict.fromkeys(span))}")  # one number if they are equal
+    timers = [f"{phase}={row[f't_{phase}_min']:.1f}-{row[f't_{phase}']:.1f}"
+              for phase in timing.Timers.PHASES if f"t_{phase}" in row]
     if "bubble" in row:
         timers.append(f"bubble={row['bubble']:.1%}")
     if timers:
         lines.append(f"  ms: {' '.join(timers)}")
     return "\n".join(lines)
-
-
-def in_columns(words, widths):
-    """Return {column: word} as a line in which the words of each column stand below each other."""
-    line = ""
-    for column in ("step", *COLUMNS):
-        word = words.get(column, "")
-        widths[column] = max(widths.get(column, 0), len(word))
-        if widths[column]:
-            line += word.ljust(widths[column]) + " "
-    return line.rstrip()
 
 
 # -----------------------------------------------------------------------------
@@ -405,19 +354,17 @@ def start_wandb(mode, out, config):
         kept = out / "wandb_id"
         if not kept.exists():
             write_whole(kept, secrets.token_hex(4))
-        how = dict(project=told.project or "nanoshard", name=told.run_name or out.resolve().name, dir=out,
-                   id=kept.read_text(), resume="allow", config=config,
-                   settings=wandb.Settings(init_timeout=10))
-        if Path(told.root_dir) != Path.cwd():
-            how["dir"] = told.root_dir
+        folder = out if Path(told.root_dir) == Path.cwd() else told.root_dir
         if told.mode in ("offline", "disabled"):
             mode = told.mode
+        start = functools.partial(wandb.init, project=told.project or "nanoshard",
+                                  name=told.run_name or out.resolve().name, dir=folder, id=kept.read_text(),
+                                  resume="allow", config=config, settings=wandb.Settings(init_timeout=10))
         try:
-            tracker = wandb.init(mode=mode, **how)
+            tracker = start(mode=mode)
         except wandb.errors.CommError as e:
-            why = str(e).splitlines()[0]
-            warn(f"wandb: no answer within 10 s, so it is recorded offline ({why}); wandb sync sends it")
-            tracker = wandb.init(mode="offline", **how)
+            warn(f"wandb: no answer within 10 s, so it is recorded offline ({e}); wandb sync sends it")
+            tracker = start(mode="offline")
         if tracker.url:
             say(f"wandb: {tracker.url}")
         return tracker
