@@ -350,9 +350,9 @@ def plan_one(cfg, vocab):
 
 def answer(asked):
     """Return the plan of the words that the page of --serve sends, as JSON. ValueError: they are wrong."""
-    cfg, _ = arguments(asked["words"])
-    cfg, plan = plan_one(cfg, vocabulary(cfg))
-    return [json.dumps({"plan": plan, "schedule": plan_page.schedule(cfg)})]
+    flags, _ = arguments(asked["words"])
+    cfg, plan = plan_one(flags, vocabulary(flags))
+    return [json.dumps({"plan": plan, "schedule": plan_page.schedule(cfg), **plan_page.filled(flags)})]
 
 
 @wrong_input()
@@ -362,7 +362,7 @@ def main(argv=None, parsed=None):
         argv = sys.argv[1:]
     cfg, counts = parsed or arguments(argv)
     if cfg.serve:
-        page = plan_page.settings(cfg, argv)
+        page = plan_page.settings(cfg)
         Server("127.0.0.1", cfg.port).run(answer, page, "plan.html", {"words": [str]})
         return
     vocab = vocabulary(cfg)

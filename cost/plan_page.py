@@ -1,11 +1,10 @@
-"""What the page of plan.py --serve begins with, and the pipeline that it draws. interface/plan.html draws."""
+"""The form of the page of plan.py --serve, and the pipeline that it draws. interface/plan.html draws."""
 import typing
 
-from config import Config
+from config import typed
 from cost.parameters import micro_batches, stage_mesh
 from cost.plan_flags import PlanFlags
 from cost.step_time import bubble
-from interface.command_line import change_words, help_comments
 from interface.presets import PRESETS
 from pipeline import DURATION, timetable
 
@@ -19,30 +18,25 @@ FORM = {  # the flags that the page asks for, in groups
 MOST_MICRO_BATCHES = 24  # that are drawn
 
 
-def settings(cfg, argv):
-    """Return what the page begins with: the words argv of a command line, which are cfg."""
-    comments = help_comments(Config) | help_comments(PlanFlags)
-    fields = {}
-    start = {"preset": cfg.preset}
-    for name in sum(FORM.values(), ()):
-        field = PlanFlags.__dataclass_fields__[name]
-        choices = typing.get_args(field.type)  # of a Literal
-        if field.type is bool:
-            choices = ("true", "false")
-        _, text = comments[name]
-        fields[name] = {"help": text, "choices": choices, "value": as_word(field.default)}
-        start[name] = as_word(getattr(cfg, name))
-
-    words = argv[1:] if argv[:1] == [cfg.preset] else argv
-    start["more"] = " ".join(change_words(words, dict.fromkeys([*fields, "serve", "port"])))
-    presets = {preset: {name: as_word(values[name]) for name in values.keys() & fields}
-               for preset, values in PRESETS.items()}
-    groups = {group: {name: fields[name] for name in names} for group, names in FORM.items()}
-    return {"fields": groups, "presets": presets, "start": start}
+def settings(cfg):
+    """Return what the page begins with. fields: {group: {flag: its values, none where any number is one}}."""
+    choices = {name: ("false", "true") if field.type is bool else typing.get_args(field.type)
+               for name, field in PlanFlags.__dataclass_fields__.items()}
+    fields = {group: {typed(name): choices[name] for name in names} for group, names in FORM.items()}
+    return {"fields": fields, "presets": list(PRESETS), "words": filled(cfg)["words"]}
 
 
-def as_word(value):  # as a field of the form has it
-    return str(value).lower()
+def filled(cfg):
+    """Return the words of a command line that gives these flags, and {flag: value} of the form."""
+    usual = PlanFlags(**{**PRESETS[cfg.preset], "preset": cfg.preset, "data": ""})
+    asked = sum(FORM.values(), ())
+    words = [cfg.preset]
+    for name in dict.fromkeys([*asked, *vars(cfg)]):
+        value = getattr(cfg, name)
+        if value != getattr(usual, name) and name not in ("serve", "port"):
+            words += [typed(name), *map(str, value if isinstance(value, tuple) else [value])]
+    values = {typed(name): str(getattr(cfg, name)).lower() for name in asked}
+    return {"words": words, "values": {"preset": cfg.preset, **values}}
 
 
 def timeline(ranks, chunks, num_micro_batches):

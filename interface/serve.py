@@ -35,21 +35,15 @@ class Handler(http.server.BaseHTTPRequestHandler):
             self.write(200, self.server.page.replace("NONCE", secrets.token_hex()), "text/html")
 
     def do_POST(self):
-        length = self.headers.get("Content-Length", "0")
-        length = int(length) if re.fullmatch("[0-9]{1,9}", length) else -1
+        length = int(self.headers.get("Content-Length", 0))
         if not self.is_ours():
             return
         if not 0 <= length <= MOST_BYTES:
             self.write(413, f"too large: a message has at most {MOST_BYTES:,} bytes; open the page anew\n")
             return
         message = self.rfile.read(length)
-        if not self.server.turn.acquire(blocking=False):
-            self.write(503, "busy: another answer is being written; try again when it has ended\n")
-            return
-        try:
+        with self.server.turn:
             self.answer(message)
-        finally:
-            self.server.turn.release()
 
     def is_ours(self):
         """Whether the page that asks is ours; one of others has another name or origin, and is refused."""
@@ -91,11 +85,7 @@ class Server(http.server.ThreadingHTTPServer):
     def __init__(self, host, port):
         self.host = host.lower()
         self.turn = threading.Lock()
-        try:
-            super().__init__((host, port), Handler)
-        except OSError as e:
-            raise ValueError(f"--host {host} --port {port}: {e.strerror}; give another --port "
-                             "(0 finds a free one), or a --host of this machine") from None
+        super().__init__((host, port), Handler)
 
     def run(self, talk, settings, page="serve.html", asks=ASKED):
         """Answer until Ctrl-C. settings: what the page shows.
@@ -109,5 +99,4 @@ class Server(http.server.ThreadingHTTPServer):
         say(f"open http://{self.host}:{self.server_address[1]}/ in a browser; Ctrl-C ends")
         with contextlib.suppress(KeyboardInterrupt):
             self.serve_forever()
-        self.turn.acquire(timeout=10)  # the answer that is being written ends first
         self.server_close()

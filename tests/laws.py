@@ -53,9 +53,9 @@ TEXTS = {"bench": (".py", ".sh", ".js", ".html", ".pbs", ".slurm"),
 
 # What is larger today: a number here only falls, and what is within its limit leaves the list.
 OVER = {
-    "runtime, interface": (4275, 29),
-    "corpus, cost, programs": (6236, 31),
-    "house": (17103, 96)}
+    "runtime, interface": (4219, 29),
+    "corpus, cost, programs": (6230, 31),
+    "house": (17041, 96)}
 LONG_FILES = {}
 
 

@@ -42,6 +42,7 @@ def test_the_page_has_the_numbers_of_the_terminal(argv, server, capsys):
     status, text = ask(server, {"words": argv})
     found = json.loads(text)
     assert status == 200 and found["plan"] == printed(argv, capsys)
+    assert arguments(found["words"])[0] == arguments(argv)[0]
     cfg, _ = arguments([*argv, "--json"])
     assert (found["schedule"] is None) == (cfg.pp == 1)
 
@@ -62,20 +63,17 @@ def test_the_page_is_one_file_for_this_machine_alone(server):
         assert word not in page
 
 
-def test_the_page_begins_with_the_command_line():
+def test_the_words_of_the_page_give_the_same_flags_in_a_terminal():
     argv = ["gpt2", "--gpus", "2", "--tp", "2", "--no-compile", "--qk-norm", "head", "--data", "data/stdlib",
-            "--lr", "1e-3", "--rampup-batch-size", "32", "32", "4800", "--tied"]
+            "--lr", "1e-3", "--rampup-batch-size", "32", "32", "4800", "--tied", "--min-lr", "0"]
     cfg, _ = arguments(argv)
-    settings = plan_page.settings(cfg, argv)
-    start = settings["start"]
-    assert start["preset"] == "gpt2" and (start["tp"], start["tied"]) == ("2", "true")
-    again = [start["preset"], *start["more"].split()]
-    for fields in settings["fields"].values():
-        for name, field in fields.items():
-            usual = settings["presets"]["gpt2"].get(name, field["value"])
-            if start[name] != usual:
-                again += [f"--{name.replace('_', '-')}", start[name]]
-    assert arguments(again)[0] == cfg
+    found = plan_page.filled(cfg)
+    assert arguments(found["words"])[0] == cfg
+    del found["values"]["preset"]
+    form = [word for pair in found["values"].items() for word in pair]
+    assert arguments([*argv, *form])[0] == cfg, "each field is read as it stands in the form"
+    serving, _ = arguments([*EXAMPLE, "--serve", "--port", "1"])
+    assert plan_page.settings(serving)["words"] == EXAMPLE
 
 
 def test_the_schedule_that_is_drawn():
@@ -96,12 +94,14 @@ def test_the_schedule_that_is_drawn():
 @pytest.mark.long
 def test_the_page_in_a_browser(server, view, capsys):
     view.goto(f"http://127.0.0.1:{server.server_address[1]}/")
-    assert view.inner_text("#command") == f"python plan.py {' '.join(EXAMPLE)}"
     view.wait_for_selector(".rank div")
+    assert view.inner_text("#command") == f"python plan.py {' '.join(EXAMPLE)}"
     view.select_option("select[name=preset]", "moe-4b")
-    view.fill("input[name=ep]", "4")
+    view.wait_for_selector("#command:has-text('moe-4b')")
+    assert view.input_value("[name=--n-experts]") == "64" and view.input_value("[name=--gpus]") == "8"
+    view.fill("input[name=--ep]", "4")
     words = ["moe-4b", "--gpus", "8", "--ep", "4"]
-    assert view.inner_text("#command") == f"python plan.py {' '.join(words)}"
     view.wait_for_selector(f"#headline:has-text('{printed(words, capsys)['ms']:,.1f} ms')")
-    view.fill("input[name=tp]", "3")
+    assert view.inner_text("#command") == f"python plan.py {' '.join(words)}"
+    view.fill("input[name=--tp]", "3")
     view.wait_for_selector("#bad:has-text('do not divide by tp 3')")
