@@ -30,7 +30,6 @@ from interface.files import best_effort, load_json, remove_folder, sync, write_w
 from interface.paths import meant_run
 from interface.terminal import one_line, say
 
-FORMAT = 2
 OUR_FILES = re.compile(r"index\.json|rank_[0-9]+\.(json|safetensors)")  # all that a save writes
 
 
@@ -39,7 +38,7 @@ OUR_FILES = re.compile(r"index\.json|rank_[0-9]+\.(json|safetensors)")  # all th
 
 SAFETENSORS_DTYPE = {"float64": "F64", "float32": "F32", "bfloat16": "BF16", "float16": "F16", "int64": "I64",
                      "int32": "I32", "uint8": "U8", "bool": "BOOL"}  # {torch's name: that of the format}
-BLOCK = 1 << 24  # bytes written, or read, at once
+BLOCK = 1 << 24  # bytes read at once
 
 
 def dtype_name(tensor):
@@ -51,18 +50,6 @@ def write_safetensors(path, tensors, metadata=None):
 
     The library's function would copy all tensors, compute no checksum, and hold the interpreter's lock.
     """
-    crc = 0
-    with open(path, "wb") as f:
-        for block in safetensors_blocks(tensors, metadata):
-            crc = zlib.crc32(block, crc)
-            f.write(block)
-        f.flush()
-        os.fsync(f.fileno())
-        return f.tell(), crc
-
-
-def safetensors_blocks(tensors, metadata):
-    """Yield the bytes of a safetensors file."""
     import torch
     # The widest elements come first: so all are aligned.
     tensors = dict(sorted(tensors.items(), key=lambda item: -item[1].element_size()))
@@ -75,11 +62,17 @@ def safetensors_blocks(tensors, metadata):
         begin = end
     head = json.dumps(header).encode()
     head += b" " * (-len(head) % 8)
-    yield memoryview(len(head).to_bytes(8, "little") + head)
-    for tensor in tensors.values():
-        data = memoryview(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
-        for i in range(0, len(data), BLOCK):
-            yield data[i:i + BLOCK]
+    head = len(head).to_bytes(8, "little") + head
+    crc = zlib.crc32(head)
+    with open(path, "wb") as f:
+        f.write(head)
+        for tensor in tensors.values():
+            data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+            crc = zlib.crc32(data, crc)
+            f.write(data)
+        f.flush()
+        os.fsync(f.fileno())
+        return f.tell(), crc
 
 
 # -----------------------------------------------------------------------------
@@ -110,9 +103,8 @@ def write_part(tmp, rank, pieces):
         key = name if tuple(tensor.shape) == tuple(full) else f"{name}#{i}"
         tensors[key] = tensor
         records.append([name, key, dtype_name(tensor), list(full), list(offset), list(tensor.shape)])
-    part = {"file": file if tensors else None, "records": records}
-    if tensors:
-        part["bytes"], part["crc32"] = write_safetensors(tmp / file, tensors)
+    size, crc = write_safetensors(tmp / file, tensors)
+    part = {"file": file, "bytes": size, "crc32": crc, "records": records}
     write_whole(tmp / f"rank_{rank:05d}.json", json.dumps(part))
 
 
@@ -131,12 +123,11 @@ def commit(tmp, step, meta, size, timeout, stopped=lambda: False):
     tensors = {}
     files = {}
     for part in map(load_json, [tmp / name for name in names]):
-        if part["file"]:
-            files[part["file"]] = {"bytes": part["bytes"], "crc32": part["crc32"]}
+        files[part["file"]] = {"bytes": part["bytes"], "crc32": part["crc32"]}
         for name, key, dtype, full, offset, shape in part["records"]:
             entry = tensors.setdefault(name, {"dtype": dtype, "shape": full, "pieces": []})
             entry["pieces"].append({"file": part["file"], "key": key, "offset": offset, "size": shape})
-    index = {"format": FORMAT, "step": step, "meta": meta, "files": files, "tensors": tensors}
+    index = {"format": 2, "step": step, "meta": meta, "files": files, "tensors": tensors}
     write_whole(tmp / "index.json", json.dumps({"crc32": crc_of(index), **index}, sort_keys=True))
     for name in names:
         (tmp / name).unlink()
@@ -200,8 +191,6 @@ def read_index(path):
     index = load_json(path / "index.json")
     if not isinstance(index, dict) or index.pop("crc32", None) != crc_of(index):
         raise ValueError(damaged(path, "index.json differs from its crc32"))
-    if index["format"] != FORMAT:
-        raise ValueError(f"checkpoint {path} has format {index['format']}; use the code that wrote it")
     return index
 
 
@@ -228,16 +217,6 @@ def damage(path, rank=0, size=1):
         check(path, rank, size)
     except (ValueError, OSError) as e:
         return one_line(e)
-    return None
-
-
-def newest(root):
-    """Return the newest sound checkpoint under root, or None. Say what is wrong with newer ones."""
-    for path in steps(root):
-        wrong = damage(path)
-        if wrong is None:
-            return path
-        say(wrong)
     return None
 
 
@@ -334,24 +313,28 @@ def show(path):
     megabytes = sum(file["bytes"] for file in index["files"].values()) / 1e6
     say(f"{path}: step {index['step']}, {len(index['tensors'])} tensors in {len(index['files'])} files, "
         f"{megabytes:.1f} MB, all checksums right")
-    counters = {key: value for key, value in index["meta"].items() if not isinstance(value, dict)}
-    say("  " + " ".join(f"{key}={str(value)[:80]}" for key, value in counters.items()))
+    say("  " + " ".join(f"{key}={value}" for key, value in counters(index).items()))
     for name, entry in sorted(index["tensors"].items()):
         say(f"  {name:45} {entry['dtype']:8} {tuple(entry['shape'])!s:16} {len(entry['pieces'])} piece(s)")
 
 
+def counters(index):
+    """Return what a checkpoint says of its run, without flags."""
+    return {key: value for key, value in index["meta"].items() if not isinstance(value, dict)}
+
+
 def diff(path_a, path_b):
-    """Say which tensors and counters differ. Return their number, without flags and layouts."""
+    """Say which tensors and counters differ. Return their number, without the world's size."""
     a = Reader(path_a, check(path_a))
     b = Reader(path_b, check(path_b))
     found = 0
-    for key in sorted(a.index["meta"].keys() | b.index["meta"].keys()):
-        x = a.index["meta"].get(key, "absent")
-        y = b.index["meta"].get(key, "absent")
-        if isinstance(x, dict) and isinstance(y, dict):
-            x, y = ({k: one[k] for k in one if x.get(k) != y.get(k)} for one in (x, y))
+    of_a = counters(a.index)
+    of_b = counters(b.index)
+    for key in sorted(of_a.keys() | of_b.keys()):
+        x = of_a.get(key, "absent")
+        y = of_b.get(key, "absent")
         if x != y:
-            found += key not in ("world", "flags", "best")
+            found += key != "world"  # a layout
             say(f"  meta {key}: {x} -> {y}")
     both = a.index["tensors"].keys() & b.index["tensors"].keys()
     for name in sorted(a.index["tensors"].keys() | b.index["tensors"].keys()):

@@ -12,7 +12,6 @@ docs/hugging-face.md says what maps to what, and what is refused.
 """
 import dataclasses
 import json
-import shlex
 import sys
 from contextlib import closing
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ if __name__ == "__main__":
 import tyro
 
 import checkpoint
-from config import SHAPE, SILENT, as_typed, check
+from config import SHAPE, check
 from corpus import tokenizer
 from corpus.chat import END, MARKERS
 from corpus.masked import MASK
@@ -69,11 +68,10 @@ class Flags:
 def read_run(run_dir):
     """Read a run, one of its checkpoints, or a directory of Hugging Face.
 
-    Return (Config, vocabulary size, Reader, directory of the run, a line that says which checkpoint it is).
+    Return (Config, vocabulary size, Reader, directory of the run, its tokenizer or None).
     """
     run = Path(run_dir)
     step = None
-    said = ""
     if run.name.startswith("step_") and not (run / "config.json").exists():
         step = run
         run = step.parent
@@ -82,32 +80,27 @@ def read_run(run_dir):
     found = load_json(run / "config.json")
     if isinstance(found, dict) and "model_type" in found:
         weights = HuggingFace(run)
-        return weights.cfg, weights.vocab_size, weights, run, ""
-    if step is None:
-        step, said = choose_step(run)
-    else:
-        checkpoint.check(step)
-    weights = checkpoint.Reader(step)
+        return weights.cfg, weights.vocab_size, weights, run, tokenizer.load_if_there(run, weights.vocab_size)
+    step = step or choose_step(run)
+    weights = checkpoint.Reader(step, checkpoint.check(step))
     cfg, vocab_size = read_run_config(run / "config.json")
     from runtime.init_from import refuse_other_model  # not at the top: it imports torch
     refuse_other_model(cfg, step, weights.index["meta"]["shape"])
     if cfg.lora:
         cfg, weights = adapters.open_merged(cfg, weights)
-    return cfg, vocab_size, weights, run, said
+    return cfg, vocab_size, weights, run, tokenizer.load_if_there(run, vocab_size)
 
 
 def choose_step(run):
-    """Return the checkpoint with the lowest validation loss, or else the newest, and a line that says so."""
-    chosen = checkpoint.newest(run)
-    if chosen is None:
-        raise FileNotFoundError(f"{run} holds no sound checkpoint; train with --save-every N")
-    why = "the newest checkpoint"
-    lowest = checkpoint.read_index(chosen)["meta"].get("best", {})
+    """Return the checkpoint with the lowest validation loss, or else the newest."""
+    from runtime.everyone import Everyone
+    from runtime.pieces import first_sound  # not at the top: it imports torch
+    newest = first_sound(Everyone(), checkpoint.steps(run))
+    if newest is None:
+        raise FileNotFoundError(f"{run} holds no checkpoint; train with --save-every N")
+    lowest = checkpoint.read_index(newest)["meta"].get("best", {})
     best = run / f"step_{lowest.get('step', 0):06d}"
-    if "val_loss" in lowest and best.is_dir() and checkpoint.damage(best) is None:
-        chosen = best
-        why = f"lowest validation loss {lowest['val_loss']:.4f}"
-    return chosen, f"{chosen}: {why} (sample.py RUN/step_N takes another)\n"
+    return best if best.is_dir() and checkpoint.damage(best) is None else newest
 
 
 # -----------------------------------------------------------------------------
@@ -121,7 +114,7 @@ def import_adapter(flags, folder):
     rank, alpha = peft.read_adapter(theirs)
     step = Path(flags.base)
     if not step.name.startswith("step_"):
-        step, _ = choose_step(step)
+        step = choose_step(step)
     base = adapters.reference(step, adapters.check_import(flags.base, step))
     cfg, vocab_size = read_run_config(step.parent / "config.json")
     pieces = peft.from_peft(theirs, dataclasses.replace(cfg, lora=0), rank, vocab_size)
@@ -134,8 +127,6 @@ def import_adapter(flags, folder):
 
 
 def import_model(flags, folder):
-    if paths.steps_of(flags.model):
-        raise ValueError(f"{flags.model} is a run of train.py, which sample.py and --init-from read as it is")
     weights = HuggingFace(flags.model, flags.seq_len)
     vocabulary = tokenizer.load_if_there(weights.path, weights.vocab_size)
     cfg = dataclasses.replace(weights.cfg, vocab_size=weights.vocab_size)
@@ -152,8 +143,7 @@ def save_run(out, folder, cfg, pieces, vocabulary, more):
     if vocabulary:
         vocabulary.save(folder / "tokenizer.json")
     write_json(folder, {"config.json": {**saved, "vocab_size_used": cfg.vocab_size}})
-    train = shlex.join(["python", paths.program("train.py"), "--data", "data/NAME", "--init-from", str(step)])
-    return f"{step}\ntrain on: {train}"
+    return f"{step}, for train.py --init-from"
 
 
 def write_json(folder, files):
@@ -164,24 +154,16 @@ def write_json(folder, files):
 # -----------------------------------------------------------------------------
 # Export
 
-def read_ours(flags):
-    """Return what read_run() gives, its tokenizer or None, and torch's dtype of --dtype."""
-    from model import DTYPES
-    cfg, vocab_size, weights, run, said = read_run(flags.model)
-    if isinstance(weights, HuggingFace):
-        raise ValueError(f"{flags.model} is a model of Hugging Face already; give a run of train.py")
-    vocabulary = tokenizer.load_if_there(run, vocab_size)
-    return cfg, vocab_size, weights, run, said, vocabulary, DTYPES[flags.dtype]
-
-
 def export_model(flags, folder):
-    cfg, vocab_size, weights, run, said, vocabulary, dtype = read_ours(flags)
+    from model import DTYPES  # not at the top: it imports torch
+    cfg, vocab_size, weights, _, vocabulary = read_run(flags.model)
     kind = family_of(cfg)
     full = full_config(cfg, kind)
     if vocabulary and cfg.objective == "mlm":
         vocabulary = vocabulary.with_special([MASK])  # one id past the data's
     eod = vocabulary.eod if vocabulary else None
-    files = {"config.json": config_json(full, kind, vocab_size, eod, str(dtype).removeprefix("torch."))}
+    dtype = str(DTYPES[flags.dtype]).removeprefix("torch.")
+    files = {"config.json": config_json(full, kind, vocab_size, eod, dtype)}
     if cfg.objective == "causal":
         # In transformers, generate() stops at these tokens; import finds end-of-document in config.json.
         ends = eod
@@ -191,11 +173,9 @@ def export_model(flags, folder):
     if vocabulary:
         files |= export_tokenizer(vocabulary, cfg.seq_len)
     write_json(folder, files)
-    layout = read_from(weights, tensors(full, kind, vocab_size), dtype)
+    layout = read_from(weights, tensors(full, kind, vocab_size), flags.dtype)
     write_weights(folder, layout, flags.shard_gb * 1e9)
-    (folder / "README.md").write_bytes(model_card(cfg, kind, weights, run).encode())
-    return (f"{said}{flags.out}: {FAMILIES[kind].architecture}, {len(layout)} tensors in {flags.dtype}\n"
-            f"to publish it: hf upload YOUR_NAME/{shlex.quote(run.name)} {shlex.quote(flags.out)}")
+    return f"{flags.out}: {FAMILIES[kind].architecture} of {weights.path}"
 
 
 def write_weights(folder, layout, most):
@@ -212,30 +192,20 @@ def write_weights(folder, layout, most):
     write_json(folder, {"model.safetensors.index.json": index})
 
 
-def model_card(cfg, kind, weights, run):
-    task = {"causal": "text-generation", "mlm": "fill-mask"}[cfg.objective]
-    flags = {field.name: getattr(cfg, field.name) for field in dataclasses.fields(cfg)
-             if field.name not in (*SILENT, "data", "init_from")
-             and getattr(cfg, field.name) != field.default}
-    return (f"---\nlibrary_name: transformers\npipeline_tag: {task}\ntags:\n- nanoshard\n---\n"
-            f"# {run.name}, step {weights.index['meta']['step']}\n\n"
-            f"{FAMILIES[kind].architecture}, trained by nanoshard: {as_typed(flags)}\n")
-
-
 def export_adapter(flags, folder):
-    cfg, vocab_size, weights, run, said, vocabulary, dtype = read_ours(flags)
+    cfg, vocab_size, weights, run, vocabulary = read_run(flags.model)
     if not isinstance(weights, adapters.Merged):
         raise ValueError(f"{run} has no adapters; convert.py export writes the whole model")
-    layout = peft.to_peft(weights, cfg, vocab_size, dtype)
+    layout = peft.to_peft(weights, cfg, vocab_size, flags.dtype)
     write_json(folder, {peft.CONFIG: peft.adapter_config(weights.cfg, layout, flags.base)})
     if vocabulary:
         write_json(folder, export_tokenizer(vocabulary, cfg.seq_len))
     checkpoint.write_safetensors(folder / peft.WEIGHTS, layout, {"format": "pt"})
-    return f"{said}{flags.out}: {len(layout)} tensors of adapters in {flags.dtype}, for peft"
+    return f"{flags.out}: adapters of {weights.path}"
 
 
 def write_gguf(flags, folder):
-    cfg, vocab_size, weights, run, said, vocabulary, dtype = read_ours(flags)
+    cfg, vocab_size, weights, run, vocabulary = read_run(flags.model)
     if flags.dtype not in gguf.FILE_TYPES:
         raise ValueError(f"--dtype {flags.dtype}: llama.cpp has only {', '.join(gguf.FILE_TYPES)}")
     if vocabulary is None:
@@ -245,8 +215,8 @@ def write_gguf(flags, folder):
     with closing(gguf.open_writer(folder / "model.gguf", full, kind)) as writer:
         gguf.add_model(writer, full, kind, vocab_size, flags.dtype)
         gguf.add_tokenizer(writer, vocabulary, vocab_size)
-        gguf.write(writer, gguf.read_from(weights, full, kind, vocab_size, dtype), full, kind)
-    return f"{said}{flags.out}: {writer.arch} in {flags.dtype}\nllama-cli -m {shlex.quote(flags.out)} -p ..."
+        gguf.write(writer, gguf.read_from(weights, full, kind, vocab_size, flags.dtype), full, kind)
+    return f"{flags.out}: {writer.arch} of {weights.path}"
 
 
 # -----------------------------------------------------------------------------
@@ -268,8 +238,7 @@ def main(argv=None):
         command = "import of adapters"
     refuse_unread(flags, command, READS)
     out = Path(flags.out)
-    is_new = not out.exists() or command != "gguf" and out.is_dir() and not any(out.iterdir())
-    if not flags.out or not is_new:
+    if not flags.out or out.exists():
         raise ValueError(f"--out {flags.out or 'is missing'}: give a new directory, or for gguf a new file")
     only = "model.gguf" if command == "gguf" else ""
     with whole_folder(out, only) as folder:

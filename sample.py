@@ -87,8 +87,9 @@ def main(argv=None):
     world = launch.launch(launch.NO_TIMEOUT, quiet=True) if mode == "chat" else None
     everyone = world.everyone if world else launch.Everyone()
     with everyone.input():
-        cfg, vocab_size, weights, run, said = read_run(flags.run_dir)
-        vocabulary = load_vocabulary(run, vocab_size)
+        cfg, vocab_size, weights, run, vocabulary = read_run(flags.run_dir)
+        if vocabulary is None:
+            raise ValueError(f"{run} has no tokenizer.json: train on text, such as --data data/stdlib")
         if (cfg.objective == "mlm") != (mode == "fill"):
             raise ValueError(f"{run} was trained with --objective {cfg.objective}: mlm fills gaps, with "
                              f"--fill 'a {MASK} in a text', and causal continues a text, with --prompt")
@@ -104,7 +105,7 @@ def main(argv=None):
             prompts = [encode_prompt(prompt, vocabulary) for prompt in flags.prompt or ("\n",)]
         model = load_model(cfg, vocab_size, weights, world).eval()
     if everyone.rank == 0:
-        print(said, end="", file=sys.stderr, flush=True)
+        print(f"from {weights.path}", file=sys.stderr, flush=True)
     if mode == "prompt":
         print_samples(model, vocabulary, prompts, flags)
     elif mode == "fill":
@@ -142,13 +143,6 @@ def load_model(cfg, vocab_size, weights, world=None):
     for name, t in model.named_buffers():
         weights.fill(name, t, tuple(t.shape), (0,) * t.ndim)
     return model
-
-
-def load_vocabulary(run, vocab_size):
-    vocabulary = tokenizer.load_if_there(run, vocab_size)
-    if vocabulary is None:
-        raise ValueError(f"{run} has no tokenizer.json: train on text, such as --data data/stdlib")
-    return vocabulary
 
 
 # -----------------------------------------------------------------------------
@@ -190,8 +184,8 @@ def new_ids(model, prompt, flags):
 
 def print_step(run, number):
     """Print the samples of a step of a run whose batch never changed but by --rampup-batch-size."""
-    cfg, vocab_size = read_run_config(run / "config.json")
-    vocabulary = load_vocabulary(run, vocab_size)
+    cfg, _ = read_run_config(run / "config.json")
+    vocabulary = tokenizer.load(run)
     source, *_ = open_data(cfg)
     n_ranks = load_json(run / "config.json")["dp"]
     full = cfg.global_batch or cfg.micro_batch * n_ranks

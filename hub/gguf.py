@@ -51,7 +51,8 @@ def pair_rows(tensor, heads):
 def read_from(weights, cfg, kind, vocab_size, dtype):
     """Return {llama.cpp's name: Lazy}, read from a Reader of our weights."""
     import gguf
-    import torch
+
+    from model import DTYPES
     table = gguf.get_tensor_name_map(gguf.MODEL_ARCH[ARCHITECTURES[kind]], cfg.n_layer)
     tensors = {}
     for theirs, part in named_parts(cfg, kind, vocab_size):
@@ -60,7 +61,7 @@ def read_from(weights, cfg, kind, vocab_size, dtype):
         name = table.get_name(theirs, (".weight", ".bias"))
         # In fp32 in every file, as in llama.cpp's own: vectors, routers, positions.
         is_wide = len(part.size) == 1 or name.endswith(("ffn_gate_inp.weight", "position_embd.weight"))
-        new = Lazy([], weights=weights, dtype=torch.float32 if is_wide else dtype)
+        new = Lazy([], weights=weights, dtype=DTYPES["fp32" if is_wide else dtype])
         tensors.setdefault(name, new).parts.append(part)
     return tensors
 

@@ -115,13 +115,12 @@ def tensors(cfg, kind, vocab_size):
 
 
 def read_from(weights, layout, dtype):
-    """Return a layout, {name: Lazy}, whose tensors are read from a Reader of our weights."""
-    import torch
-    found = {}
+    """Return a layout, {name: Lazy}, whose tensors are read from a Reader of our weights, as --dtype."""
+    from model import DTYPES
     for name, lazy in layout.items():
-        kept = torch.float32 if name.endswith("e_score_correction_bias") else dtype
-        found[name] = dataclasses.replace(lazy, weights=weights, dtype=kept)
-    return found
+        lazy.weights = weights
+        lazy.dtype = DTYPES["fp32" if name.endswith("e_score_correction_bias") else dtype]
+    return layout
 
 
 # -----------------------------------------------------------------------------

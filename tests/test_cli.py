@@ -102,7 +102,7 @@ WRONG = [
     ("convert.py export out/run", "--out is missing"),
     ("convert.py export out/run --out data", "a new directory"),
     ("convert.py export data/chars --out x", "config.json"),
-    ("convert.py import out/run --out x", "is a run of train.py"),
+    ("convert.py import out/run --out x", "model.safetensors is not there"),
     ("convert.py export out/run --out x --base x --seq-len 8", "export does not read --base, --seq-len"),
     ("plot.py out/run --metric x", "grad_norm, loss"), ("plot.py out/run --steps 3", "--steps"),
     ("plot.py out/run --every nan", "--every"), ("plot.py out/run --width 1", "20"),

@@ -88,8 +88,6 @@ def test_transformers_fills_the_gaps_of_a_bert(kind, hf, tmp_path, capsys):
     out = capsys.readouterr().out.splitlines()
     best = f"[MASK] 1: {words.decode([found[0]['token']])!r} {100 * found[0]['score']:.1f} %"
     assert out[1].startswith(best), (out, best)
-    card = (tmp_path / "hf/README.md").read_text()
-    assert "pipeline_tag: fill-mask" in card
     refused(convert.main, ["import", tmp_path / "hf", f"--out={tmp_path}/back"], "megatron-bert")
 
 
@@ -219,7 +217,6 @@ def test_a_killed_command_leaves_no_result_and_what_it_left_is_not_replaced(comm
 
 def test_an_import_and_an_export_give_the_same_weights(model, tmp_path):
     convert.main(["import", str(model), f"--out={tmp_path}/ours"])
-    (tmp_path / "again").mkdir()  # an empty folder is filled, a full one is refused
     convert.main(["export", f"{tmp_path}/ours", f"--out={tmp_path}/again"])
     assert (tmp_path / "again/model.safetensors").read_bytes() == (model / "model.safetensors").read_bytes()
     refused(convert.main, ["export", tmp_path / "ours", f"--out={tmp_path}/again"], "give a new directory")

@@ -132,7 +132,7 @@ def test_every_tensor_and_key_is_there(name, gguf, text, tmp_path):
 
     ours = {name: values.numpy() for name, values in final(run, 2)[0].items() if "/" not in name}
     full = convert.full_config(cfg, kind)
-    for theirs, made_of in gguf_file.read_from(None, full, kind, vocab_size, torch.float32).items():
+    for theirs, made_of in gguf_file.read_from(None, full, kind, vocab_size, "fp32").items():
         dtype, have = tensors.pop(theirs)
         want = np.concatenate([ours.pop(part.name, np.zeros(part.full, np.float32))[:part.size[0]]
                                for part in made_of.parts])

@@ -175,13 +175,12 @@ def test_sample_py_reads_the_newest_checkpoint_or_the_one_that_is_named(run):
     assert (cfg.n_layer, cfg.seq_len, cfg.n_head) == (2, 16, 2)
 
 
-def test_sample_py_takes_the_lowest_validation_loss_and_says_so(run, tmp_path):
+def test_sample_py_takes_the_lowest_validation_loss(run, tmp_path):
     for step in (1, 2):
         meta = {"best": {"step": 1, "val_loss": 2.5}, "shape": json.loads((run / "config.json").read_text())}
         checkpoint.save(tmp_path, step, [("w", torch.ones(2), (2,), (0,))], meta)
     shutil.copy(run / "config.json", tmp_path)
-    weights, _, said = sample.read_run(tmp_path)[2:]
-    assert weights.path.name == "step_000001" and said.count("\n") == 1 and "loss 2.5000" in said
+    assert sample.read_run(tmp_path)[2].path.name == "step_000001"
     (tmp_path / "step_000001" / "index.json").write_text("{}")  # damaged: the newest
     assert sample.read_run(tmp_path)[2].path.name == "step_000002"
 
