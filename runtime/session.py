@@ -18,7 +18,7 @@ from config import Config, Outcome
 from interface import files
 from interface.command_line import INTERRUPTED, given, parse, wrong_input
 from interface.layout import check_alone, check_flags
-from interface.terminal import Stream, clock, complain, one_line, open_streams
+from interface.terminal import Stream, clock, one_line, open_streams
 from runtime import launch
 
 STOPPING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
@@ -57,24 +57,7 @@ class Signals:
                 signal.signal(number, handler)
             self.__init__()
 
-    def answer_in_a_thread(self):
-        """Answer signals also while the main thread is inside a C call, such as one that waits for others."""
-        read, write = os.pipe()
-        os.set_blocking(write, False)
-        signal.set_wakeup_fd(write, warn_on_full_buffer=False)
-        self.is_program = True
-        threading.Thread(target=self._listen, args=(read,), name="signals", daemon=True).start()
-
-    def _listen(self, read):
-        while number := os.read(read, 1)[0]:
-            if signal.getsignal(number) == self._handle:  # pdb may have set its own
-                self._answer(number)
-
     def _handle(self, number, frame):
-        if not self.is_program:
-            self._answer(number)
-
-    def _answer(self, number):
         name = signal.Signals(number).name
         now = time.monotonic()
         since = now - self.came.setdefault(number, now)  # the first time 0
@@ -90,8 +73,8 @@ class Signals:
             say_at_once(f"{name}: finishes this step, saves and leaves{wait}")
 
     def _leave(self, code, text):
-        time.sleep(min(0.3 * self.rank, 3))  # one line: a launcher ends the others after it
-        say_at_once(f"rank {self.rank}: {text}")
+        if self.rank == 0:
+            say_at_once(text)
         if self.is_program:
             os._exit(code)
         raise SystemExit(int(code))
@@ -102,13 +85,13 @@ signals = Signals()
 
 def say_at_once(text):
     with contextlib.suppress(OSError):
-        os.write(2, f"nanoshard: {text}\n".encode())  # the code below may hold the lock of sys.stderr
+        os.write(2, f"nanoshard: {text}\n".encode())  # what was interrupted may hold the lock of sys.stderr
 
 
 def start_program():
     """Prepare this process, and parse its arguments, before torch is imported."""
     open_streams()
-    signals.answer_in_a_thread()
+    signals.is_program = True
     with surround():
         signals.parsed = parse_flags(sys.argv[1:])
 
@@ -131,7 +114,7 @@ def parse_flags(argv):
     """Return (flags, None), or (default flags, what is wrong with files) on a rank, which tells the others.
 
     All ranks have the same words, so that wrong ones end each rank at once, as --help and --list do; rank 0
-    prints. Only files may be missing on some ranks alone, where these are on several nodes.
+    prints. Only files may be missing on some ranks alone.
     """
     with wrong_input():
         start = launch.started_by()
@@ -152,29 +135,25 @@ def parse_flags(argv):
             if start.rank == 0 or same_files:
                 check_paths(cfg)
         except (ValueError, OSError) as e:
-            if reads_files and not same_files:
+            is_alone = start.rank != 0 and not rank_0_ends(start)
+            if reads_files and (is_alone or not same_files):
                 return Config(), one_line(e)
-            if start.rank != 0 and reads_files:
-                leave_it_to_rank_0(start, e)
-            elif start.rank != 0 and start.launcher != "hydra":  # others end all with the first that ends
-                signal.signal(signal.SIGTERM, lambda *_: os._exit(Outcome.WRONG_INPUT))
-                time.sleep(1)  # rank 0 prints
             raise
     return cfg, None
 
 
-def leave_it_to_rank_0(start, error):
-    """Wait until rank 0, which should see the same files, has said what is wrong and has ended: then torchrun
-    ends all ranks, and mpiexec has fewer. If rank 0 goes on, end all."""
-    signal.signal(signal.SIGTERM, lambda *_: os._exit(Outcome.WRONG_INPUT))
-    siblings = Path(f"/proc/{os.getppid()}/task/{os.getppid()}/children")
+def rank_0_ends(start):
+    """Wait until rank 0 has printed what is wrong and has ended. False: it goes on, it sees other files."""
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(Outcome.WRONG_INPUT))  # most launchers now end all
+    siblings = Path(f"/proc/{os.getppid()}/task/{os.getppid()}/children")  # under mpiexec there are fewer
     until = time.monotonic() + 3
     while time.monotonic() < until:
-        if siblings.exists() and len(siblings.read_text().split()) < start.size:
-            return
+        if start.launcher == "hydra" and not siblings.exists():
+            return True
+        if start.launcher == "hydra" and len(siblings.read_text().split()) < start.size:
+            return True
         time.sleep(0.05)
-    complain(f"nanoshard: rank {start.rank}, unlike rank 0: {one_line(error)}")
-    os.kill(os.getpid(), signal.SIGKILL)  # before the ranks have met, an exit code ends no other
+    return False
 
 
 def check_paths(cfg):
