@@ -58,8 +58,6 @@ class Flags:
     # which peft finds the model that they belong to
     base: str = ""
     RANGES = {"shard_gb": (1e-6, 10**6), "seq_len": (0, 2**24)}
-    MISSING = ("import, export, gguf or peft and a directory are needed, for example python convert.py "
-               "export out/tiny --out hf/tiny, or python convert.py import MODEL_DIR --out out/NAME")
 
 
 # -----------------------------------------------------------------------------

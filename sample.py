@@ -59,8 +59,6 @@ class Flags:
     tp: int = 1  # chat: ranks that split each layer
     ep: int = 1  # chat: ranks that split the experts
 
-    MISSING = ("no RUN is given: the --out directory of a run of train.py, for example python sample.py "
-               "out/tiny --prompt 'def main('")
     RANGES = {"n": (1, 10**6), "max_new_tokens": (0, 10**9), "temperature": (0, 10**6), "top_k": (0, 2**24),
               "port": (0, 65535), "step": (0, 10**9)}
 

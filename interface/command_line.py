@@ -32,12 +32,13 @@ def parse(argv, cls=Config, prog="train.py", about="Train a GPT; --list [DIR]: s
 
     defaults: values that replace the preset's. ValueError: one line that says what is wrong.
     """
-    argv = split_values(argv)
-    has_preset = bool(argv) and not argv[0].startswith("-") and "=" not in argv[0]
-    if has_preset and argv[0] not in PRESETS:
-        raise ValueError(no_preset(argv[0]))
     words.refuse_foreign(argv, cls, prog)
-    preset = argv.pop(0) if has_preset else "tiny"
+    preset = "tiny"
+    has_preset = bool(argv) and not argv[0].startswith("-")
+    if has_preset:
+        preset, *argv = argv
+    if preset not in PRESETS:
+        raise ValueError(f"no preset {preset!r}; the first word is one of {', '.join(PRESETS)}")
     file = given(argv, "config")
     if file and has_preset:
         raise ValueError(f"{preset} and --config {file} both set the flags; give one of them")
@@ -54,15 +55,6 @@ def parse(argv, cls=Config, prog="train.py", about="Train a GPT; --list [DIR]: s
     return cfg
 
 
-def no_preset(word):
-    """Return what to say of the first word of a command line, which is no preset."""
-    if Path(word, "config.json").is_file():
-        return f"{word} holds flags: --config {word}"
-    if Path(word).suffix != ".py" and Path(word).exists():
-        return f"{word} is no preset; {paths.meant_data(word)}"
-    return f"no preset {word!r}; the first word is one of {', '.join(PRESETS)}"
-
-
 def command_line(cls, argv, prog, about, default=None):
     """Return the flags argv (list of str) as a cls, a dataclass whose fields are the flags.
 
@@ -71,7 +63,6 @@ def command_line(cls, argv, prog, about, default=None):
     if issubclass(cls, Config) and {"-h", "--help", "--help-all"} & set(argv):
         sys.stdout.write(format_help(cls, prog, about, default, "--help-all" in argv))
         raise SystemExit(Outcome.DONE)
-    argv = [os.path.expanduser(word) for word in split_values(argv)]  # no shell does it in --out=~/run
     program = prog.split()[0]
     words.refuse_foreign(argv, cls, program)
     import tyro
@@ -79,11 +70,11 @@ def command_line(cls, argv, prog, about, default=None):
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said):
-            flags = tyro.cli(cls, args=plain_switches(argv, cls), prog=prog, description=about, **kwargs)
+            flags = tyro.cli(cls, args=plain(argv, cls), prog=prog, description=about, **kwargs)
     except SystemExit as leaving:
         if not leaving.code:  # --help
             raise
-        what = format_tyro_error(said.getvalue(), cls)
+        what = format_tyro_error(said.getvalue())
         raise ValueError(f"{what}; {program} --help lists all flags") from None
     config.check_numbers(flags)
     return flags
@@ -134,8 +125,6 @@ def read_flags(path):
     if unknown:
         raise ValueError(f"{path} has {config.as_typed(unknown)}, which this code does not know; "
                          f"use the code that wrote it, git {saved.get('git')}")
-    if saved.get("preset", "tiny") not in PRESETS:
-        raise ValueError(f"{path}: no preset {saved['preset']!r}; the presets are {', '.join(PRESETS)}")
     values = {name: saved[name] for name in Config.__annotations__ if name in saved}
     return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
 
@@ -152,25 +141,14 @@ def read_run_config(path):
 # -----------------------------------------------------------------------------
 # Words
 
-def split_values(argv):
-    """Return argv with --flag value for each --flag=value: tyro proposes a flag for --stepz 3 alone."""
-    split = []
-    for word in argv:
-        flag, equals, value = word.partition("=")
-        if equals and flag.startswith("--") and not value.startswith("-"):
-            split += [flag, value]
-        else:
-            split.append(word)
-    return split
-
-
 def given(argv, flag):
     """Return the value of a flag in argv, or ""."""
     found = ""
-    for word, following in itertools.pairwise([*split_values(argv), ""]):
+    for word, following in itertools.pairwise([*argv, ""]):
         if word.startswith("--") and words.key_of(word) == flag:
-            found = following
-    return found
+            _, equals, value = word.partition("=")
+            found = value if equals else following
+    return os.path.expanduser(found)
 
 
 def refuse_unread(flags, mode, reads):
@@ -181,44 +159,30 @@ def refuse_unread(flags, mode, reads):
         raise ValueError(f"{mode} does not read {', '.join(unread)}; leave it out")
 
 
-def change_words(argv, changes):
-    """Return argv with the values of {flag: value} in the place of its own. None: without the flag."""
-    kept = []
-    is_kept = True
-    for word in argv:
-        if word.startswith("--"):
-            is_kept = words.key_of(word).removeprefix("no_") not in changes
-        if is_kept:
-            kept.append(word)
-    for name, value in changes.items():
-        if value is not None:
-            kept += [typed(name), str(value)]
-    return kept
-
-
-def plain_switches(argv, cls):
-    """Return argv as tyro expects it: it knows --x and --no-x; --x True and --x False are ours, too."""
+def plain(argv, cls):
+    """Return argv as tyro reads it: --x V for --x=V, and --x or --no-x for --x True or False."""
     switches = {typed(field.name) for field in dataclasses.fields(cls) if field.type is bool}
-    plain = []
+    found = []
     for word in argv:
-        switch = plain[-1].replace("_", "-") if plain else ""
-        if switch not in switches or word.lower() not in ("true", "false"):
-            plain.append(word)
-        elif word.lower() == "false":
-            plain[-1] = switch.replace("--", "--no-", 1)
-    return plain
+        flag, equals, value = word.partition("=")
+        if equals and flag.startswith("--") and not value.startswith("-"):
+            found += [flag, os.path.expanduser(value)]  # no shell does it in --out=~/run
+        else:
+            found.append(word)
+        switch = found[-2].replace("_", "-") if len(found) > 1 else ""
+        if switch in switches and found[-1].lower() in ("true", "false"):
+            value = found.pop().lower()
+            if value == "false":
+                found[-1] = switch.replace("--", "--no-", 1)
+    return found
 
 
-def format_tyro_error(box, cls):
+def format_tyro_error(box):
     """Return what tyro says in a frame as one line: its first paragraph, and the flags that it proposes."""
     parts = re.split("[-─]{6,}", re.sub("\x1b\\[[0-9;]*m|[│╭╮╰╯]", "", box))
     what = " ".join(parts[1].split()).rstrip(" .")  # below the title
-    if what.startswith("Missing from"):
-        return getattr(cls, "MISSING", what)
-    if not what.startswith("Unrecognized"):
-        return what
     meant = re.findall("^ +(--[a-z0-9-]+)", "".join(parts[2:]), re.M)
-    if meant:
+    if meant and what.startswith("Unrecognized"):
         what += f"; perhaps you meant {' or '.join(meant)}"
     return what
 

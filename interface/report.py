@@ -10,7 +10,7 @@ from pathlib import Path
 
 from config import typed
 from interface import paths
-from interface.command_line import OF_THE_RUN, change_words
+from interface.command_line import OF_THE_RUN, given
 from interface.files import load_json, sound_rows, write_whole
 from interface.layout import command
 from interface.terminal import printable, short
@@ -130,7 +130,7 @@ def summary(run):
     said += [f"{name} {run.config.get(name)}" for name in ("world", "launcher", "machine", "torch", "git")]
     line = ""
     if "argv" in run.config:
-        line = f"{command_of(run.config)}\nto go on:  {command_of(run.config, {'resume': 'auto'})}"
+        line = f"{command_of(run.config)}\nto go on:  {command_of(run.config, goes_on=True)}"
     return f"<p>{escape(' · '.join(said))}</p><pre>{escape(line)}</pre>"
 
 
@@ -154,11 +154,11 @@ def flags(runs):
 # -----------------------------------------------------------------------------
 # Commands
 
-def command_of(config, changes=None):
-    """Return the command line that a config.json tells, or with {flag: value} the one that goes on."""
+def command_of(config, goes_on=False):
+    """Return the command line that a config.json tells, or the one that goes on."""
     program, *argv = map(str, config["argv"])
-    if changes:  # the first step is behind it, and a job script gave what was left of its own job
-        argv = change_words(argv, {**changes, "dump_grads": None, "max_minutes": None})
+    if goes_on and given(argv, "resume") != "auto":
+        argv += ["--resume", "auto"]
     program = paths.program(Path(program).name)
     if config.get("world", 1) == 1:
         return shlex.join(["python", program, *argv])

@@ -13,47 +13,43 @@ from config import Config, typed
 # word:flag=value    this is typed instead, or nothing where false was typed
 # word:FIRST         the value is typed first, without a flag
 TRAIN = """
-block_size:seq-len seq_length:seq-len max_seq_length:seq-len max_position_embeddings:seq-len
-num_layers:n-layer n_layers:n-layer num_hidden_layers:n-layer layers:n-layer hidden_size:n-embd
-num_attention_heads:n-head n_heads:n-head num_query_groups:n-kv-head num_key_value_heads:n-kv-head
-kv_channels:head-dim ffn_hidden_size:ffn-hidden intermediate_size:ffn-hidden swiglu:mlp=swiglu
-squared_relu:mlp=relu2 norm_epsilon:norm-eps layernorm_epsilon:norm-eps rms_norm_eps:norm-eps
+block_size:seq-len seq_length:seq-len max_position_embeddings:seq-len num_layers:n-layer
+num_hidden_layers:n-layer hidden_size:n-embd num_attention_heads:n-head num_query_groups:n-kv-head
+num_key_value_heads:n-kv-head kv_channels:head-dim ffn_hidden_size:ffn-hidden intermediate_size:ffn-hidden
+swiglu:mlp=swiglu norm_epsilon:norm-eps layernorm_epsilon:norm-eps rms_norm_eps:norm-eps
 rotary_base:rope-base rope_theta:rope-base add_qkv_bias:qkv-bias attention_bias:qkv-bias
-qk_layernorm:qk-norm=head hidden_dropout:dropout attention_dropout:dropout sliding_window:window
-tie_word_embeddings:tied
+qk_layernorm:qk-norm=head hidden_dropout:dropout attention_dropout:dropout tie_word_embeddings:tied
 
-num_experts:n-experts num_local_experts:n-experts moe:n-experts=8 moe_router_topk:top-k
-num_experts_per_tok:top-k moe_aux_loss_coeff:aux-coef router_aux_loss_coef:aux-coef moe_z_loss_coeff:z-coef
+num_experts:n-experts num_local_experts:n-experts moe_router_topk:top-k num_experts_per_tok:top-k
+moe_aux_loss_coeff:aux-coef router_aux_loss_coef:aux-coef moe_z_loss_coeff:z-coef
 moe_expert_capacity_factor:capacity-factor moe_router_pre_softmax:router=softmax
 
-tensor_model_parallel_size:tp tp_size:tp pipeline_model_parallel_size:pp pp_size:pp context_parallel_size:cp
+tensor_model_parallel_size:tp pipeline_model_parallel_size:pp context_parallel_size:cp
 expert_model_parallel_size:ep use_distributed_optimizer:zero=1 fsdp:zero=3 recompute_granularity:recompute
 gradient_checkpointing:recompute=full checkpoint_activations:recompute=full
 recompute_activations:recompute=full
 
-batch_size:micro-batch micro_batch_size:micro-batch train_batch_size:micro-batch
-per_device_train_batch_size:micro-batch global_batch_size:global-batch max_iters:steps max_steps:steps
-train_iters:steps num_train_steps:steps learning_rate:lr max_lr:lr warmup_iters:warmup warmup_steps:warmup
-lr_warmup_iters:warmup lr_decay_iters:decay-steps grad_clip:clip clip_grad:clip max_grad_norm:clip
-adam_beta1:beta1 adam_beta2:beta2 fp16:dtype=fp16 dtype=float16:dtype=fp16 bf16:dtype=bf16 amp:dtype=bf16
-dtype=bfloat16:dtype=bf16 dtype=float32:dtype=fp32 torch_compile:compile muon:optimizer=muon
+batch_size:micro-batch micro_batch_size:micro-batch per_device_train_batch_size:micro-batch
+global_batch_size:global-batch max_iters:steps max_steps:steps train_iters:steps learning_rate:lr
+warmup_iters:warmup warmup_steps:warmup lr_warmup_iters:warmup lr_decay_iters:decay-steps grad_clip:clip
+clip_grad:clip max_grad_norm:clip adam_beta1:beta1 adam_beta2:beta2 fp16:dtype=fp16
+dtype=float16:dtype=fp16 bf16:dtype=bf16 dtype=bfloat16:dtype=bf16 dtype=float32:dtype=fp32
+torch_compile:compile
 
-dataset:data dataset_name:data data_path:data train_data_path:data data_dir:data out_dir:out output_dir:out
-save:out load:resume resume_from_checkpoint:resume init_from=resume:resume=auto resume=:resume=auto
-model_name_or_path:init-from checkpoint:init-from model:FIRST random_seed:seed eval_interval:eval-every
-eval_steps:eval-every log_interval:log-every logging_steps:log-every save_interval:save-every
-save_steps:save-every save_total_limit:keep load_best_model_at_end:keep-best wandb_log:wandb=online
-use_wandb:wandb=online report_to:wandb=online log_timers_to_tensorboard:timers log_params_norm:log-layers
-log_num_zeros_in_grad:log-layers exit_duration_in_mins:max-minutes deterministic_mode:deterministic
-start:prompt
+dataset:data dataset_name:data data_path:data train_data_path:data out_dir:out output_dir:out save:out
+load:resume resume_from_checkpoint:resume init_from=resume:resume=auto model_name_or_path:init-from
+model:FIRST random_seed:seed eval_interval:eval-every eval_steps:eval-every log_interval:log-every
+logging_steps:log-every save_interval:save-every save_steps:save-every save_total_limit:keep
+load_best_model_at_end:keep-best wandb_log:wandb=online use_wandb:wandb=online report_to:wandb=online
+log_timers_to_tensorboard:timers log_params_norm:log-layers log_num_zeros_in_grad:log-layers
+exit_duration_in_mins:max-minutes deterministic_mode:deterministic
 """
 OTHERS = {
     "sample.py": "out_dir:FIRST out:FIRST checkpoint:FIRST model:FIRST start:prompt num_samples:n "
                  "max_length:max-new-tokens",
     "prepare.py": "input:FIRST input_dir:FIRST dataset:FIRST output_prefix:name output_file_name:name "
                   "tokenizer_type:tokenizer tokenizer_model:tokenizer merge_file:tokenizer "
-                  "vocab_file:tokenizer json_keys:text-key",
-    "plot.py": "out_dir:FIRST out:FIRST"}
+                  "vocab_file:tokenizer json_keys:text-key"}
 # What is said of words that have no flag here, and these words
 SAID = {
     "give --norm, --pos and --mlp": "normalization position_embedding_type activation hidden_act",
@@ -69,8 +65,7 @@ SAID = {
     "--min-lr equal to --lr keeps the rate": "decay_lr",
     "--init-from takes the weights alone": "no_load_optim no_load_rng",
     "a run logs under the name of --out": "wandb_project wandb_run_name wandb_exp_name run_name",
-    "python sample.py RUN writes text, with --score FILE it prints a loss": "eval_only do_eval num_samples "
-        "max_new_tokens temperature",
+    "python sample.py RUN writes text, with --score FILE it prints a loss": "eval_only do_eval",
     "a GPU is taken if there is one, CUDA_VISIBLE_DEVICES=-1 in front hides it": "device no_cuda use_cpu",
     "it belongs to the data, see python prepare.py --help": "vocab_file merge_file tokenizer tokenizer_type "
         "tokenizer_model append_eod split valid_data_path valid_file_name",

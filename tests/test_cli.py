@@ -33,7 +33,7 @@ from cost.parameters import Rank
 from cost.plan_flags import PlanFlags
 from fast.choose import choose
 from interface import words
-from interface.command_line import change_words, command_line, parse, wrong_input
+from interface.command_line import command_line, parse, wrong_input
 from interface.layout import check_alone, check_flags
 from interface.presets import PRESETS
 from parallel import make_mesh
@@ -85,8 +85,8 @@ WRONG = [
     ("train.py --no-plots", "perhaps you meant --plot"),
     ("train.py --steps 1e3", "--steps: invalid literal for int() with base 10: '1e3'"),
     ("train.py --norm batch", "rms1p"), ("train.py --compile=maybe", "Unrecognized options: maybe"),
-    ("train.py --resume", "python train.py --resume auto"),
-    ("sample.py", "no RUN is given"), ("plot.py", "no RUN is given"), ("prepare.py", "no SOURCE is given"),
+    ("train.py --resume", "--resume"), ("sample.py", "Missing from sample.py: RUN_DIR"),
+    ("plot.py", "no RUN is given"), ("prepare.py", "no SOURCE is given"),
     # Values
     ("train.py --n-embd 190 --n-head 6", "n-embd 190 does not divide by n-head 6; try --n-head 5"),
     ("train.py --n-head=0", "--n-head 0 must be at least 1"), ("train.py --dropout=1", "at most 0.99999"),
@@ -114,7 +114,7 @@ WRONG = [
     # Paths
     ("train.py --data chars", "data/chars"), ("train.py --data=nowhere/stdlib", "python prepare.py stdlib"),
     ("train.py --data input.txt", "python prepare.py input.txt --name input"),
-    ("train.py out/run", "--config out/run"),
+    ("train.py out/run", "no preset 'out/run'"),
     ("train.py --data data/chars --resume out/rum", "python train.py --list"),
     ("sample.py out/rum", "python train.py --list"), ("plot.py out/rum", "give the --out of a run"),
     ("prepare.py inptu.txt --name x", "inptu.txt is not a file"),
@@ -211,9 +211,6 @@ def test_names_and_values_are_read_in_every_form():
     assert parse(["--min-lr=0"]).min_lr == 0.0 and parse([]).min_lr is None
     cfg = parse(["--prompt", "model.x=3", "--pdb", "-1", *tail])  # they look foreign, and are values
     assert (cfg.prompt, cfg.pdb, cfg.train_range_to_skip) == ("model.x=3", -1, (3, 5, 8, 9))
-    words = ["gpt2", "--steps", "5", "--train-range-to-skip", "1", "2", "--no-plot", "--resume=auto"]
-    changes = {"resume": "auto", "train_range_to_skip": None, "plot": None, "steps": 9}
-    assert change_words(words, changes) == ["gpt2", "--resume", "auto", "--steps", "9"]
 
 
 def test_presets_and_defaults_are_pinned():
@@ -416,7 +413,7 @@ def test_a_config_json_is_read_whole_or_refused_by_name(tmp_path):
     assert written(**{**dataclasses.asdict(cfg), "lr": 1.0, **beside}) == cfg
     for flags, said in (({"n_layers": 3}, "has --n-layers 3, which"), ({"n_layer": "3"}, "'3', not int"),
                         ({"bias": 1}, "bias is 1"), ({"n_layer": 0}, "at least 1"),
-                        ({"preset": "x"}, "no preset"), ({"rampup_batch_size": 3}, "rampup_batch_size")):
+                        ({"rampup_batch_size": 3}, "rampup_batch_size")):
         with pytest.raises(ValueError, match=said):
             written(**flags)
     path.write_text(json.dumps({"model_type": "llama", "dtype": "float32"}))

@@ -136,9 +136,11 @@ def test_a_run_that_goes_on_writes_no_gradients_and_says_so(tmp_path):
 
     two = "--nnodes 2 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint HOST:29500"
     for nodes, words in ((1, "--nproc-per-node 4"), (2, two)):
-        config = {"argv": ["train.py", "--dump-grads", "g", "--max-minutes", "27.00"], "world": 4,
-                  "nodes": nodes, "launcher": "torchrun"}
-        assert report.command_of(config, {"resume": "auto"}) == f"torchrun {words} train.py --resume auto"
+        config = {"argv": ["train.py", "tiny"], "world": 4, "nodes": nodes, "launcher": "torchrun"}
+        command = f"torchrun {words} train.py tiny --resume auto"
+        assert report.command_of(config, goes_on=True) == command
+        config["argv"] += ["--resume=auto"]
+        assert report.command_of(config, goes_on=True) == command.replace(" auto", "=auto")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
