@@ -13,23 +13,19 @@ end-of-document follows it, and the hash of its text alone decides between train
 together. `char` has no documents: its text is one stream, and the last tenth is val. docs/chat.md tells of
 conversations.
 """
-import contextlib
 import functools
 import hashlib
 import itertools
 import json
 import multiprocessing
 import os
-import platform
 import re
 import shlex
 import signal
 import sys
 import sysconfig
-import threading
 import time
-from collections import Counter, deque
-from concurrent.futures import ProcessPoolExecutor
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -45,7 +41,7 @@ from corpus import chat, shards, text, tokenizer
 from corpus.order import draw_keys, permute
 from corpus.shards import SPLITS
 from interface.command_line import command_line, wrong_input
-from interface.files import remove_folder, set_aside, sync, whole_folder
+from interface.files import set_aside, whole_folder
 from interface.terminal import say, warn
 
 SHAKESPEARE = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
@@ -55,7 +51,6 @@ BATCH = 1 << 20  # characters that a worker encodes at a time; their number chan
 # `encodings` and `pydoc_data` are tables and help texts, 18 % of the text, and hardly programs.
 NOT_STDLIB = {"site-packages", "dist-packages", "__pycache__", "encodings", "pydoc_data"}
 TESTS = {"test", "tests", "idle_test"}
-OURS = re.compile(r"(train|val)(_mask)?_[0-9]{5,}\.bin|meta\.json|tokenizer\.json|\.verified\.json")
 Sources = tyro.conf.Positional[Annotated[tuple[str, ...], tyro.conf.arg(metavar="SOURCE...")]]
 Switch = tyro.conf.FlagCreatePairsOff[bool]  # a flag without its --no- twin
 
@@ -81,7 +76,7 @@ class Flags:
     seq_len: int = 128  # chat: tokens of a window; a longer conversation is cut
     workers: int = min(8, os.cpu_count() or 1)  # processes
     with_tests: bool = False  # stdlib: its test suites too, 3 times the text
-    replace: Switch = False  # make it also where another data set stands, which is lost
+    replace: Switch = False  # make it also where a data set stands, which becomes NAME.old
     verify: bool = False  # only read the prepared files and compare their sha256
     # at least the 256 bytes and end-of-document
     RANGES = {"vocab_size": (257, 1 << 31), "workers": (1, 1024), "shard_tokens": (1, 1 << 40),
@@ -158,23 +153,23 @@ def load_tokenizer(path, sha256):
     return tokenizer.load(path)
 
 
-def encode(path, sha256, val_fraction, split, texts):
-    """Return [(split, tokens with their end)] of texts, and counts of what was read.
+def encode(path, sha256, batch):
+    """Return [(split, tokens with their end)] of a batch, and counts of what was read.
 
-    path, sha256: of the tokenizer. split: of all texts, or "" where the hash of each decides.
+    path, sha256: of the tokenizer. batch: the share of val, texts.
     """
+    val_fraction, texts = batch
     vocab = load_tokenizer(path, sha256)
     dtype = token_dtype(vocab)
     end = np.array([] if vocab.eod is None else [vocab.eod], dtype)
     encoded = []
     counts = Counter()
     for document in texts:
-        raw = document.encode()
-        uniform = int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest(), "little") / 2**64
-        drawn = "val" if uniform < val_fraction and len(end) else "train"
+        digest = hashlib.blake2b(document.encode(), digest_size=8).digest()
+        uniform = int.from_bytes(digest, "little") / 2**64
+        split = "val" if uniform < val_fraction else "train"
         tokens = vocab.encode_numpy(document).astype(dtype)
-        encoded.append((split or drawn, np.concatenate((tokens, end))))
-        counts["bytes"] += len(raw)
+        encoded.append((split, np.concatenate((tokens, end))))
         counts["characters"] += len(document)
         counts["spelled"] += document.count(tokenizer.EOD)
     return encoded, counts
@@ -184,7 +179,8 @@ def token_dtype(vocab):
     return np.dtype("<u2" if vocab.n_vocab <= 1 << 16 else "<u4")
 
 
-def batches(files, flags, split):
+def batches(files, flags, val_fraction):
+    """Yield (val_fraction, texts) for encode(), about BATCH characters at a time."""
     texts = []
     size = 0
     for file in files:
@@ -192,37 +188,22 @@ def batches(files, flags, split):
             texts.append(document)
             size += len(document)
             if size >= BATCH:
-                yield split, texts
+                yield val_fraction, texts
                 texts = []
                 size = 0
     if texts:
-        yield split, texts
+        yield val_fraction, texts
 
 
-def start_worker():
-    """Let a worker end without a word at Ctrl-C, and with its parent, also at kill -9."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    threading.Thread(target=end_with_parent, daemon=True).start()
-
-
-def end_with_parent():
-    multiprocessing.parent_process().join()
-    os._exit(1)
-
-
-def encode_all(batches, workers, *how):
-    """Yield what encode() returns for each batch, in order. how: its first arguments."""
+def encode_all(batches, workers, encode_one):
+    """Yield what encode_one() returns for each batch, in order."""
     if workers == 1:
-        yield from (encode(*how, *batch) for batch in batches)
+        yield from map(encode_one, batches)
         return
-    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), start_worker) as pool:
-        waiting = deque()
-        for batch in batches:
-            waiting.append(pool.submit(encode, *how, *batch))
-            if len(waiting) > 2 * workers:
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
+    context = multiprocessing.get_context("spawn")
+    # At Ctrl-C this process ends its workers, which ignore it.
+    with context.Pool(workers, signal.signal, (signal.SIGINT, signal.SIG_IGN)) as pool:
+        yield from pool.imap(encode_one, batches)
 
 
 def write_tokens(batches, work):
@@ -239,8 +220,8 @@ def write_tokens(batches, work):
                 files[split].write(tokens)
             if time.time() - shown > 2:
                 shown = time.time()
-                megabytes = total["bytes"] / 1e6
-                say(f"encoded {megabytes:,.0f} MB, {megabytes / (shown - start):.1f} MB/s")
+                millions = total["characters"] / 1e6
+                say(f"encoded {millions:,.0f} M characters, {millions / (shown - start):.1f} M/s")
     return lengths, total
 
 
@@ -263,13 +244,13 @@ def shuffle(path, lengths, dtype, seed):
 # Making the data
 
 def prepare_text(flags, files, val_files, work):
-    """Make tokens of text. Return (tokenizer, {split: tokens}, no masks, what meta.json says, a line)."""
+    """Make tokens of text. Return (tokenizer, {split: tokens}, no masks, what meta.json says besides)."""
     vocab = make_tokenizer(flags, files + val_files)
     vocab.save(work / "tokenizer.json")
-    split = "train" if val_files else ""
-    todo = itertools.chain(batches(files, flags, split), batches(val_files, flags, "val"))
-    how = (work / "tokenizer.json", vocab.sha256, flags.val_fraction)
-    lengths, total = write_tokens(encode_all(todo, flags.workers, *how), work)
+    fraction = 0 if val_files or vocab.eod is None else flags.val_fraction
+    todo = itertools.chain(batches(files, flags, fraction), batches(val_files, flags, 1))
+    encode_one = functools.partial(encode, work / "tokenizer.json", vocab.sha256)
+    lengths, total = write_tokens(encode_all(todo, flags.workers, encode_one), work)
 
     are_records = any(file.kind not in ("whole", "text") for file in files)
     shuffled = flags.shuffle or (are_records and vocab.eod is not None and not flags.no_shuffle)
@@ -280,22 +261,14 @@ def prepare_text(flags, files, val_files, work):
         tokens[split] = read_tokens(work / split, token_dtype(vocab))
         (work / split).unlink()
     if vocab.eod is None and not val_files:  # characters: train and val are the two ends of one stream
-        cut = int(total["characters"] * (1 - flags.val_fraction))
+        cut = int(len(tokens["train"]) * (1 - flags.val_fraction))
         tokens = {"train": tokens["train"][:cut], "val": tokens["train"][cut:]}
-    sizes = [len(tokens[split]) for split in SPLITS]
-    if not all(sizes):
-        raise ValueError(f"train would have {sizes[0]} tokens and val {sizes[1]}, none may be 0; give more "
-                         "text, another --val-fraction, or --tokenizer char")
     if total["spelled"] and vocab.eod is not None:
         warn(f"the text spells {tokenizer.EOD} {total['spelled']:,} times, which are characters to the "
              f"model; --split-at '{tokenizer.EOD}' ends a document there")
-    n_files = len(files + val_files)
-    about = {"sources": {"files": n_files, "bytes": total["bytes"]},
-             "shuffle_seed": flags.seed if shuffled else None,
+    about = {"sources": {"characters": total["characters"]},
              "documents": None if vocab.eod is None else {split: len(lengths[split]) for split in SPLITS}}
-    return vocab, tokens, {}, about, (
-        f"{total['characters']:,} characters, {vocab.n_vocab:,} symbols, {sizes[0]:,} + {sizes[1]:,} tokens "
-        f"(train + val), {n_files} files")
+    return vocab, tokens, {}, about
 
 
 def prepare_chat(flags, files, val_files, work):
@@ -308,35 +281,38 @@ def prepare_chat(flags, files, val_files, work):
                                flags.seed, val)
     tokens = {split: ids.astype(token_dtype(vocab)).reshape(-1) for split, (ids, _) in packed.items()}
     masks = {split: trained.reshape(-1) for split, (_, trained) in packed.items()}
-    about = {"sources": {"cut": counts["cut"], "dropped": counts["dropped"]}, "seq_len": flags.seq_len,
-             "documents": {split: counts[split] for split in SPLITS}}
-    return vocab, tokens, masks, about, (
-        f"{counts['train']:,} + {counts['val']:,} conversations (train + val) in windows of {flags.seq_len}, "
-        f"{vocab.n_vocab:,} symbols; {counts['cut']:,} conversations cut, {counts['dropped']:,} left out "
-        "(no answer within a window)")
+    about = {"sources": {"conversations": len(conversations + val), "cut": counts["cut"],
+                         "dropped": counts["dropped"]},
+             "seq_len": flags.seq_len, "documents": {split: counts[split] for split in SPLITS}}
+    return vocab, tokens, masks, about
 
 
 def make_data(flags, files, val_files, command, work):
     """Make the data set in the folder `work`. Return a line to print."""
     make = prepare_chat if flags.sources[0] == "chat" else prepare_text
-    vocab, tokens, masks, about, said = make(flags, files, val_files, work)
+    vocab, tokens, masks, about = make(flags, files, val_files, work)
+    read = ", ".join(f"{count:,} {what}" for what, count in about["sources"].items())
+    sizes = {split: len(tokens[split]) for split in SPLITS}
+    if not all(sizes.values()):
+        raise ValueError(f"{read}: train would have {sizes['train']} tokens and val {sizes['val']}, none may "
+                         "be 0; give more text, another --val-fraction, --seq-len, or --tokenizer char")
     meta = {
         "version": shards.VERSION,
         "tokenizer": vocab.kind,
         "tokenizer_sha256": vocab.sha256,
         "vocab_size": vocab.n_vocab,
         "dtype": token_dtype(vocab).name,
-        "tokens": {split: len(tokens[split]) for split in SPLITS},
+        "tokens": sizes,
         "eod": vocab.eod,
         **about,
-        "sources": {"paths": flags.sources, "python": platform.python_version(), **about["sources"]},
+        "sources": {"paths": flags.sources, **about["sources"]},
         "shards": shards.write_shards(work, tokens, flags.shard_tokens),
         "command": command,
     }
     if masks:
         meta["masks"] = shards.write_shards(work, masks, flags.shard_tokens, "_mask")
     (work / "meta.json").write_text(json.dumps(meta, indent=1))
-    return said
+    return f"{read}, {vocab.n_vocab:,} symbols, {sizes['train']:,} + {sizes['val']:,} tokens (train + val)"
 
 
 def is_made(folder, command, files, replace):
@@ -349,15 +325,14 @@ def is_made(folder, command, files, replace):
     if not (folder / "meta.json").is_file():
         raise ValueError(f"{folder} is there, and is no data set; give another --name")
     made_by = shards.load_meta(folder).get("command", "an older prepare.py")
-    if made_by != command:
-        if not replace:
-            raise ValueError(f"{folder} is there, made by: {made_by}; give another --name, or --replace it")
+    if replace:
         return False
-    with contextlib.suppress(ValueError, OSError):  # what is damaged is made again
-        shards.verify(folder)
-        newest = max(os.path.getmtime(file.path) for file in files)
-        return newest < os.path.getmtime(folder / "meta.json")
-    return False
+    newest = max(os.path.getmtime(file.path) for file in files)
+    if made_by != command or newest > os.path.getmtime(folder / "meta.json"):
+        raise ValueError(f"{folder} is there, made by: {made_by}; for other flags or changed files give "
+                         "another --name, or --replace it")
+    shards.verify(folder)
+    return True
 
 
 @wrong_input()
@@ -368,7 +343,7 @@ def main(argv=None):
     flags = parse(argv)
     folder = Path(flags.out) / (flags.name or "stdlib")
     if flags.verify:
-        say(f"{folder}: {shards.verify(folder, cache=False)} files have their sha256")
+        say(f"{folder}: {shards.verify(folder)} files have their sha256")
         return 0
     sources = flags.sources[1:] if flags.sources[0] == "chat" else flags.sources
     files = list_files(sources, flags)
@@ -378,17 +353,10 @@ def main(argv=None):
     if is_made(folder, command, files + val_files, flags.replace):
         say(f"{folder} is up to date")
         return 0
-    old = None
     with whole_folder(folder) as work:
         said = make_data(flags, files, val_files, command, work)
-        for path in work.iterdir():  # on disk, before the set that was there moves
-            sync(path)
         if folder.exists():
-            old = set_aside(folder.resolve(), f"{folder.name}.old")
-    if old:
-        remove_folder(old, OURS)
-        if old.exists():
-            warn(f"{old} stays: it holds files that prepare.py did not write")
+            set_aside(folder.resolve(), f"{folder.resolve().name}.old")
     say(f"{folder}: {said}, {time.time() - start:.1f} s")
     return 0
 

@@ -185,7 +185,7 @@ class Run:
         self.world = world
         self.watchdog = watchdog  # a runtime.watch.Watch: it ends a run that hangs
         self.out = Path(cfg.out or f"out/{cfg.preset}")
-        self.stop = agree.Stop(cfg.max_minutes)  # its clock also runs while data is verified
+        self.stop = agree.Stop(cfg.max_minutes)  # its clock also runs while data is opened
         self.outcome = Outcome.DONE
         self.stop_reason = None  # a signal, OUT/stop or --max-minutes
         self.differences = []  # between replicas

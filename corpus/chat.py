@@ -71,14 +71,14 @@ def is_trained(message):
 def read_conversations(files):
     """Return the conversations of files of records: [messages], each [{"role", "content"}]."""
     found = []
-    dropped = Counter()
+    dropped = set()
     for file in files:
         for where, record in json_lines(file.path):
             found.append(messages_of(record, where))
-            dropped.update(key for key, value in record.items() if key != "messages" and value is not None)
+            dropped |= {key for key, value in record.items() if value is not None}
+    dropped.discard("messages")
     if dropped:
-        keys = ", ".join(f"{key} ({count:,})" for key, count in dropped.most_common())
-        warn(f"of {len(found):,} records only the messages become tokens, not {keys}")
+        warn(f"only the messages of records become tokens, not {', '.join(sorted(dropped))}")
     return found
 
 
@@ -119,10 +119,6 @@ def pack(conversations, template, seq_len, val_fraction, seed, val=()):
             split = "train" if i < len(conversations) else "val"
         pairs[split].append((ids[:width], trained[:width]))
         counts[split] += 1
-    if not all(pairs.values()):
-        raise ValueError(f"of {len(everything)} conversations train would have {counts['train']} and val "
-                         f"{counts['val']} ({counts['dropped']} have no answer within --seq-len {seq_len}), "
-                         "none may be 0; give more of them, or another --val-fraction")
     return {split: fill_windows(pairs[split], width, template.end) for split in SPLITS}, counts
 
 

@@ -5,16 +5,14 @@ form one stream, which corpus/samples.py cuts into windows. Conversations also h
 per token: 1 where it is trained. Errors are ValueError or OSError, and say which command repairs the data.
 """
 import hashlib
-import json
 import struct
-from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 
 from interface import paths
-from interface.files import check_schema, load_json, write_whole
+from interface.files import check_schema, load_json
 
 SPLITS = ("train", "val")
 MAGIC = b"nanoshrd"
@@ -28,19 +26,9 @@ def pack_header(itemsize, tokens):
     return HEADER.pack(MAGIC, VERSION, itemsize, tokens).ljust(HEADER_BYTES, b"\0")
 
 
-def how_to_fix(folder, meta):
+def how_to_fix(meta):
     """Return the end of an error message."""
-    command = meta.get("command") or paths.make_data(folder).removeprefix("make it with: ")
-    if Path(folder).name in command:
-        return f"make it with: {command}"
-    return f"copy the folder again, or make it as it was made: {command}"  # in another place
-
-
-def file_of(folder, name, meta):
-    path = Path(folder) / name
-    if not path.is_file():
-        raise FileNotFoundError(f"{path} is not there; {how_to_fix(folder, meta)}")
-    return path
+    return f"copy the folder again, or make it again: {meta.get('command', 'python prepare.py')} --replace"
 
 
 def load_meta(folder):
@@ -61,23 +49,18 @@ def load_meta(folder):
 def open_shards(folder, split, meta, kind="shards"):
     """Return the tokens of each shard of a split, (tokens,) uint16 or uint32, memory-mapped.
 
-    kind: "masks" opens the shards that say which tokens are trained, uint8. FileNotFoundError, ValueError:
-    sizes, headers and meta.json do not agree, or ids are above the vocabulary. verify() reads the tokens.
+    kind: "masks" opens the shards that say which tokens are trained, uint8. ValueError, OSError: sizes,
+    headers and meta.json do not agree. verify() reads the tokens.
     """
-    fix = how_to_fix(folder, meta)
-    file_of(folder, "tokenizer.json", meta)
     itemsize = 1 if kind == "masks" else np.dtype(meta["dtype"]).itemsize
     opened = []
     for shard in meta[kind][split]:
-        path = file_of(folder, shard["file"], meta)
-        max_id = shard.get("max_id", 0)
-        if max_id >= meta["vocab_size"]:
-            raise ValueError(f"{path} has the token id {max_id}, vocab_size is {meta['vocab_size']}; {fix}")
+        path = Path(folder) / shard["file"]
         with open(path, "rb") as f:
             header = f.read(HEADER_BYTES)
         size = HEADER_BYTES + itemsize * shard["tokens"]
         if header != pack_header(itemsize, shard["tokens"]) or path.stat().st_size != size:
-            raise ValueError(f"{path} has another header or size than meta.json says; {fix}")
+            raise ValueError(f"{path} has another header or size than meta.json says; {how_to_fix(meta)}")
         opened.append(np.asarray(np.memmap(path, f"<u{itemsize}", "r", HEADER_BYTES)))
     return opened
 
@@ -102,40 +85,24 @@ def write_shard(path, tokens):
             block = np.ascontiguousarray(tokens[first : first + BLOCK])
             f.write(block)
             digest.update(block)
-    return {"file": path.name, "tokens": len(tokens), "sha256": digest.hexdigest(),
-            "max_id": int(tokens.max())}
+    return {"file": path.name, "tokens": len(tokens), "sha256": digest.hexdigest()}
 
 
-def verify(folder, cache=True):
+def verify(folder):
     """Compare all files with their sha256, and return the number of files. It reads 1-2 GB/s.
 
-    cache: a file whose size and mtime_ns are those of an earlier success (folder/.verified.json) is not read
-    again. ValueError, OSError: the first difference, or a file that is missing.
+    ValueError, OSError: the first difference, or a file that is missing.
     """
-    folder = Path(folder)
     meta = load_meta(folder)
     files = [{"file": "tokenizer.json", "sha256": meta["tokenizer_sha256"]}]
     for split in SPLITS:
         files += meta["shards"][split]
         if "masks" in meta:
             files += meta["masks"][split]
-    record = folder / ".verified.json"
-    seen = {}
-    with suppress(OSError, ValueError):
-        seen = load_json(record)
-    good = {}
     for file in files:
-        path = file_of(folder, file["file"], meta)
-        stat = path.stat()
-        good[path.name] = [stat.st_size, stat.st_mtime_ns, file["sha256"]]
-        if cache and seen.get(path.name) == good[path.name]:
-            continue
+        path = Path(folder) / file["file"]
         with open(path, "rb") as f:
             found = hashlib.file_digest(f, "sha256").hexdigest()
         if found != file["sha256"]:
-            raise ValueError(f"{path} has sha256 {found[:9]}, expected {file['sha256'][:9]}; "
-                             f"{how_to_fix(folder, meta)}")
-    if good != seen:
-        with suppress(OSError):  # in a read-only folder the files are read each time
-            write_whole(record, json.dumps(good))
+            raise ValueError(f"{path} has another sha256 than meta.json says; {how_to_fix(meta)}")
     return len(files)

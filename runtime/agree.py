@@ -13,7 +13,6 @@ import torch
 import parallel
 from config import Outcome, typed
 from corpus import samples
-from corpus.shards import verify
 from corpus.tokenizer import prompt_tokenizer
 from cost.memory import check_memory
 from interface.layout import check_layout
@@ -81,9 +80,6 @@ def make_mesh(cfg, world):
 def open_data(cfg, world, mesh):
     """Return what a run reads: (train, val, vocab_size, identity, tokenizer). Collective.
     identity: words that other data would change. tokenizer: None if the run prints no samples of text."""
-    if world.local_rank == 0 and cfg.data != "synthetic":
-        for folder, _ in samples.parse_blend(cfg.data):
-            verify(folder)  # once per node
     train, val, vocab_size, identity = samples.open_data(cfg)
     tokenizer = prompt_tokenizer(cfg)
     check_memory(cfg, mesh, vocab_size, world)

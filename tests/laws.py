@@ -53,9 +53,9 @@ TEXTS = {"bench": (".py", ".sh", ".js", ".html", ".pbs", ".slurm"),
 
 # What is larger today: a number here only falls, and what is within its limit leaves the list.
 OVER = {
-    "runtime, interface": (4157, 29),
-    "corpus, cost, programs": (6172, 31),
-    "house": (16921, 96)}
+    "runtime, interface": (4153, 29),
+    "corpus, cost, programs": (6073, 31),
+    "house": (16818, 96)}
 LONG_FILES = {}
 
 

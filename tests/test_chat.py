@@ -59,7 +59,7 @@ def data(tmp_path_factory):
     (folder / "conversations.jsonl").write_text("\n".join(lines) + "\n\n")
     assert run_prepare(folder / "text.txt", "--name", "base", "--vocab-size", 300, "--out", folder)[0] == 0
     code, out, err = prepare_chat(folder, folder / "conversations.jsonl")
-    assert code == 0 and err == "" and "; 0 conversations cut, 0 left out" not in out
+    assert code == 0 and err == "" and ", 0 cut, 0 dropped" not in out
     return folder
 
 
@@ -180,7 +180,7 @@ def test_a_line_that_is_no_conversation_is_named(line, words, data):
 
 @pytest.mark.parametrize("words,said", [
     ("chat", "chat needs FILE.jsonl"), ("chat {}/conversations.jsonl", "--tokenizer data/stdlib"),
-    ("chat {}/conversations.jsonl --tokenizer {}/base --seq-len 3", "150 have no answer within --seq-len 3")])
+    ("chat {}/conversations.jsonl --tokenizer {}/base --seq-len 3", "150 dropped: train would have 0")])
 def test_wrong_input_of_prepare_chat(words, said, data):
     refused(prepare.main, [*words.replace("{}", str(data)).split(), "--name=bad", f"--out={data}"], said)
 

@@ -1,5 +1,4 @@
 """Token files, data order, tokenizers and prepare.py. Every message that a user can see is one line."""
-import json
 import os
 from collections import Counter
 from dataclasses import replace
@@ -16,7 +15,6 @@ from corpus import text as readers
 from corpus import tokenizer as tok
 from corpus.samples import micro_batches, open_data
 from parallel import make_mesh
-from runtime import agree
 from runtime.launch import World
 
 SOUNDS = ["ba", "co", "du", "fe", "gi", "ho", "ja", "ki", "lu", "me", "no", "pi", "ta", "vé", "wö", "字", "€"]
@@ -215,28 +213,15 @@ def test_edited_files_are_caught_by_verify(toy, capsys):
     shard = folder / "train_00003.bin"
     assert shards.verify(folder) == len(list(folder.glob("*.bin"))) + 1
     edit(shard, 4096 + 77, b"\1")
-    opens(folder)()  # headers and sizes are right; a run also compares the sha256, once per node
-    cfg = Config(data=str(folder))
-    for world in (World(), World(rank=1, size=2)):  # each is the first rank of a node
-        refused(ValueError, lambda world=world: agree.open_data(cfg, world, None), f"{shard} has sha256")
+    opens(folder)()  # headers and sizes are right
     code, out, err = run(capsys, "--name", "toy", "--out", folder.parent, "--verify")  # without a SOURCE
-    assert code == 2 and err.count("\n") == 1 and f"nanoshard: {shard} has sha256" in err
+    assert code == 2 and err.count("\n") == 1 and f"nanoshard: {shard} has another sha256" in err
     shard.unlink()
     for call in (opens(folder), lambda: shards.verify(folder)):
-        refused(FileNotFoundError, call, f"{shard} is not there; make it with: python prepare.py")
+        with pytest.raises(FileNotFoundError, match=shard.name):
+            call()
     edit(folder / "tokenizer.json", 12, b"!")
     refused(ValueError, lambda: shards.verify(folder), "tokenizer.json", "sha256")
-    refused(FileNotFoundError, opens(folder.rename(folder.with_name("moved"))), "copy the folder again")
-
-
-def test_an_id_above_the_vocabulary_is_refused_at_the_start(toy):
-    folder, _ = toy
-    path = folder / "meta.json"
-    meta = json.loads(path.read_text())
-    largest = [np.fromfile(folder / s["file"], "<u2", offset=4096).max() for s in meta["shards"]["train"]]
-    assert [s["max_id"] for s in meta["shards"]["train"]] == largest
-    path.write_text(json.dumps({**meta, "vocab_size": meta["vocab_size"] - 1}))
-    refused(ValueError, opens(folder), f"has the token id {max(largest)}, vocab_size is {max(largest)}")
 
 
 def test_the_data_of_a_run(toy):
@@ -374,15 +359,16 @@ def test_second_call_does_nothing_unless_something_changed(tmp_path, texts, caps
 
     assert made() and not made() and not made("--workers", 2)
     mine.write_text(mine.read_text() + "more\n")
-    assert made() and not made()  # the same command makes its own work again
+    assert "for other flags or changed files" in run(capsys, *argv)[2]
+    assert made("--replace") and not made()
     edit(tmp_path / "a/train_00000.bin", 5000, b"\1\1\1")
-    assert made() and shards.verify(tmp_path / "a") and not made()  # repaired
-    (tmp_path / "a/tokenizer.json").unlink()
-    assert made() and not made()
+    assert "or make it again: python prepare.py" in run(capsys, *argv)[2]
+    assert made("--replace") and shards.verify(tmp_path / "a") and not made()  # repaired
     assert made("--shard-tokens", 5000, "--replace") and (tmp_path / "a/train_00001.bin").exists()
     assert made("--replace") and not (tmp_path / "a/train_00001.bin").exists(), "no stale shard stays"
     assert run(capsys, *argv, "--verify")[:2] == (0, f"{tmp_path}/a: 3 files have their sha256\n")
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "mine.txt"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "a", "a.old", "a.old.1", "a.old.2", "a.old.3", "mine.txt"]
 
 
 def tree(folder):
@@ -425,15 +411,15 @@ def test_nothing_is_replaced_unasked(what, words, tmp_path, texts, capsys):
         assert out == "" and tree(tmp_path) == before
 
 
-def test_files_of_others_stay_when_a_data_set_is_replaced(tmp_path, texts, capsys):
+def test_the_old_data_set_stays_when_it_is_replaced(tmp_path, texts, capsys):
     (tmp_path / "disk").mkdir()
     (tmp_path / "x").symlink_to("disk/x")
     argv = [texts[0], "--name", "x", "--out", tmp_path, "--tokenizer", "char"]
     assert run(capsys, *argv)[0] == 0
     (tmp_path / "x/notes.txt").write_text("mine")
-    code, _, err = run(capsys, *argv, "--val-fraction", 0.3, "--replace")
-    assert code == 0 and "x.old stays" in err and (tmp_path / "x").is_symlink()
-    assert tree(tmp_path / "disk/x.old") == [(tmp_path / "disk/x.old/notes.txt", b"mine")]
+    before = [content for _, content in tree(tmp_path / "disk/x")]
+    assert run(capsys, *argv, "--val-fraction", 0.3, "--replace")[0] == 0 and (tmp_path / "x").is_symlink()
+    assert [content for _, content in tree(tmp_path / "disk/x.old")] == before
     assert "--replace" not in shards.load_meta(tmp_path / "x")["command"]
 
 
@@ -455,5 +441,4 @@ def test_stdlib_sources_and_undecodable_files(tmp_path, capsys, monkeypatch):
     code, out, err = run(capsys, *argv)
     assert code == 0 and "latin.py is not utf-8 at byte 5: it is left out" in err, err
     meta = shards.load_meta(tmp_path / "stdlib")
-    assert meta["sources"]["files"] == 8
     assert sum(meta["documents"].values()) == 6, "one document a file, none for the empty and the skipped"
