@@ -27,7 +27,7 @@ if __name__ == "__main__":
 
 from interface.command_line import wrong_input
 from interface.files import best_effort, load_json, remove_folder, sync, write_whole
-from interface.paths import meant_run
+from interface.paths import meant_run, steps_of
 from interface.terminal import one_line, say
 
 OUR_FILES = re.compile(r"index\.json|rank_[0-9]+\.(json|safetensors)")  # all that a save writes
@@ -45,15 +45,15 @@ def dtype_name(tensor):
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def write_safetensors(path, tensors, metadata=None):
-    """Write {key: tensor} and metadata {str: str}. Return (bytes, crc32) of the file.
+def write_safetensors(path, tensors):
+    """Write {key: tensor}. Return (bytes, crc32) of the file.
 
     The library's function would copy all tensors, compute no checksum, and hold the interpreter's lock.
     """
     import torch
     # The widest elements come first: so all are aligned.
     tensors = dict(sorted(tensors.items(), key=lambda item: -item[1].element_size()))
-    header = {"__metadata__": metadata} if metadata else {}
+    header = {"__metadata__": {"format": "pt"}}  # which transformers 4 asks for
     begin = 0
     for key, tensor in tensors.items():
         end = begin + tensor.numel() * tensor.element_size()
@@ -167,9 +167,7 @@ def recover(root):
 
 def steps(root):
     """Return the paths of the committed checkpoints under root, newest first."""
-    found = (path for path in Path(root).glob("step_*")
-             if re.fullmatch("step_[0-9]+", path.name) and path.is_dir())
-    return sorted(found, key=step_of, reverse=True)
+    return sorted(steps_of(root), key=step_of, reverse=True)
 
 
 def step_of(path):
@@ -233,12 +231,10 @@ class Reader:
 
     def fill(self, name, out, full, offset):
         """Copy into out the rectangle of its shape at offset of tensor `name`, whose full shape is `full`."""
-        entry = self.index["tensors"].get(name)
-        if entry is None:
-            raise ValueError(f"checkpoint {self.path} holds no {name}; it was written by another model")
+        entry = self.index["tensors"].get(name, {"shape": None})
         if list(full) != entry["shape"]:
-            raise ValueError(f"checkpoint {self.path}: {name} is {tuple(entry['shape'])} there, {tuple(full)}"
-                             " in this model; give the flags of the run that wrote it")
+            raise ValueError(f"checkpoint {self.path}: the shape of {name} is {entry['shape']} there, in "
+                             f"this model {list(full)}; give the flags of the run that wrote it")
         copied = 0
         for piece in entry["pieces"]:
             both = overlap(offset, out.shape, piece["offset"], piece["size"])
@@ -246,8 +242,7 @@ class Reader:
                 continue
             here, there = both
             source = self._read(piece["file"], piece["key"], there)
-            target = out[here] if here else out  # a scalar has no dimension to cut
-            target.copy_(source)
+            out[here].copy_(source)
             copied += source.numel()
         if copied != out.numel():
             raise ValueError(damaged(self.path, f"{name} covers {copied} of {out.numel()} elements"))
@@ -263,8 +258,7 @@ class Reader:
         from safetensors import safe_open
         if file not in self.handles:
             self.handles[file] = safe_open(self.path / file, framework="pt")
-        handle = self.handles[file]
-        return handle.get_slice(key)[where] if where else handle.get_tensor(key)
+        return self.handles[file].get_slice(key)[where]
 
 
 def overlap(offset, shape, other_offset, other_shape):

@@ -118,10 +118,8 @@ def import_adapter(flags, folder):
     pieces = peft.from_peft(theirs, dataclasses.replace(cfg, lora=0), rank, vocab_size)
     cfg = dataclasses.replace(cfg, lora=rank, lora_alpha=alpha, vocab_size=vocab_size)
     check(cfg)
-    vocabulary = (tokenizer.load_if_there(theirs, vocab_size)
-                  or tokenizer.load_if_there(step.parent, vocab_size))
-    said = save_run(flags.out, folder, cfg, pieces, vocabulary, {"base": base})
-    return f"adapters of rank {rank}, alpha {alpha:g}, on top of {step}\n{said}"
+    vocabulary = tokenizer.load_if_there(step.parent, vocab_size)
+    return save_run(flags.out, folder, cfg, pieces, vocabulary, {"base": base})
 
 
 def import_model(flags, folder):
@@ -134,9 +132,8 @@ def import_model(flags, folder):
 def save_run(out, folder, cfg, pieces, vocabulary, more):
     """Write a run that has made no step, and say what starts from it. more: what index.json says besides."""
     saved = dataclasses.asdict(cfg)
-    meta = {"step": 0, "samples": 0, "skipped": 0, "nan_steps": 0, "adam_t": 0, "world": 1, "seed": cfg.seed,
-            "data": "", "skip": [], "scaler": None, "best": {}, "vocab_size": cfg.vocab_size,
-            "shape": {flag: saved[flag] for flag in SHAPE}, "flags": saved, **more}
+    meta = {"step": 0, "vocab_size": cfg.vocab_size, "shape": {flag: saved[flag] for flag in SHAPE},
+            "flags": saved, **more}
     step = Path(out, checkpoint.save(folder, 0, pieces, meta).name)
     if vocabulary:
         vocabulary.save(folder / "tokenizer.json")
@@ -180,12 +177,12 @@ def write_weights(folder, layout, most):
     """Write {name: Lazy} as files of at most `most` bytes. A larger tensor has a file of its own."""
     sizes = {name: tensor.numel() * tensor.element_size() for name, tensor in layout.items()}
     if sum(sizes.values()) <= most:
-        checkpoint.write_safetensors(folder / "model.safetensors", layout, {"format": "pt"})
+        checkpoint.write_safetensors(folder / "model.safetensors", layout)
         return
     split = require("huggingface_hub", "a model of several files").split_state_dict_into_shards_factory(
         sizes, get_storage_size=int, filename_pattern="model{suffix}.safetensors", max_shard_size=most)
     for file, names in split.filename_to_tensors.items():
-        checkpoint.write_safetensors(folder / file, {name: layout[name] for name in names}, {"format": "pt"})
+        checkpoint.write_safetensors(folder / file, {name: layout[name] for name in names})
     index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
     write_json(folder, {"model.safetensors.index.json": index})
 
@@ -198,7 +195,7 @@ def export_adapter(flags, folder):
     write_json(folder, {peft.CONFIG: peft.adapter_config(weights.cfg, layout, flags.base)})
     if vocabulary:
         write_json(folder, export_tokenizer(vocabulary, cfg.seq_len))
-    checkpoint.write_safetensors(folder / peft.WEIGHTS, layout, {"format": "pt"})
+    checkpoint.write_safetensors(folder / peft.WEIGHTS, layout)
     return f"{flags.out}: adapters of {weights.path}"
 
 

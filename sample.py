@@ -6,8 +6,8 @@ A masked language model fills gaps: python sample.py RUN_DIR --fill "a [MASK] in
 line of a .jsonl file, or a whole text file. Each token is predicted once, from all tokens before it or, where
 seq_len is too short, from at least seq_len / 2 of them.
 
---chat talks with you, by a model that was trained on conversations (prepare.py chat). /reset forgets, Ctrl-C
-stops an answer or, at the prompt, ends. Several ranks: mpiexec -n 2 python sample.py RUN_DIR --chat --tp 2.
+--chat talks with you, by a model that was trained on conversations (prepare.py chat). /reset forgets, Ctrl-D
+ends. Several ranks: mpiexec -n 2 python sample.py RUN_DIR --chat --tp 2.
 """
 import dataclasses
 import itertools
@@ -286,20 +286,18 @@ class Chat:
 
     def __init__(self, model, vocabulary, flags, share=lambda token: token):
         import torch
+
+        from pipeline import Cache
         self.model = model
         self.vocabulary = vocabulary
         self.flags = flags
         self.share = share
         self.template = Template(vocabulary)
         self.rng = torch.Generator().manual_seed(flags.seed)
-        self.reset()
-
-    def reset(self):
-        from pipeline import Cache
-        self.tokens = list(self.template.begin)
-        if self.flags.system:
-            self.tokens += self.template.message("system", self.flags.system)
         self.cache = Cache()
+        self.tokens = list(self.template.begin)
+        if flags.system:
+            self.tokens += self.template.message("system", flags.system)
 
     def answer(self, question):
         """Add the question. Return an iterator of the answer's pieces. ValueError: it lacks a character."""
@@ -307,19 +305,17 @@ class Chat:
         return self.vocabulary.whole_characters(self.answer_ids())
 
     def answer_ids(self):
-        """Yield the ids of the answer. However it ends, <|end|> follows it in the conversation."""
+        """Yield the ids of the answer. <|end|> follows it in the conversation, also where it is cut short."""
         from pipeline import stream
         flags = self.flags
-        try:
-            for token in stream(self.model, self.tokens, flags.max_new_tokens, self.cache,
-                                temperature=flags.temperature, top_k=flags.top_k, rng=self.rng):
-                token = self.tokens[-1] = self.share(token)
-                if token in self.vocabulary.special.values():
-                    self.tokens.pop()
-                    break
-                yield token
-        finally:  # also where nobody asks for the rest
-            self.tokens.append(self.template.end)
+        for token in stream(self.model, self.tokens, flags.max_new_tokens, self.cache,
+                            temperature=flags.temperature, top_k=flags.top_k, rng=self.rng):
+            token = self.tokens[-1] = self.share(token)
+            if token in self.vocabulary.special.values():
+                self.tokens.pop()
+                break
+            yield token
+        self.tokens.append(self.template.end)
 
 
 def share_out(cfg, flags, world):
@@ -334,24 +330,19 @@ def share_out(cfg, flags, world):
 
 def converse(model, vocabulary, flags, world):
     """Answer questions that rank 0 reads until there are no more; rank 0 prints."""
-    from pipeline import Cache
     share = world.everyone.broadcast  # a few bytes over the world
     chat = Chat(model, vocabulary, flags, share)
     say = show if world.rank == 0 else len
     while (question := share(read_line() if world.rank == 0 else None)) is not None:
         try:
             if question == "/reset":
-                chat.reset()
+                chat = Chat(model, vocabulary, flags, share)
             elif question:
-                for piece in itertools.chain(chat.answer(question), ["\n"]):
+                for piece in chat.answer(question):
                     say(piece)
+                say("\n")
         except ValueError as e:  # a character that the vocabulary lacks, on all ranks alike
             say(f"nanoshard: {e}\n")
-        except KeyboardInterrupt:
-            if world.size > 1:  # the others may be at another token
-                raise
-            show("\n")
-            chat.cache = Cache()  # some layers may have one position more than others
 
 
 def read_line():

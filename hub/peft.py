@@ -2,8 +2,6 @@
 
 peft computes x A^T B^T alpha/r as layers.Adapter does, so no number changes.
 """
-import math
-
 from config import as_typed
 from hub.families import family_of
 from hub.weights import Lazy, Part, check_finite, open_slices, read_from, tensors
@@ -17,7 +15,7 @@ PREFIX = "base_model.model."
 # change the base's weights, too.
 PLAIN = {"peft_type": ("LORA",), "bias": ("none",), "init_lora_weights": (True, "gaussian")}
 # Fields that change nothing in what a model with its adapters computes. Any other field must be empty.
-HARMLESS = {"r", "lora_alpha", "use_rslora", "auto_mapping", "base_model_name_or_path", "exclude_modules",
+HARMLESS = {"r", "lora_alpha", "auto_mapping", "base_model_name_or_path", "exclude_modules",
             "inference_mode", "layers_pattern", "layers_to_transform", "lora_dropout", "megatron_core",
             "peft_version", "qalora_group_size", "revision", "target_modules", "task_type"}
 
@@ -54,12 +52,9 @@ def to_peft(merged, cfg, vocab_size, dtype):
 
 def adapter_config(cfg, names, base):
     """Return adapter_config.json. names: of peft's tensors. base: a model's name."""
-    is_causal = cfg.objective == "causal"
     modules = {name.removeprefix(PREFIX).split(".lora_")[0] for name in names}
-    if is_causal:  # by such short names peft would also find modules of the head of a masked model
-        modules = {module.split(".")[-1] for module in modules}
-    return {"peft_type": "LORA", "task_type": "CAUSAL_LM" if is_causal else None, "r": cfg.lora,
-            "base_model_name_or_path": base, "lora_alpha": cfg.lora_alpha, "lora_dropout": 0.0,
+    return {"peft_type": "LORA", "task_type": {"causal": "CAUSAL_LM", "mlm": None}[cfg.objective],
+            "r": cfg.lora, "base_model_name_or_path": base, "lora_alpha": cfg.lora_alpha, "lora_dropout": 0.0,
             "bias": "none", "inference_mode": True, "target_modules": sorted(modules)}
 
 
@@ -71,9 +66,7 @@ def read_adapter(folder):
     for field, value in found.items():
         if value and field not in HARMLESS and value not in PLAIN.get(field, ()):
             raise ValueError(f"{path}: {field} is {value!r}; only plain LoRA adapters, without it, are read")
-    # rslora divides by the root of the rank.
-    alpha = found["lora_alpha"] * (math.sqrt(found["r"]) if found.get("use_rslora") else 1)
-    return found["r"], float(alpha)
+    return found["r"], float(found["lora_alpha"])
 
 
 def from_peft(folder, cfg, rank, vocab_size):

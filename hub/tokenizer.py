@@ -15,8 +15,6 @@ def export_tokenizer(tokenizer, seq_len):
         if tokenizer.spec.get("special"):
             whole = json.loads(tokenizer.library.to_str())
         settings = dict(tokenizer.spec["config"])
-        if settings.get("pad_token") is None and tokenizer.eod is not None:
-            settings["pad_token"] = tokenizer.library.id_to_token(tokenizer.eod)
     else:
         steps = character_steps if isinstance(tokenizer, CharTokenizer) else byte_pair_steps
         added = [{"id": i, "content": token, "single_word": False, "lstrip": False, "rstrip": False,

@@ -277,6 +277,7 @@ MALFORMED = {  # {reader: [(what happens to a directory, a word of the line)]}
             folder / "tokenizer.json"), "260 ids and the model 50 rows")],
     "adapters": [
         (adapter(peft_type="LOHA"), "peft_type is 'LOHA'"), (adapter(use_dora=True), "use_dora is True"),
+        (adapter(use_rslora=True), "use_rslora is True"),
         (adapter(bias="all"), "bias is 'all'"), (adapter(rank_pattern={"q_proj": 4}), "rank_pattern"),
         (adapter(modules_to_save=["lm_head"]), "modules_to_save"),
         (adapter(init_lora_weights="pissa"), "init_lora_weights is 'pissa'"), (adapter(r=3), "floats"),
