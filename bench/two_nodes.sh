@@ -177,7 +177,7 @@ wants() { [[ " $parts " == *" $1 "* ]]; }
         for ((rank = per_node; rank < size; rank++)); do kill -9 "${pids[$rank]}"; done
         codes=(); for pid in "${pids[@]}"; do wait "$pid" 2>/dev/null; codes+=($?); done
         took=$((SECONDS - killed))
-        why=$(grep -h "lost a peer\|nothing moved\|no progress" "$out/lost.log.0" | head -n 1)
+        why=$(grep -h "^RuntimeError\|^torch.distributed.Dist\|no progress" "$out/lost.log.0" | head -n 1)
         [ "$took" -le $((2 * timeout)) ] && [ -n "$why" ] && { [ "${codes[0]}" = 1 ] || [ "${codes[0]}" = 43 ]; }
         say $? "node 2 is killed" \
             "codes ${codes[*]} after $took s of --timeout $timeout: ${why:-$(tail -n 1 "$out/lost.log.0")}"

@@ -2,10 +2,8 @@
 import contextlib
 import math
 import os
-import sys
 import time
 import traceback
-from collections import Counter
 
 from runtime import launch  # isort: skip (before torch: it sets how idle threads wait)
 import torch
@@ -34,8 +32,7 @@ def started(argv=None):
     """Surround a run of these flags: give (Config, World, Watch) when all ranks have started with equal ones.
     argv: by default this program's. At the end the ranks part, also where the run leaves by SystemExit."""
     with session.surround():
-        parsed = session.signals.parsed if argv is None else session.parse_flags(argv)
-        cfg, wrong = parsed or session.parse_flags(sys.argv[1:])
+        cfg, wrong = session.signals.parsed if argv is None else session.parse_flags(argv)
         launch.deterministic(cfg.deterministic)
         timeout = cfg.timeout if cfg.pdb < 0 else launch.NO_TIMEOUT
         with watch.Watch(session.signals.rank, timeout) as watchdog:
@@ -135,27 +132,23 @@ class Stop:
         return [*(session.signals.number == number for number in session.STOPPING), is_asked, is_late]
 
     def poll(self, world, begun):
-        """Return why to stop, of REASONS, or None; the same on all ranks. begun: when this step began.
-        If it was skipped, this is collective over the world."""
+        """Return why to stop, of REASONS, or None; the same on all ranks. begun: when this step began."""
         now = time.monotonic()
         self.longest_step = max(self.longest_step, now - begun)
-        sums = self.sums
         before = self.copied
-        self.sums = None
         self.copied = None
+        found = [False] * VOTES  # also in a step that was skipped, which has no statistics
         if world.size == 1:
             found = self.reasons()
-        elif sums is None:
-            found = world.everyone.maximum(self.reasons())  # six of each rank, over the world
-        elif sums.device.type in PROMPT:
-            found = sums.tolist()
-        else:
-            self.copied = start_copy(sums)
-            found = [False] * VOTES
-            if before is not None:
-                copy, event = before
-                event.synchronize()  # the host waits for the step before at most
-                found = copy.tolist()
+        elif self.sums is not None and self.sums.device.type in PROMPT:
+            found = self.sums.tolist()
+        elif self.sums is not None:
+            self.copied = start_copy(self.sums)
+        if before is not None:
+            copy, event = before
+            event.synchronize()  # the host waits for the step before at most
+            found = copy.tolist()
+        self.sums = None
         steps = 1 if self.copied is None else 2  # the votes of a step are read in this one or in the next
         session.signals.leaves = now + steps * (now - begun) + self.longest_save
         return next((reason for reason, asked in zip(REASONS, found, strict=True) if asked), None)
@@ -170,11 +163,13 @@ def replica_differences(model, mesh):
     lines = []
     for axis_name, tensors in sorted(hashes_by_axis(model).items()):
         axis = getattr(mesh, axis_name)
-        if axis.size > 1:
-            mine = torch.stack([*tensors.values()])  # (n, 2)
-            hashes = axis.all_gather(mine).view(axis.size, -1, 2).tolist()  # 2 n int64 from each rank to all
-            if axis.rank == 0:
-                lines += mismatches(tensors, hashes, axis.ranks)
+        mine = torch.stack([*tensors.values()])  # (n, 2)
+        hashes = axis.all_gather(mine).view(axis.size, -1, 2)  # 2 n int64 from each rank to all
+        differs = (hashes != hashes[0]).any(2).tolist()
+        for i, name in enumerate(tensors):
+            others = [rank for rank, its in zip(axis.ranks, differs, strict=True) if its[i]]
+            if axis.rank == 0 and others:
+                lines.append(f"{name} on {watch.format_ranks(others)} differs from rank {axis.ranks[0]}")
 
     found = mesh.world.everyone.gather(lines)  # a few lines, or none, from each rank, over the world
     return [line for part in found for line in part]
@@ -192,16 +187,3 @@ def hashes_by_axis(model):
     for name, t in model.named_buffers():  # the routers' biases: equal on a whole stage
         held.setdefault("stage", {})[name] = checksum(t)
     return held
-
-
-def mismatches(names, hashes, ranks):
-    """Return a line for each tensor that differs. hashes: a list per rank. The largest group is right."""
-    lines = []
-    for i, name in enumerate(names):
-        found = [tuple(theirs[i]) for theirs in hashes]
-        [(right, _)] = Counter(found).most_common(1)
-        wrong = [rank for rank, theirs in zip(ranks, found, strict=True) if theirs != right]
-        others = [rank for rank in ranks if rank not in wrong]
-        if wrong:
-            lines.append(f"{name} on {watch.format_ranks(wrong)} differs from {watch.format_ranks(others)}")
-    return lines

@@ -8,7 +8,6 @@ import fcntl
 import functools
 import gc
 import os
-import resource
 import socket
 import struct
 import subprocess
@@ -22,7 +21,7 @@ from typing import Any, NamedTuple
 
 from config import Outcome
 from interface.command_line import wrong_input
-from interface.terminal import complain, one_line, printable, say
+from interface.terminal import complain, say
 from runtime.everyone import Everyone
 
 # Read when torch is imported: waiting threads sleep, and leave the core to others.
@@ -55,25 +54,19 @@ class Start(NamedTuple):
     local_rank: int = 0
 
 
-def detect(env):
-    """Return the Start that a mapping of environment variables describes. ValueError: none."""
+def started_by(env=os.environ):
+    """Return this process's Start, before launch(), for example so that only one rank prints. ValueError: the
+    environment describes none."""
     for launcher, names in LAUNCHERS.items():
         rank, size, local_rank = map(env.get, names)
         if launcher == "pals" and size is None:
             size = "-1"  # PALS_PMI=pmix sets no PMI_SIZE
         if None not in (rank, size, local_rank):
-            if size != "-1" and not 0 <= int(rank) < int(size):
-                raise ValueError(f"{names[0]}={rank} and {names[1]}={size} describe no rank: unset them")
             return Start(launcher, int(rank), int(size), int(local_rank))
     if "RANK" in env and env.get("WORLD_SIZE", "1") != "1":  # each rank would train the whole model alone
         raise ValueError(f"RANK={env['RANK']} in the environment has no LOCAL_RANK: unset it, or start the "
                          "ranks with torchrun")
     return Start()
-
-
-def started_by():
-    """Return this process's Start, before launch(): for example so that only one rank prints."""
-    return detect(os.environ)
 
 
 def on_one_node(start):
@@ -168,9 +161,6 @@ def _join(start, wait):
     """Meet the other ranks, and return the World."""
     import torch.distributed as dist
     launcher, rank, size, local_rank = start
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(OSError, ValueError):  # the system's own limit is lower
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # rank 0's store has a file for each rank
     # Slurm's pmi2 reads 1,024 bytes of a message and takes the rest for another one. MPICH's addresses of UCX
     # may be longer, those of OFI have 16 bytes.
     if launcher == "srun" and "PMI_FD" in os.environ and os.path.exists(f"{sys.prefix}/lib/mpich"):
@@ -179,7 +169,7 @@ def _join(start, wait):
     if comm is not None:
         size = comm.size
     node, n_nodes = _node(launcher, comm)
-    end_all_on_exception(rank, comm)
+    end_all_on_exception(comm)
 
     calls = CollectiveLog()
     everyone = Everyone(rank, size, calls=calls)
@@ -216,8 +206,7 @@ def print_node(world):
         f"{backend}torch {torch.__version__}")
     n_gpus = 0 if world.device.type == "cpu" else torch.accelerator.device_count()
     if n_gpus > world.local_size:
-        how = f"mpiexec -n {n_gpus} python ... uses" if world.size == 1 else f"{n_gpus} ranks per node use"
-        say(f"  uses {world.local_size} of {n_gpus} GPUs: {how} all")
+        say(f"  uses {world.local_size} of {n_gpus} GPUs")
 
 
 def shutdown(world):
@@ -230,26 +219,14 @@ def shutdown(world):
         dist.destroy_process_group()
 
 
-PEER_LOST = ("closed by peer", "reset by peer", "remote process exited", "was likely closed", "roken pipe")
-
-
-def end_all_on_exception(rank, comm):
-    """Make an exception on one rank end all ranks, with one traceback. comm: MPI's communicator, or None.
-
-    Without this, mpiexec waits for the ranks that still run, and each that loses its connection to the failed
-    one prints a traceback as well.
-    """
+def end_all_on_exception(comm):
+    """Make an exception on one rank end all ranks, for which mpiexec would wait. comm: MPI's, or None."""
     def hook(kind, value, trace):
-        is_lost = any(words in str(value) for words in PEER_LOST)
-        text = printable("".join(traceback.format_exception(kind, value, trace)))
-        if is_lost:
-            time.sleep(3)  # another rank has failed: its launcher ends this one before it prints, too
-            text = f"nanoshard: rank {rank} lost a peer ({one_line(value)[:160]}): see its error\n"
-        with contextlib.suppress(OSError):
-            sys.__stderr__.write(text)  # torch would keep what is written to sys.stderr until the abort
+        with contextlib.suppress(OSError):  # torch would keep what is written to sys.stderr until the abort
+            traceback.print_exception(kind, value, trace, file=sys.__stderr__)
             sys.__stderr__.flush()
         time.sleep(0.2)  # mpiexec must pass the text on before it learns of the abort
-        if comm is not None and not is_lost:
+        if comm is not None:
             comm.Abort(int(Outcome.FAILED))
         os._exit(int(Outcome.FAILED))  # the destructors of process groups would wait or abort
 

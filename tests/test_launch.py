@@ -1,6 +1,5 @@
 """Every launcher is recognised; python, mpiexec and torchrun train alike; one exception ends all ranks.
 Ranks that were started differently, signals, streams that fail, the address that the store listens on."""
-import io
 import json
 import os
 import runpy
@@ -21,7 +20,7 @@ from runs import SHAPE, TINY, assert_refused, refused, rows
 import train
 from corpus import samples
 from runtime import launch, session
-from runtime.launch import detect
+from runtime.launch import started_by
 
 BIN = Path(sys.executable).parent
 # Every process in an sbatch script of 2 tasks sees these, whatever starts it (recorded on a real Slurm)
@@ -71,7 +70,7 @@ ENVIRONMENTS = {  # name: (environment, launcher, rank, size, local rank)
 @pytest.mark.parametrize("name", ENVIRONMENTS)
 def test_rank_and_size_are_read_from_the_launchers_variables(name):
     env, *want = ENVIRONMENTS[name]
-    assert detect({"PATH": "/bin", **env}) == tuple(want)
+    assert started_by({"PATH": "/bin", **env}) == tuple(want)
 
 
 @pytest.mark.parametrize("env,words", [
@@ -268,21 +267,6 @@ def test_an_exception_on_one_rank_ends_all_ranks(tmp_path):
     assert "RuntimeError: the rank that breaks" in crashed.stderr and "in broken" in crashed.stderr
     # PyTorch wraps sys.excepthook, and would repeat on stderr, with this prefix, what the hook wrote
     assert crashed.stderr.count("Traceback") == 1 and "[rank1]:" not in crashed.stderr
-
-
-@pytest.mark.parametrize("has_mpi", [True, False])
-def test_a_rank_that_lost_a_peer_prints_one_line_and_no_traceback(has_mpi, monkeypatch):
-    """The peer prints its own. MPI's abort is the peer's, too."""
-    aborted = []
-    comm = SimpleNamespace(Abort=aborted.append) if has_mpi else None
-    err = io.StringIO()
-    monkeypatch.setattr(sys, "excepthook", None)
-    monkeypatch.setattr(sys, "__stderr__", err)
-    monkeypatch.setattr(launch.time, "sleep", lambda seconds: None)
-    monkeypatch.setattr(os, "_exit", aborted.append)
-    launch.end_all_on_exception(3, comm)
-    sys.excepthook(RuntimeError, RuntimeError("Connection closed by peer"), None)
-    assert aborted == [1] and err.getvalue().startswith("nanoshard: rank 3 lost a peer (Connection closed by")
 
 
 def test_deterministic_is_set_before_the_device(monkeypatch):

@@ -64,7 +64,7 @@ def lines(tmp_path):
 
 
 # The launcher goes on, as srun does for --wait=60: nobody waits for it.
-LOST = "touch down.{}; echo 'nanoshard: rank 0 lost a peer (x): see its error' >&2; exec /bin/sleep 60"
+LOST = "touch down.{}; echo 'Traceback: lost a peer' >&2; exec /bin/sleep 60"
 
 
 def test_a_silent_host_is_left_out(job, tmp_path):

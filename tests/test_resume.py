@@ -188,12 +188,6 @@ def test_a_vote_to_stop_travels_with_the_statistics_and_is_read_a_step_later_on_
     assert [(r["code"], len(r["steps"])) for r in prompt] == [(85, 3)] * 2
 
 
-def test_in_skipped_steps_the_ranks_agree_to_stop_as_well(tmp_path):
-    argv = [*TINY, "--steps=9", "--save-every=0", "--train-range-to-skip", "2", "7", f"--out={tmp_path}/run"]
-    results = run_ranks(2, session, argv, {4: signal.SIGTERM})
-    assert [(r["code"], rows(tmp_path / "run")[-1]["step"]) for r in results] == [(85, 4)] * 2
-
-
 def test_the_file_stop_is_looked_at_and_removed_at_the_start(tmp_path, capsys):
     stop, other = Stop(0.0), Stop(0.0)
     now = time.monotonic()

@@ -73,6 +73,7 @@ mpiexec -n 4 -ppn 2 python train.py {flags} --out {out}
 # those that a killed job 1 of an earlier cluster has left, and MPI_Init would end in "Out of memory".
 OWN_SHM = 'mount -t tmpfs tmpfs /dev/shm && exec "$0" "$@"'
 CYCLIC = """
+import sys
 import train
 launch = train.agree.launch.launch
 def launch_and_print(*args, **how):
@@ -80,7 +81,7 @@ def launch_and_print(*args, **how):
     print(f"rank {world.rank}: node {world.nodes[world.rank]} local rank {world.local_rank}", flush=True)
     return world
 train.agree.launch.launch = launch_and_print
-train.main()
+train.main(sys.argv[1:])
 """
 
 
