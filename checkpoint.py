@@ -307,29 +307,17 @@ def show(path):
     megabytes = sum(file["bytes"] for file in index["files"].values()) / 1e6
     say(f"{path}: step {index['step']}, {len(index['tensors'])} tensors in {len(index['files'])} files, "
         f"{megabytes:.1f} MB, all checksums right")
-    say("  " + " ".join(f"{key}={value}" for key, value in counters(index).items()))
+    counters = {key: value for key, value in index["meta"].items() if not isinstance(value, dict)}
+    say("  " + " ".join(f"{key}={value}" for key, value in counters.items()))
     for name, entry in sorted(index["tensors"].items()):
         say(f"  {name:45} {entry['dtype']:8} {tuple(entry['shape'])!s:16} {len(entry['pieces'])} piece(s)")
 
 
-def counters(index):
-    """Return what a checkpoint says of its run, without flags."""
-    return {key: value for key, value in index["meta"].items() if not isinstance(value, dict)}
-
-
 def diff(path_a, path_b):
-    """Say which tensors and counters differ. Return their number, without the world's size."""
+    """Say which tensors differ, and by how much. Return their number."""
     a = Reader(path_a, check(path_a))
     b = Reader(path_b, check(path_b))
     found = 0
-    of_a = counters(a.index)
-    of_b = counters(b.index)
-    for key in sorted(of_a.keys() | of_b.keys()):
-        x = of_a.get(key, "absent")
-        y = of_b.get(key, "absent")
-        if x != y:
-            found += key != "world"  # a layout
-            say(f"  meta {key}: {x} -> {y}")
     both = a.index["tensors"].keys() & b.index["tensors"].keys()
     for name in sorted(a.index["tensors"].keys() | b.index["tensors"].keys()):
         text = difference(a.whole(name), b.whole(name)) if name in both else "only in one of them"

@@ -176,15 +176,13 @@ def export_model(flags, folder):
 def write_weights(folder, layout, most):
     """Write {name: Lazy} as files of at most `most` bytes. A larger tensor has a file of its own."""
     sizes = {name: tensor.numel() * tensor.element_size() for name, tensor in layout.items()}
-    if sum(sizes.values()) <= most:
-        checkpoint.write_safetensors(folder / "model.safetensors", layout)
-        return
-    split = require("huggingface_hub", "a model of several files").split_state_dict_into_shards_factory(
+    split = require("huggingface_hub", "convert.py export").split_state_dict_into_shards_factory(
         sizes, get_storage_size=int, filename_pattern="model{suffix}.safetensors", max_shard_size=most)
     for file, names in split.filename_to_tensors.items():
         checkpoint.write_safetensors(folder / file, {name: layout[name] for name in names})
-    index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
-    write_json(folder, {"model.safetensors.index.json": index})
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        write_json(folder, {"model.safetensors.index.json": index})
 
 
 def export_adapter(flags, folder):

@@ -112,8 +112,7 @@ def add_tokenizer(writer, vocabulary, vocab_size):
     pattern = vocabulary.spec.get("pattern")
     if pattern not in PRE_TOKENIZERS:
         raise ValueError(f"no GGUF for this tokenizer, {vocabulary.kind}: llama.cpp cuts a text as those of "
-                         "--tokenizer bpe, gpt2 and cl100k_base do; for one of Hugging Face run its own "
-                         "convert_hf_to_gguf.py on what convert.py export writes")
+                         "--tokenizer bpe, gpt2 and cl100k_base do")
     vocab, merges = tokenizer.byte_pairs(vocabulary)
     types = dict.fromkeys(vocab.values(), TokenType.NORMAL)
     types |= dict.fromkeys(vocabulary.special.values(), TokenType.CONTROL)  # is not found in a text

@@ -11,9 +11,7 @@ from hub.families import require_transformers
 def export_tokenizer(tokenizer, seq_len):
     """Return a tokenizer of ours as transformers reads it, {file: content}: the same text, the same ids."""
     if tokenizer.kind == "hf":
-        whole = tokenizer.spec["json"]
-        if tokenizer.spec.get("special"):
-            whole = json.loads(tokenizer.library.to_str())
+        whole = json.loads(tokenizer.library.to_str())
         settings = dict(tokenizer.spec["config"])
     else:
         steps = character_steps if isinstance(tokenizer, CharTokenizer) else byte_pair_steps
@@ -81,19 +79,13 @@ def chat_template(tokenizer):
         ids = library.encode(f"{begin}<|user|>{word}{chat.END}", add_special_tokens=False).ids
         if ids != [*template.begin, *template.message("user", word)]:
             return {}
-    return {"chat_template": jinja(begin, "{% generation %}", "{% endgeneration %}")}
+    return {"chat_template": jinja(begin)}
 
 
-def jinja(begin, opens="", closes=""):
-    """Return a conversation as Jinja writes it, after the text `begin`.
-
-    opens, closes: what stands around an answer and its <|end|>, by which transformers knows what is trained.
-    """
+def jinja(begin):
+    """Return a conversation as Jinja writes it, after the text `begin`."""
     message = "{{ '<|' + m['role'] + '|>' + m['content'] + '<|end|>' }}"
-    answer = f"<|assistant|>{opens}{{{{ m['content'] + '<|end|>' }}}}{closes}"
-    others = tuple(role for role in chat.ROLES if role != "assistant")
     refuse = "{{ raise_exception(m['role'] + ' is no role of this model') }}"
     return (f"{{{{ {json.dumps(begin)} }}}}{{% for m in messages %}}"
-            f"{{% if m['role'] == 'assistant' %}}{answer}"
-            f"{{% elif m['role'] in {others} %}}{message}{{% else %}}{refuse}{{% endif %}}"
+            f"{{% if m['role'] in {chat.ROLES} %}}{message}{{% else %}}{refuse}{{% endif %}}"
             "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}")

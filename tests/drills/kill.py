@@ -28,7 +28,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parent.parent)]
 os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
 
 import pool  # noqa: E402
-from runs import rows  # noqa: E402
+from runs import rows, same  # noqa: E402
 
 import checkpoint  # noqa: E402
 from interface.command_line import command_line, wrong_input  # noqa: E402
@@ -220,6 +220,7 @@ def assert_equal_runs(a, b):
     """Assert that the newest checkpoints of two runs and the rows of their logs have equal bits."""
     newest_a, newest_b = (checkpoint.steps(out)[0] for out in (a, b))
     assert checkpoint.diff(newest_a, newest_b) == 0, "they differ as printed above"
+    same(a, b, checkpoint.step_of(newest_a))
     assert rows(a) == rows(b)
 
 
