@@ -45,9 +45,7 @@ from interface.files import set_aside, whole_folder
 from interface.terminal import say, warn
 
 SHAKESPEARE = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
-VOCAB_SIZE = 4096  # for bpe: an id stands for 3.5 characters of Python, and does not dwarf a small model
 TRAINING_BYTES = 64 << 20  # amount of text to train a vocabulary on
-BATCH = 1 << 20  # characters that a worker encodes at a time; their number changes no byte
 # `encodings` and `pydoc_data` are tables and help texts, 18 % of the text, and hardly programs.
 NOT_STDLIB = {"site-packages", "dist-packages", "__pycache__", "encodings", "pydoc_data"}
 TESTS = {"test", "tests", "idle_test"}
@@ -66,7 +64,7 @@ class Flags:
     val_fraction: float = 0.1  # that share
     # char, bpe (trained on the sources), gpt2, o200k_base..., a prepared folder, or hf:FOLDER of Hugging Face
     tokenizer: str = "bpe"
-    vocab_size: int | None = None  # bpe: number of ids, end-of-document included; None is 4096
+    vocab_size: int = 4096  # bpe: number of ids, end-of-document included
     text_key: str = "text"  # the column or json key of the text
     split_at: str = ""  # words that end a document in the text, such as "<|endoftext|>"
     shuffle: Switch = False  # put the documents of all sources in one random order; the default for records
@@ -76,7 +74,7 @@ class Flags:
     seq_len: int = 128  # chat: tokens of a window; a longer conversation is cut
     workers: int = min(8, os.cpu_count() or 1)  # processes
     with_tests: bool = False  # stdlib: its test suites too, 3 times the text
-    replace: Switch = False  # make it also where a data set stands, which becomes NAME.old
+    replace: Switch = False  # make it also where something stands, which becomes NAME.old
     verify: bool = False  # only read the prepared files and compare their sha256
     # at least the 256 bytes and end-of-document
     RANGES = {"vocab_size": (257, 1 << 31), "workers": (1, 1024), "shard_tokens": (1, 1 << 40),
@@ -98,7 +96,7 @@ def parse(argv):
                          "input.txt --tokenizer char --name shakespeare")
     if flags.sources != ("stdlib",) and not flags.name:
         raise ValueError(f"--name NAME is missing, the folder under {flags.out}/")
-    if flags.vocab_size is not None and flags.tokenizer != "bpe":
+    if flags.vocab_size != Flags.vocab_size and flags.tokenizer != "bpe":
         raise ValueError("--vocab-size is for --tokenizer bpe")
     return flags
 
@@ -111,6 +109,11 @@ def list_files(sources, flags):
         names = sorted((path.relative_to(root) for path in root.rglob("*.py")), key=Path.as_posix)
         return [text.File("whole", str(root / name)) for name in names if not skip & set(name.parts)]
     return [file for source in sources for file in text.list_files(source, flags.text_key)]
+
+
+def documents(files, flags):
+    for file in files:
+        yield from text.documents(file, flags.text_key, flags.split_at)
 
 
 # -----------------------------------------------------------------------------
@@ -132,10 +135,9 @@ def training_texts(files, flags):
 def make_tokenizer(flags, files):
     """Return the tokenizer that --tokenizer names. ValueError: it is unknown or has no end-of-document."""
     if flags.tokenizer == "char":
-        return tokenizer.train_char(document for file in files
-                                    for document in text.documents(file, flags.text_key))
+        return tokenizer.train_char(documents(files, flags))
     if flags.tokenizer == "bpe":
-        return tokenizer.train_bpe(training_texts(files, flags), flags.vocab_size or VOCAB_SIZE)
+        return tokenizer.train_bpe(training_texts(files, flags), flags.vocab_size)
     folder = Path(flags.tokenizer.removeprefix("hf:"))
     if not (folder / "tokenizer.json").is_file():
         return tokenizer.from_tiktoken(flags.tokenizer)
@@ -153,71 +155,49 @@ def load_tokenizer(path, sha256):
     return tokenizer.load(path)
 
 
-def encode(path, sha256, batch):
-    """Return [(split, tokens with their end)] of a batch, and counts of what was read.
+def encode(path, sha256, job):
+    """Return a document's split, its tokens and their end, its characters, how often it spells the end.
 
-    path, sha256: of the tokenizer. batch: the share of val, texts.
+    path, sha256: of the tokenizer. job: the share of val, the document.
     """
-    val_fraction, texts = batch
+    val_fraction, document = job
     vocab = load_tokenizer(path, sha256)
-    dtype = token_dtype(vocab)
-    end = np.array([] if vocab.eod is None else [vocab.eod], dtype)
-    encoded = []
-    counts = Counter()
-    for document in texts:
-        digest = hashlib.blake2b(document.encode(), digest_size=8).digest()
-        uniform = int.from_bytes(digest, "little") / 2**64
-        split = "val" if uniform < val_fraction else "train"
-        tokens = vocab.encode_numpy(document).astype(dtype)
-        encoded.append((split, np.concatenate((tokens, end))))
-        counts["characters"] += len(document)
-        counts["spelled"] += document.count(tokenizer.EOD)
-    return encoded, counts
+    digest = hashlib.blake2b(document.encode(), digest_size=8).digest()
+    uniform = int.from_bytes(digest, "little") / 2**64
+    split = "val" if uniform < val_fraction else "train"
+    tokens = vocab.encode_numpy(document)
+    if vocab.eod is not None:
+        tokens = np.append(tokens, vocab.eod)
+    return split, tokens.astype(token_dtype(vocab)), len(document), document.count(tokenizer.EOD)
 
 
 def token_dtype(vocab):
     return np.dtype("<u2" if vocab.n_vocab <= 1 << 16 else "<u4")
 
 
-def batches(files, flags, val_fraction):
-    """Yield (val_fraction, texts) for encode(), about BATCH characters at a time."""
-    texts = []
-    size = 0
-    for file in files:
-        for document in text.documents(file, flags.text_key, flags.split_at):
-            texts.append(document)
-            size += len(document)
-            if size >= BATCH:
-                yield val_fraction, texts
-                texts = []
-                size = 0
-    if texts:
-        yield val_fraction, texts
-
-
-def encode_all(batches, workers, encode_one):
-    """Yield what encode_one() returns for each batch, in order."""
+def encode_all(jobs, workers, encode_one):
+    """Yield what encode_one() returns for each job, in order."""
     if workers == 1:
-        yield from map(encode_one, batches)
+        yield from map(encode_one, jobs)
         return
     context = multiprocessing.get_context("spawn")
     # At Ctrl-C this process ends its workers, which ignore it.
     with context.Pool(workers, signal.signal, (signal.SIGINT, signal.SIG_IGN)) as pool:
-        yield from pool.imap(encode_one, batches)
+        yield from pool.imap(encode_one, jobs, chunksize=64)
 
 
-def write_tokens(batches, work):
-    """Write encoded batches to work/SPLIT. Return {split: lengths of its documents}, the sum of counts."""
+def write_tokens(encoded, work):
+    """Write encoded documents to work/SPLIT. Return {split: their lengths}, {what: its sum over them}."""
     lengths = {split: [] for split in SPLITS}
     total = Counter()
     start = shown = time.time()
     with open(work / "train", "wb") as train, open(work / "val", "wb") as val:
         files = {"train": train, "val": val}
-        for encoded, counts in batches:
-            total += counts
-            for split, tokens in encoded:
-                lengths[split].append(len(tokens))
-                files[split].write(tokens)
+        for split, tokens, characters, spelled in encoded:
+            lengths[split].append(len(tokens))
+            files[split].write(tokens)
+            total["characters"] += characters
+            total["spelled"] += spelled
             if time.time() - shown > 2:
                 shown = time.time()
                 millions = total["characters"] / 1e6
@@ -248,9 +228,10 @@ def prepare_text(flags, files, val_files, work):
     vocab = make_tokenizer(flags, files + val_files)
     vocab.save(work / "tokenizer.json")
     fraction = 0 if val_files or vocab.eod is None else flags.val_fraction
-    todo = itertools.chain(batches(files, flags, fraction), batches(val_files, flags, 1))
+    jobs = itertools.chain(zip(itertools.repeat(fraction), documents(files, flags)),
+                           zip(itertools.repeat(1), documents(val_files, flags)))
     encode_one = functools.partial(encode, work / "tokenizer.json", vocab.sha256)
-    lengths, total = write_tokens(encode_all(todo, flags.workers, encode_one), work)
+    lengths, total = write_tokens(encode_all(jobs, flags.workers, encode_one), work)
 
     are_records = any(file.kind not in ("whole", "text") for file in files)
     shuffled = flags.shuffle or (are_records and vocab.eod is not None and not flags.no_shuffle)
@@ -315,24 +296,14 @@ def make_data(flags, files, val_files, command, work):
     return f"{read}, {vocab.n_vocab:,} symbols, {sizes['train']:,} + {sizes['val']:,} tokens (train + val)"
 
 
-def is_made(folder, command, files, replace):
-    """Whether the data set stands, sound, and was made by this command after its files last changed.
-
-    ValueError: what stands there is no data set, or another one, and --replace is not given.
-    """
-    if not folder.exists():
-        return False
-    if not (folder / "meta.json").is_file():
-        raise ValueError(f"{folder} is there, and is no data set; give another --name")
+def check_made(folder, command, files):
+    """Raise ValueError unless a data set stands, sound, and made by this command after its files changed."""
     made_by = shards.load_meta(folder).get("command", "an older prepare.py")
-    if replace:
-        return False
     newest = max(os.path.getmtime(file.path) for file in files)
     if made_by != command or newest > os.path.getmtime(folder / "meta.json"):
         raise ValueError(f"{folder} is there, made by: {made_by}; for other flags or changed files give "
                          "another --name, or --replace it")
     shards.verify(folder)
-    return True
 
 
 @wrong_input()
@@ -350,7 +321,8 @@ def main(argv=None):
     val_files = text.list_files(flags.val, flags.text_key) if flags.val else []
     # What made a data set, but for what changes no byte of it.
     command = re.sub(r" --(workers[ =]\d+|replace\b)", "", shlex.join(["python", "prepare.py", *argv]))
-    if is_made(folder, command, files + val_files, flags.replace):
+    if folder.exists() and not flags.replace:
+        check_made(folder, command, files + val_files)
         say(f"{folder} is up to date")
         return 0
     with whole_folder(folder) as work:

@@ -19,7 +19,6 @@ MAGIC = b"nanoshrd"
 VERSION = 1
 HEADER = struct.Struct("<8sIIQ")  # magic, version, bytes per token, number of tokens; zeros follow
 HEADER_BYTES = 4096  # a whole page, so that the tokens can be memory-mapped
-BLOCK = 1 << 24  # tokens that are written at a time
 
 
 def pack_header(itemsize, tokens):
@@ -78,13 +77,12 @@ def write_shards(folder, tokens, most, kind=""):
 def write_shard(path, tokens):
     """Write tokens, (n,), as one shard; return what meta.json says of it."""
     header = pack_header(tokens.itemsize, len(tokens))
-    digest = hashlib.sha256(header)
+    tokens = np.ascontiguousarray(tokens)
     with open(path, "wb") as f:
         f.write(header)
-        for first in range(0, len(tokens), BLOCK):
-            block = np.ascontiguousarray(tokens[first : first + BLOCK])
-            f.write(block)
-            digest.update(block)
+        f.write(tokens)
+    digest = hashlib.sha256(header)
+    digest.update(tokens)
     return {"file": path.name, "tokens": len(tokens), "sha256": digest.hexdigest()}
 
 

@@ -313,8 +313,7 @@ def test_shakespeare(tmp_path, capsys):
     assert meta["vocab_size"] == 65 and meta["eod"] is None and meta["documents"] is None
 
 
-def test_same_bytes_for_any_number_of_workers(tmp_path, texts, capsys, monkeypatch):
-    monkeypatch.setattr(prepare, "BATCH", 10_000)
+def test_same_bytes_for_any_number_of_workers(tmp_path, texts, capsys):
     for workers in (1, 2):
         done(capsys, *texts, "--name", "same", "--out", tmp_path / str(workers), "--vocab-size", 400,
              "--workers", workers)
@@ -390,7 +389,7 @@ def test_a_failure_leaves_the_old_data(tmp_path, texts, capsys, monkeypatch):
 
 @pytest.mark.parametrize("what,words", [
     ("another data set", "x is there, made by: python prepare.py"), ("a damaged meta.json", "no sound JSON"),
-    ("a folder", "x is there, and is no data set"), ("a file", "x is there, and is no data set"),
+    ("a folder", "x holds no prepared data"), ("a file", "x holds no prepared data"),
     ("x.tmp", "x.tmp is there: another command writes it, or one was killed")])
 def test_nothing_is_replaced_unasked(what, words, tmp_path, texts, capsys):
     argv = [texts[0], "--name", "x", "--out", tmp_path, "--tokenizer", "char"]
@@ -405,10 +404,9 @@ def test_nothing_is_replaced_unasked(what, words, tmp_path, texts, capsys):
         folder.mkdir()
         (folder / "train_00000.bin").write_text("mine")
     before = tree(tmp_path)
-    for replace_it in [] if what == "another data set" else ["--replace"], []:
-        code, out, err = run(capsys, *argv, "--val-fraction", 0.3, *replace_it)
-        assert code == 2 and err.count("\n") == 1 and words in err, err
-        assert out == "" and tree(tmp_path) == before
+    code, out, err = run(capsys, *argv, "--val-fraction", 0.3)
+    assert code == 2 and err.count("\n") == 1 and words in err, err
+    assert out == "" and tree(tmp_path) == before
 
 
 def test_the_old_data_set_stays_when_it_is_replaced(tmp_path, texts, capsys):
