@@ -17,7 +17,7 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-from interface.terminal import one_line, warn
+from interface.terminal import warn
 
 DOC_CHARS = 4_000  # characters of a text file per document: so few that a small text has both splits
 GZIP = b"\x1f\x8b"  # the first bytes of such a file
@@ -63,12 +63,9 @@ def fetch_from_hub(name):
     datasets = require("datasets", f"the data set {name}")
     repo, _, pattern = name.removeprefix("hf:").partition("::")
     repo, pattern = HUB.get(name, (repo, pattern or "**"))
-    try:
-        builder = datasets.load_dataset_builder(repo, data_files={"train": pattern})
-        found = list(builder.config.data_files["train"])
-        return list(zip(map(str, found), datasets.DownloadManager().download(found), strict=True))
-    except Exception as e:  # errors of the network, http, the hub and the pattern
-        raise ValueError(f"{name}: {pattern} of {repo} could not be fetched ({one_line(e)[:200]})") from e
+    builder = datasets.load_dataset_builder(repo, data_files={"train": pattern})
+    found = list(builder.config.data_files["train"])
+    return list(zip(map(str, found), datasets.DownloadManager().download(found), strict=True))
 
 
 def kind_of(name, path, key):
@@ -172,8 +169,7 @@ def json_lines(path):
             if isinstance(record, dict):
                 yield f"{path}, row {row:,}", record
             elif not line.isspace():
-                raise ValueError(f"{path}, row {row:,} is no JSON object; mend it or leave it out; jq -c . "
-                                 "writes each object on a line")
+                raise ValueError(f"{path}, row {row:,} is no JSON object; mend it or leave it out")
 
 
 def parquet_rows(path, key):

@@ -249,7 +249,7 @@ def test_names_on_the_hub(tmp_path, capsys, monkeypatch):
         assert Counter(train + val) == Counter(texts) and err == "" and meta["sources"]["paths"] == [name]
     (train, val), *_ = make(capsys, tmp_path, f"hf:{repo}::sample/10BT/001*")
     assert Counter(train + val) == Counter(TEXTS[100:200])
-    assert "could not be fetched" in make(capsys, tmp_path / "y", f"hf:{repo}::nothing/*", code=2)
+    assert "Unable to find 'nothing/*'" in make(capsys, tmp_path / "y", f"hf:{repo}::nothing/*", code=2)
 
 
 # -----------------------------------------------------------------------------

