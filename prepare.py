@@ -4,9 +4,9 @@
     python prepare.py FILE... --name NAME
     python prepare.py chat FILE.jsonl... --name NAME --tokenizer data/stdlib --seq-len 128
 
-FILE is text or .jsonl, either packed as .gz, .jsonl.zst (needs zstandard), .parquet (needs pyarrow), or a
-data set on the Hugging Face hub (needs datasets): fineweb_edu_10bt (28 GB), fineweb_edu, dclm_baseline_1.0
-(several TB), dclm_baseline_1.0_10prct, hf:OWNER/NAME::PATTERN.
+FILE is text or .jsonl, either packed as .gz or .zst, or .parquet (the last two need pyarrow), or a data set
+on the Hugging Face hub (needs datasets): fineweb_edu_10bt (28 GB), fineweb_edu, dclm_baseline_1.0 (several
+TB), dclm_baseline_1.0_10prct, hf:OWNER/NAME::PATTERN.
 
 A document is a file of the standard library, a record, or about 4,000 characters of other text. An
 end-of-document follows it, and the hash of its text alone decides between train and val, so duplicates stay

@@ -90,9 +90,6 @@ def kind_of(name, path, key):
             raise ValueError(f"{path} would be trained on with its brackets or separators; write a JSON "
                              f"object per line (jq -c '.[]'), text under --text-key {key}, or name it .txt")
         warn(f"{path} is JSON or a table, and as its name ends in .txt, its signs are trained on as well")
-    with open(path, "rb") as f:
-        if f.read(4) == ZSTD:  # its reader does not tell that a text is cut short; a record is broken then
-            raise ValueError(f"{path} is no .jsonl.zst; unpack it")
     return "text"
 
 
@@ -102,10 +99,9 @@ def open_bytes(path):
         begin = f.read(4)
     if begin.startswith(GZIP):
         return gzip.open(path)
-    if begin != ZSTD:
-        return open(path, "rb")
-    unpacker = require("zstandard", path).ZstdDecompressor(max_window_size=1 << 31)
-    return io.BufferedReader(unpacker.stream_reader(open(path, "rb"), read_across_frames=True))
+    if begin == ZSTD:
+        return io.BufferedReader(require("pyarrow", path).input_stream(path, compression="zstd"))
+    return open(path, "rb")
 
 
 # -----------------------------------------------------------------------------

@@ -54,8 +54,8 @@ TEXTS = {"bench": (".py", ".sh", ".js", ".html", ".pbs", ".slurm"),
 # What is larger today: a number here only falls, and what is within its limit leaves the list.
 OVER = {
     "runtime, interface": (4112, 29),
-    "corpus, cost, programs": (5993, 31),
-    "house": (16697, 96)}
+    "corpus, cost, programs": (5982, 31),
+    "house": (16686, 96)}
 LONG_FILES = {}
 
 
