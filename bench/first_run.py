@@ -37,8 +37,8 @@ TERMINAL = os.terminal_size((80, 14))  # plotext draws no larger
 
 def take(run):
     """Return what the README shows of a run: the rows that it logged, and its texts by step."""
-    rows, _ = sound_rows(Path(run) / "metrics.jsonl")
-    notes, _ = sound_rows(Path(run) / "notes.jsonl")
+    rows = sound_rows(Path(run) / "metrics.jsonl")
+    notes = sound_rows(Path(run) / "notes.jsonl")
     return {"rows": [{key: row[key] for key in KEYS if key in row} for row in rows],
             "texts": {str(note["step"]): note["sample"] for note in notes if "sample" in note}}
 

@@ -8,13 +8,11 @@ import os
 import re
 import secrets
 import shutil
-import socket
-import sys
 import time
 import typing
 from pathlib import Path
 
-from interface.terminal import say, warn
+from interface.terminal import warn
 
 LOCK_WAIT = 60.0  # seconds that --resume auto waits for a run that is just leaving
 
@@ -96,32 +94,30 @@ def load_json(path):
         raise ValueError(f"{path} holds no sound JSON: {e}") from None
 
 
-def check_schema(value, schema, where, path=""):
+def check_schema(value, schema, where, name="the content"):
     """Raise ValueError, one line that starts with `where`, unless a value from JSON is as the schema says.
 
     schema: a type, a union or a Literal, [schema] for each element, or {key: schema}, where "key?" may be
     missing; other keys are free.
     """
-    name = path.removeprefix(".") or "the content"
     if typing.get_origin(schema) is tuple:  # of a flag with several values
         schema = [typing.get_args(schema)[0]]
+    choices = typing.get_args(schema) or (schema,)
+    if isinstance(schema, (dict, list)):
+        choices = (type(schema),)
+    if not any(is_a(value, choice) for choice in choices):
+        wanted = " or ".join(getattr(choice, "__name__", str(choice)) for choice in choices)
+        raise ValueError(f"{where}: {name} is {repr(value)[:60]}, not {wanted}")
     if isinstance(schema, list):
-        check_schema(value, list, where, path)
-        for i, element in enumerate(value):
-            check_schema(element, schema[0], where, f"{path}[{i}]")
-    elif isinstance(schema, dict):
-        check_schema(value, dict, where, path)
+        for element in value:
+            check_schema(element, schema[0], where, f"an element of {name}")
+    if isinstance(schema, dict):
         for key, inner in schema.items():
             asked = key.removesuffix("?")
             if asked in value:
-                check_schema(value[asked], inner, where, f"{path}.{asked}")
+                check_schema(value[asked], inner, where, asked)
             elif asked == key:
                 raise ValueError(f"{where}: {name} lacks {key}")
-    else:
-        choices = typing.get_args(schema) or (schema,)
-        if not any(is_a(value, choice) for choice in choices):
-            wanted = " or ".join(getattr(choice, "__name__", str(choice)) for choice in choices)
-            raise ValueError(f"{where}: {name} is {repr(value)[:60]}, not {wanted}")
 
 
 def is_a(value, kind):
@@ -147,36 +143,27 @@ def lock(out, wait=0.0):
     global _held
     folder = out.resolve()  # a link may lead to a folder that comes later
     folder.mkdir(parents=True, exist_ok=True)
-    file = open(folder / ".lock", "a+")
+    file = open(folder / ".lock", "a")
     until = time.monotonic() + wait
-    if wait and in_use(out):
-        say(f"{out} is in use by {in_use(out)}: waiting up to {wait:.0f} s for it to leave")
-    while True:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break
-        except BlockingIOError:
-            if time.monotonic() >= until:
-                raise ValueError(f"{out} is in use by {in_use(out)}; wait for it, stop it, or give another "
-                                 "--out") from None
-            time.sleep(0.1)
-        except OSError as e:
-            warn(f"{out}: the disk has no file locks ({e.strerror}); start no second run in this folder")
-            break
+    while in_use(out) and time.monotonic() < until:
+        time.sleep(0.1)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ValueError(f"{out} is in use by another run; stop it, or give another --out") from None
+    except OSError as e:
+        warn(f"{out}: the disk has no file locks ({e.strerror}); start no second run in this folder")
     _held = file
-    file.truncate(0)
-    file.write(f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%F %T')}")
-    file.flush()
 
 
 def in_use(out):
-    """Return in words who has locked OUT, or ""."""
+    """Whether a run has locked OUT."""
     with contextlib.suppress(OSError), open(Path(out) / ".lock") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
-            return file.read() or "another run"
-    return ""
+            return True
+    return False
 
 
 def unlock():
@@ -188,8 +175,7 @@ def unlock():
     with contextlib.suppress(OSError):  # somebody renamed or removed it
         if os.listdir(folder) == [".lock"]:
             shutil.rmtree(folder)
-    with contextlib.suppress(OSError):  # a full disk
-        _held.close()
+    _held.close()
     _held = None
 
 
@@ -197,18 +183,15 @@ def unlock():
 # Rows
 
 def sound_rows(path):
-    """Return (the rows of a .jsonl file, how many of its lines are none). A missing file has no rows."""
+    """Return the rows of a .jsonl file, without lines that are none. A missing file has no rows."""
     rows = []
-    damaged = 0
     text = Path(path).read_text(errors="replace") if Path(path).exists() else ""
     for line in filter(None, text.split("\n")):
-        try:
+        with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
             row = json.loads(line)
             range(row["step"])  # an integer
             rows.append(row)
-        except (ValueError, TypeError, KeyError, RecursionError):
-            damaged += 1
-    return rows, damaged
+    return rows
 
 
 class Rows:
@@ -222,11 +205,9 @@ class Rows:
         self.path = Path(path)
         self.waiting = b""  # rows that could not be written yet
         Rows.is_full = False
-        rows, damaged = sound_rows(path)
-        if damaged and until >= 0:
-            warn(f"{path}: {damaged} damaged line(s) removed")
         if create or self.path.exists():
-            write_whole(self.path, "".join(json.dumps(row) + "\n" for row in rows if row["step"] <= until))
+            kept = [json.dumps(row) + "\n" for row in sound_rows(path) if row["step"] <= until]
+            write_whole(self.path, "".join(kept))
 
     def add(self, row):
         """Append a row. If it cannot be written now, it waits in memory."""
@@ -248,10 +229,7 @@ class Rows:
         self.waiting = b""
 
     def close(self):
-        """Try once more to write the rows that wait. Those for which there is no room go to stderr."""
-        try:
+        """Try once more to write the rows that wait."""
+        with best_effort(f"{self.path} is not complete"):
             if self.waiting:
                 self._write()
-        except OSError as e:
-            warn(f"{self.path} is not complete: {e}; its last rows:")
-            print(self.waiting.decode(), end="", file=sys.stderr, flush=True)

@@ -197,7 +197,7 @@ def set_run_aside(out, init_from):
         if Path(path).resolve().is_relative_to(folder):
             raise ValueError(f"--out {out} holds another run, which would be renamed, and {name} is in "
                              f"it; give another --out, such as --out {out}-tuned")
-    step = max((row["step"] for row in files.sound_rows(out / "metrics.jsonl")[0]), default=0)
+    step = max((row["step"] for row in files.sound_rows(out / "metrics.jsonl")), default=0)
     new = files.set_aside(folder, f"{folder.name}.{time.strftime('%Y-%m-%d_%H%M')}_step{step}")
     files.lock(out)
     say(f"{out} held another run: it is now {new} (--resume auto goes on from checkpoints)")

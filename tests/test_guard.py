@@ -205,7 +205,7 @@ def test_an_injected_spike_changes_one_steps_targets(tmp_path):
 
 @pytest.mark.parametrize("frees", [True, False])
 def test_a_full_disk_loses_no_row_and_is_one_line(frees, tmp_path, capsys, monkeypatch):
-    """No file ends in a part of a row. At its end a run tries again, and else prints the rows."""
+    """No file ends in a part of a row. At its end a run tries again."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     run_log = log.Log(tmp_path, {"steps": 4})
     run_log.row(step=1, loss=1.0, lr=0.1)
@@ -216,16 +216,16 @@ def test_a_full_disk_loses_no_row_and_is_one_line(frees, tmp_path, capsys, monke
             run_log.row(step=step, loss=1.0, lr=0.1)
         said = capsys.readouterr().err
         assert said.count("\n") == 1 and "rows wait in memory" in said
-        assert sound_rows(tmp_path / "metrics.jsonl")[1] == 0
+        assert (tmp_path / "metrics.jsonl").stat().st_size == size  # no part of a row
         if frees:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         run_log.close()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    rows, damaged = sound_rows(tmp_path / "metrics.jsonl")
-    printed = [json.loads(line) for line in capsys.readouterr().err.splitlines() if line.startswith("{")]
-    assert [row["step"] for row in rows + printed] == [1, 2, 3, 4]
-    assert damaged == 0 and len(printed) == (0 if frees else 3)
+    steps = [row["step"] for row in sound_rows(tmp_path / "metrics.jsonl")]
+    assert steps == ([1, 2, 3, 4] if frees else [1])
+    assert frees or (tmp_path / "metrics.jsonl").stat().st_size == size
+    assert ("is not complete" in capsys.readouterr().err) == (not frees)
 
 
 class StandIn:
@@ -267,7 +267,7 @@ def tracked(out, wandb, mode, monkeypatch):
     for step in range(1, 5):
         run_log.row(step=step, lr=0.1)
     run_log.close()
-    return [r["step"] for r in sound_rows(out / "metrics.jsonl")[0]]
+    return [r["step"] for r in sound_rows(out / "metrics.jsonl")]
 
 
 def no_answer():
@@ -305,15 +305,13 @@ def test_an_outage_of_wandb_ends_no_run(tmp_path, monkeypatch, capfd):
     assert offline.steps == [1, 2, 3, 4, "finish"]
 
 
-def test_damaged_lines_are_removed_and_said_once(tmp_path, capfd):
+def test_damaged_lines_are_removed(tmp_path):
     """NUL bytes, no utf-8, rows that are none, a cut row: in each file that a run appends to."""
     damage = b'\0\0\0\n5\n[]\n{}\n\xff\xfe\n{"step": 2'
     kept = {"metrics.jsonl": [0, 1, 3], "experts.jsonl": [0, 1, 3], "history.jsonl": [0, 1, 2]}
     for name in kept:
         (tmp_path / name).write_bytes(b'{"step": 0}\n{"step": 1, "loss": 1.0}\n' + damage)
     run_log = log.Log(tmp_path, {"steps": 4}, resumed=2)
-    lines = capfd.readouterr().err.splitlines()
-    assert len(lines) == 3 and all("6 damaged" in line for line in lines)
     run_log.row(step=3, loss=1.0, lr=0.1)
     run_log.experts.add({"step": 3, "layers": {}})
     run_log.close()

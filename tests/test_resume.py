@@ -78,8 +78,7 @@ def test_a_resume_of_an_earlier_step_moves_what_is_later_aside(tmp_path):
         said = go(1, tmp_path, "--steps=4", "--save-every=2", f"--resume={tmp_path}/step_000002",
                   f"--lr={lr}")["out"]
         assert f"all rows until now are also in {tmp_path / copy}" in said
-        copied, damaged = files.sound_rows(tmp_path / copy)
-        assert [row["loss"] for row in copied] == losses[-1] and not damaged
+        assert [row["loss"] for row in files.sound_rows(tmp_path / copy)] == losses[-1]
         assert [row["step"] for row in rows(tmp_path)] == [1, 2, 3, 4]
         assert (tmp_path / copy.replace("metrics", "notes")).exists()  # of later steps, too
     assert losses[0][:2] == losses[1][:2] and losses[0][3] != losses[1][3]
