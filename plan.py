@@ -363,7 +363,7 @@ def main(argv=None, parsed=None):
     cfg, counts = parsed or arguments(argv)
     if cfg.serve:
         page = plan_page.settings(cfg)
-        Server("127.0.0.1", cfg.port).run(answer, page, "plan.html", {"words": [str]})
+        Server("127.0.0.1", cfg.port).run(answer, page, "plan.html")
         return
     vocab = vocabulary(cfg)
     if counts:

@@ -359,8 +359,7 @@ def read_line():
 def serve(model, vocabulary, flags, name):
     """Let a page in the browser ask, until Ctrl-C. name: of the run, which the page shows."""
     talks = set(MARKERS) <= vocabulary.special.keys()
-    settings = {"name": name, "mode": "chat" if talks else "text", "system": flags.system,
-                "temperature": flags.temperature}
+    settings = {"name": name, "mode": "chat" if talks else "text", "temperature": flags.temperature}
     seeds = itertools.count(flags.seed)
 
     def talk(asked):
@@ -369,8 +368,8 @@ def serve(model, vocabulary, flags, name):
 
 
 def reply(asked, model, vocabulary, flags, seed):
-    """Return the pieces of the answer to what a page asks, as interface.serve.ASKED says."""
-    flags = dataclasses.replace(flags, temperature=asked["temperature"], system=asked["system"], seed=seed)
+    """Return the pieces of the answer to what the page interface/serve.html asks."""
+    flags = dataclasses.replace(flags, temperature=asked["temperature"], seed=seed)
     *before, question = asked["messages"]
     if asked["mode"] == "text":
         prompt = encode_prompt(question, vocabulary)

@@ -19,7 +19,6 @@ from runtime.launch import LAUNCHERS, started_by
 
 from interface.command_line import command_line, wrong_input
 from interface.layout import check_alone, check_flags
-from interface.words import program_of
 
 
 @contextlib.contextmanager
@@ -54,7 +53,7 @@ def read_flags(cls, argv, prog, about):
 def check_ranks(cfg, world, prog, argv=None):
     """Raise ValueError unless the flags, a Config, fit these ranks. """
     if world.size == 1:
-        check_alone(cfg, sys.argv[1:] if argv is None else argv, program_of(prog))
+        check_alone(cfg, sys.argv[1:] if argv is None else argv, f"bench/{prog}")
     check_flags(cfg, world.size)
 
 

@@ -24,7 +24,6 @@ from config import Config, Outcome
 from corpus.samples import open_data
 from interface.command_line import parse
 from interface.layout import command
-from interface.words import program_of
 from parallel import make_mesh
 
 ONE_PROCESS = dict(tp=1, cp=1, pp=1, ep=1, pp_chunks=1, pp_layers="", zero=0, shard=0, recompute="none")
@@ -58,7 +57,7 @@ def check(cfg, world, argv=None):
     """
     check_ranks(cfg, world, "equal_one.py", argv)
     if world.size == 1:
-        again = command(2, sys.argv[1:] if argv is None else argv, program=program_of("equal_one.py"))
+        again = command(2, sys.argv[1:] if argv is None else argv, program="bench/equal_one.py")
         raise ValueError(f"one process has no layout to compare; start 2: {again}")
     if cfg.dropout and cfg.tp * cfg.cp * cfg.pp > 1:
         raise ValueError("ranks of tp, cp and pp draw other dropout masks than one process; add --dropout 0")

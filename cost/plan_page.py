@@ -15,7 +15,6 @@ FORM = {  # the flags that the page asks for, in groups
     "model": ("n_layer", "n_head", "n_kv_head", "n_embd", "ffn_hidden", "vocab_size", "mlp", "norm", "pos",
               "tied"),
     "experts": ("n_experts", "top_k", "n_shared_experts", "capacity_factor")}
-MOST_MICRO_BATCHES = 24  # that are drawn
 
 
 def settings(cfg):
@@ -56,4 +55,4 @@ def schedule(cfg):
     count = micro_batches(cfg, stage_mesh(cfg, cfg.gpus, 0))
     return {"ranks": cfg.pp, "chunks": cfg.pp_chunks, "micro_batches": count,
             "idle": bubble(cfg.pp, cfg.pp_chunks, count),
-            "ops": timeline(cfg.pp, cfg.pp_chunks, min(count, MOST_MICRO_BATCHES))}
+            "ops": timeline(cfg.pp, cfg.pp_chunks, min(count, 24))}  # more would be too narrow to read

@@ -13,13 +13,9 @@ import secrets
 import socketserver
 import threading
 from pathlib import Path
-from typing import Literal
 
-from interface.files import check_schema
 from interface.terminal import one_line, say
 
-MOST_BYTES = 1 << 16  # of a message; http.server reads no more of a header, and 100 of them
-ASKED = {"mode": Literal["chat", "text"], "messages": [str], "system": str, "temperature": float}
 OURS = r"(localhost|[\d.]+|\[[\da-f:.]+\]|{})(:\d+)?"  # an address is nobody else's name
 
 
@@ -35,15 +31,18 @@ class Handler(http.server.BaseHTTPRequestHandler):
             self.write(200, self.server.page.replace("NONCE", secrets.token_hex()), "text/html")
 
     def do_POST(self):
-        length = int(self.headers.get("Content-Length", 0))
         if not self.is_ours():
             return
-        if not 0 <= length <= MOST_BYTES:
-            self.write(413, f"too large: a message has at most {MOST_BYTES:,} bytes; open the page anew\n")
-            return
-        message = self.rfile.read(length)
+        asked = self.rfile.read(int(self.headers["Content-Length"]))
         with self.server.turn:
-            self.answer(message)
+            try:
+                pieces = self.server.talk(json.loads(asked))
+            except ValueError as e:
+                self.write(400, one_line(e) + "\n")
+                return
+            self.write(200, "")
+            for piece in pieces:
+                self.wfile.write(piece.encode())
 
     def is_ours(self):
         """Whether the page that asks is ours; one of others has another name or origin, and is refused."""
@@ -54,18 +53,6 @@ class Handler(http.server.BaseHTTPRequestHandler):
             self.write(403, "refused: a page from elsewhere asks, or by a name that is not mine (--host)\n")
             return False
         return True
-
-    def answer(self, message):
-        try:
-            asked = json.loads(message)
-            check_schema(asked, self.server.asks, "the message")
-            pieces = self.server.talk(asked)
-        except ValueError as e:
-            self.write(400, one_line(e) + "\n")
-        else:
-            self.write(200, "")
-            for piece in pieces:
-                self.wfile.write(piece.encode())
 
     def write(self, status, text, kind="text/plain"):
         self.send_response_only(status)
@@ -87,13 +74,12 @@ class Server(http.server.ThreadingHTTPServer):
         self.turn = threading.Lock()
         super().__init__((host, port), Handler)
 
-    def run(self, talk, settings, page="serve.html", asks=ASKED):
+    def run(self, talk, settings, page="serve.html"):
         """Answer until Ctrl-C. settings: what the page shows.
 
-        talk: a function of what the page asks, as asks says, that returns the pieces of an answer.
+        talk: a function of what the page asks that returns the pieces of an answer. ValueError: it is wrong.
         """
         text = Path(__file__).with_name(page).read_text()
-        self.asks = asks
         self.page = text.replace("SETTINGS", html.escape(json.dumps(settings)))
         self.talk = talk
         say(f"open http://{self.host}:{self.server_address[1]}/ in a browser; Ctrl-C ends")

@@ -4,8 +4,6 @@ A word is looked up without its dashes and dotted prefixes, with _ for -: model.
 """
 import re
 import shlex
-import sys
-from pathlib import Path
 
 from config import Config, typed
 
@@ -19,13 +17,15 @@ num_key_value_heads:n-kv-head kv_channels:head-dim ffn_hidden_size:ffn-hidden in
 swiglu:mlp=swiglu norm_epsilon:norm-eps layernorm_epsilon:norm-eps rms_norm_eps:norm-eps
 rotary_base:rope-base rope_theta:rope-base add_qkv_bias:qkv-bias attention_bias:qkv-bias
 qk_layernorm:qk-norm=head hidden_dropout:dropout attention_dropout:dropout tie_word_embeddings:tied
+normalization=RMSNorm:norm=rms normalization:norm position_embedding_type:pos activation:mlp hidden_act:mlp
 
 num_experts:n-experts num_local_experts:n-experts moe_router_topk:top-k num_experts_per_tok:top-k
 moe_aux_loss_coeff:aux-coef router_aux_loss_coef:aux-coef moe_z_loss_coeff:z-coef
 moe_expert_capacity_factor:capacity-factor moe_router_pre_softmax:router=softmax
 
-tensor_model_parallel_size:tp pipeline_model_parallel_size:pp context_parallel_size:cp
-expert_model_parallel_size:ep use_distributed_optimizer:zero=1 fsdp:zero=3 recompute_granularity:recompute
+tensor_model_parallel_size:tp pipeline_model_parallel_size:pp context_parallel_size:cp zero_stage:zero
+virtual_pipeline_model_parallel_size:pp-chunks expert_model_parallel_size:ep
+use_distributed_optimizer:zero=1 fsdp:zero=3 recompute_granularity:recompute
 gradient_checkpointing:recompute=full checkpoint_activations:recompute=full
 recompute_activations:recompute=full
 
@@ -34,7 +34,8 @@ global_batch_size:global-batch max_iters:steps max_steps:steps train_iters:steps
 warmup_iters:warmup warmup_steps:warmup lr_warmup_iters:warmup lr_decay_iters:decay-steps grad_clip:clip
 clip_grad:clip max_grad_norm:clip adam_beta1:beta1 adam_beta2:beta2 fp16:dtype=fp16
 dtype=float16:dtype=fp16 bf16:dtype=bf16 dtype=bfloat16:dtype=bf16 dtype=float32:dtype=fp32
-torch_compile:compile
+torch_dtype=bfloat16:dtype=bf16 torch_dtype:dtype precision:dtype torch_compile:compile optim:optimizer
+lr_decay_style:lr-schedule lr_scheduler_type:lr-schedule
 
 dataset:data dataset_name:data data_path:data train_data_path:data out_dir:out output_dir:out save:out
 load:resume resume_from_checkpoint:resume init_from=resume:resume=auto model_name_or_path:init-from
@@ -52,19 +53,14 @@ OTHERS = {
                   "vocab_file:tokenizer json_keys:text-key"}
 # What is said of words that have no flag here, and these words
 SAID = {
-    "give --norm, --pos and --mlp": "normalization position_embedding_type activation hidden_act",
     "give --aux-coef, or --router sigmoid with --router-bias-rate": "moe_router_load_balancing_type",
-    "give --pp-chunks": "virtual_pipeline_model_parallel_size num_layers_per_virtual_pipeline_stage",
     "give --pp-layers, the blocks of each stage": "pp_partition_method",
-    "give --zero 1, 2 or 3": "zero_stage deepspeed deepspeed_config ds_config_path strategy",
+    "give --zero 1, 2 or 3": "deepspeed deepspeed_config ds_config_path strategy",
     "give --global-batch, micro-batch * dp * those steps": "gradient_accumulation_steps gas",
     "give --steps, samples / global-batch": "epochs num_train_epochs train_samples",
     "give --warmup, that share of --steps": "warmup_ratio lr_warmup_fraction",
-    "give --lr-schedule cosine or wsd": "lr_decay_style lr_scheduler_type",
-    "give --optimizer adamw or muon": "optim", "give --dtype fp32, bf16 or fp16": "torch_dtype precision",
     "--min-lr equal to --lr keeps the rate": "decay_lr",
     "--init-from takes the weights alone": "no_load_optim no_load_rng",
-    "a run logs under the name of --out": "wandb_project wandb_run_name wandb_exp_name run_name",
     "python sample.py RUN writes text, with --score FILE it prints a loss": "eval_only do_eval",
     "a GPU is taken if there is one, CUDA_VISIBLE_DEVICES=-1 in front hides it": "device no_cuda use_cpu",
     "it belongs to the data, see python prepare.py --help": "vocab_file merge_file tokenizer tokenizer_type "
@@ -81,17 +77,13 @@ SAID = {
         "use_checkpoint_opt_param_scheduler always_save_checkpoint do_train overwrite_output_dir "
         "eval_strategy save_strategy tensorboard_dir tensorboard_log_interval logging_dir log_throughput "
         "log_progress log_memory_to_tensorboard log_validation_ppl_to_tensorboard "
-        "log_world_size_to_tensorboard dataloader_num_workers per_device_eval_batch_size"}
+        "log_world_size_to_tensorboard dataloader_num_workers per_device_eval_batch_size wandb_project "
+        "wandb_run_name wandb_exp_name run_name"}
 
 
 def key_of(word):
     """Return the flag of a word as the table has it: block_size of --model.block-size=64."""
     return word.partition("=")[0].lstrip("-").rpartition(".")[2].replace("-", "_")
-
-
-def program_of(prog):
-    """Return how a program was typed, such as bench/one_step.py; else its name."""
-    return sys.argv[0] if Path(sys.argv[0]).name == prog else prog
 
 
 def refuse_foreign(argv, cls, prog):
@@ -132,5 +124,5 @@ def refuse_foreign(argv, cls, prog):
         elif value.lower() not in ("false", "none", "0"):
             rest += typed(answer).split("=")
     if said or rest != list(argv):
-        command = shlex.join(["python", program_of(prog), *rest])
+        command = shlex.join(["python", prog, *rest])
         raise ValueError("; ".join([*said, f"in our words: {command}"]))

@@ -432,15 +432,15 @@ def test_a_run_is_served_until_ctrl_c(tuned, capsys, monkeypatch):
     said = []
 
     def serve_forever(server):
-        asked = {"mode": "chat", "messages": QUESTIONS[:1], "system": "", "temperature": 0}
+        asked = {"mode": "chat", "messages": QUESTIONS[:1], "temperature": 0}
         said.extend((server.page, "".join(server.talk(asked))))
         raise KeyboardInterrupt
     monkeypatch.setattr(serve.Server, "serve_forever", serve_forever)
     argv = [str(tuned), "--max-new-tokens=9"]
-    assert sample.main([*argv, "--serve", "--port=0", "--system=Be brief."]) is None
+    assert sample.main([*argv, "--serve", "--port=0"]) is None
     words = r"open http://127\.0\.0\.1:\d+/ in a browser; Ctrl-C ends\n"
     assert re.fullmatch(words, capsys.readouterr().out)
     page, answer = said
-    assert "&quot;mode&quot;: &quot;chat&quot;, &quot;system&quot;: &quot;Be brief.&quot;" in page
+    assert "&quot;mode&quot;: &quot;chat&quot;, &quot;temperature&quot;" in page
     code, out, _ = chat_session(World(), [*argv, "--chat", "--temperature=0"], QUESTIONS[0] + "\n")
     assert not code and out == answer + "\n" and answer

@@ -1,10 +1,10 @@
 """sample.py --serve: the page's questions and answers, who is refused and told why, and hostile clients."""
 import contextlib
+import dataclasses
 import functools
 import http.client
 import json
 import re
-import socket
 import threading
 
 import pytest
@@ -19,8 +19,8 @@ from interface import serve
 from parallel import make_mesh
 from runtime.launch import World
 
-ASKS = {"mode": "text", "messages": ["a"], "system": "", "temperature": 0.5}
-SETTINGS = {"name": "out/<b>", "mode": "chat", "system": "Be 'brief'.", "temperature": 0.8}
+ASKS = {"mode": "text", "messages": ["a"], "temperature": 0.5}
+SETTINGS = {"name": "out/<b>'s", "mode": "chat", "temperature": 0.8}
 HOSTILE = "<img src=x onerror=alert(1)>\x1b[2J\u202e</script>&amp;"
 
 
@@ -63,7 +63,7 @@ def echo():
     def talk(asked):
         if asked["messages"] == ["no"]:
             raise ValueError("I cannot\nsay this")
-        return iter([*asked["messages"], asked["system"]])
+        return iter(asked["messages"])
     with serving(talk) as server:
         yield server
 
@@ -71,7 +71,7 @@ def echo():
 def test_the_page_holds_its_settings_as_text_and_a_fresh_nonce(echo):
     status, page = ask(echo, method="GET")
     assert status == 200 and not re.search(r"https?://|innerHTML|insertAdjacent|document\.write|eval\(", page)
-    assert "out/&lt;b&gt;" in page and "Be &#x27;brief&#x27;." in page and "NONCE" not in page
+    assert "out/&lt;b&gt;&#x27;s" in page and "NONCE" not in page
     nonce, = re.findall(r"script-src 'nonce-(\w{64})'", page)
     assert page.count("<script") == page.count(f'<script nonce="{nonce}">') == 1
     assert nonce not in ask(echo, method="GET")[1]
@@ -79,11 +79,11 @@ def test_the_page_holds_its_settings_as_text_and_a_fresh_nonce(echo):
 
 def test_an_answer_is_plain_text(echo):
     connection = http.client.HTTPConnection(*echo.server_address[:2], timeout=30)
-    connection.request("POST", "/", json.dumps({**ASKS, "messages": [HOSTILE, "\u00e9\n"], "system": "!"}))
+    connection.request("POST", "/", json.dumps({**ASKS, "messages": [HOSTILE, "\u00e9\n"]}))
     response = connection.getresponse()
     assert response.headers["Content-Type"] == "text/plain; charset=utf-8"
     assert response.headers["X-Content-Type-Options"] == "nosniff"
-    assert response.read().decode() == HOSTILE + "\u00e9\n!"
+    assert response.read().decode() == HOSTILE + "\u00e9\n"
     connection.close()
 
 
@@ -98,29 +98,9 @@ def test_pages_of_others_are_refused(host, origin, status, echo):
         assert found == status and text.startswith("refused") == (status == 403), (method, text)
 
 
-@pytest.mark.parametrize("content,words", [
-    ({**ASKS, "temperature": "x"}, "temperature is 'x', not float"), ({**ASKS, "mode": "x"}, "chat or text"),
-    ({**ASKS, "messages": "x"}, "not list"), ([], "not dict"),
-    ({**ASKS, "messages": ["no"]}, "I cannot say this"), ({}, "lacks mode")])
-def test_a_wrong_message_is_told_in_one_line(content, words, echo):
-    status, text = ask(echo, content)
-    assert status == 400 and words in text and text.count("\n") == 1
-
-
-HEAD = b"POST / HTTP/1.1\r\nHost: localhost\r\n"
-
-
-@pytest.mark.parametrize("data,words", [
-    (HEAD + b"Content-Length: 99999999999999999999\r\n\r\n", "413.*too large"), (b"", "^$"),
-    (HEAD + b"Content-Length: -1\r\n\r\n", "413.*too large"), (HEAD + b"\r\n", "400.*Expecting value")])
-def test_what_is_no_question_ends_nothing(data, words, echo, capsys):
-    with socket.create_connection(echo.server_address[:2], timeout=30) as connection:
-        connection.sendall(data)
-        connection.shutdown(socket.SHUT_WR)
-        text = b"".join(iter(lambda: connection.recv(1 << 16), b"")).decode()
-    assert re.search(words, text, re.S)
+def test_what_cannot_be_answered_is_told_in_one_line(echo):
+    assert ask(echo, {**ASKS, "messages": ["no"]}) == (400, "I cannot say this\n")
     assert ask(echo, ASKS) == (200, "a")
-    assert capsys.readouterr().err == ""
 
 
 def test_one_answer_at_a_time():
@@ -163,7 +143,8 @@ def answers(asked, talks):
 
 
 def test_the_model_reads_the_whole_conversation_that_a_page_sends(talks, monkeypatch):
-    asked = {"mode": "chat", "messages": ["a?"], "system": "abc", "temperature": 0.8}
+    talks = {**talks, "flags": dataclasses.replace(talks["flags"], system="abc")}
+    asked = {"mode": "chat", "messages": ["a?"], "temperature": 0.8}
     first = sample.Chat(talks["model"], talks["vocabulary"],
                         sample.Flags("run", max_new_tokens=8, seed=5, system="abc"))
     assert answers(asked, talks) == "".join(first.answer("a?")) != ""
@@ -217,4 +198,4 @@ def test_the_page_in_a_browser(view):
         slow.may_end.set()
         view.wait_for_selector("#send:enabled")
     assert asked[1]["messages"] == ["a <b>question</b>", HOSTILE + " ok", "wait"]
-    assert (asked[1]["system"], asked[1]["temperature"]) == ("Be 'brief'.", 0.2)
+    assert asked[1]["temperature"] == 0.2
