@@ -1,8 +1,8 @@
 """Plots of runs as text:   python plot.py RUN [RUN ...] [--metric loss,val_loss] [--log] [--steps A B]
 
-RUN is the --out directory of a run of train.py, or its metrics.jsonl. All runs share one plot per metric,
-with the legend below it. --follow draws again while the runs train; --html FILE also writes a page with the
-runs side by side. A point is a logged row: train with --log-every 1 to see every step.
+RUN is the --out directory of a run of train.py. All runs share one plot per metric, with the legend below
+it. --follow draws again while the runs train; --html FILE also writes a page with the runs side by side. A
+point is a logged row: train with --log-every 1 to see every step.
 """
 # runtime/ calls at_end() for the plots that a run leaves, and print_runs() for train.py --list.
 import contextlib
@@ -20,15 +20,14 @@ if __name__ == "__main__":
 
 import tyro
 
-import checkpoint
 from config import ceil_div
 from interface import paths, report
 from interface.command_line import command_line, wrong_input
 from interface.files import best_effort, in_use, load_json, sound_rows, write_whole
+from interface.report import points
 from interface.terminal import printable
 
 AT_END = ("loss", "val_loss", "grad_norm", "lr", "tok_s", "ms", "mem_gb")  # a text file for each, in OUT
-NO_PLOTEXT = "plotext is not installed: no plots (pip install 'plotext<6')"
 THIN_LINE = "\u28c0"  # in the legend: a piece of plotext's finest line
 Runs = tyro.conf.Positional[Annotated[tuple[str, ...], tyro.conf.arg(metavar="RUN...")]]
 
@@ -36,7 +35,7 @@ Runs = tyro.conf.Positional[Annotated[tuple[str, ...], tyro.conf.arg(metavar="RU
 @dataclass(frozen=True)
 class Flags:
     """The command line of plot.py."""
-    runs: Runs  # --out directories of runs of train.py, or their metrics.jsonl
+    runs: Runs  # --out directories of runs of train.py
     metric: str = "loss,val_loss"  # keys of metrics.jsonl; val_loss is drawn into the plot of loss
     log: bool = False  # logarithmic vertical axis
     steps: tuple[int, int] = (0, 10**15)  # first and last step to draw
@@ -50,17 +49,6 @@ class Flags:
 
 # -----------------------------------------------------------------------------
 # Drawing
-
-def points(rows, metric, steps=(0, 10**15)):
-    """Return [(step, value)] of the rows, between two steps, that have a finite value of the metric."""
-    found = []
-    for row in rows:
-        value = row.get(metric)
-        is_finite = type(value) in (int, float) and abs(value) < 1e290
-        if is_finite and steps[0] <= row["step"] <= steps[1]:
-            found.append((row["step"], value))
-    return found
-
 
 def round_ticks(first, last):
     """Return at most six round steps from `first` to `last`."""
@@ -120,12 +108,10 @@ def at_end(out, show):
     out: a Path. show (--plot): print the plots of loss and loads, too.
     """
     drawn = {}
-    loads, _ = sound_rows(out / "experts.jsonl")
+    loads = sound_rows(out / "experts.jsonl")
     if loads:
         drawn["expert_load"] = load_bars(loads[-1]["layers"]) + "\n"
-        with best_effort(out / "expert_load.txt"):
-            write_whole(out / "expert_load.txt", drawn["expert_load"])
-    rows, _ = sound_rows(out / "metrics.jsonl")
+    rows = sound_rows(out / "metrics.jsonl")
     with best_effort(f"plots in {out}", (ImportError, OSError)):
         for name in AT_END:
             curves = [(name, "", points(rows, name))]
@@ -147,36 +133,29 @@ ROW = "{:>16s} {:>13s} {:>8s} {:>8s}  {}"
 
 
 def print_runs(folder):
-    """Print the table of the runs in a folder, a Path. ValueError: there is no such folder."""
-    if not folder.is_dir():
-        raise ValueError(f"--list {folder}: there is no such folder; give one folder of runs, such as out")
+    """Print the table of the runs in a folder, a Path."""
+    folders = [folder, *sorted(folder.iterdir())]
     print(ROW.format("state", "steps", "loss", "val_loss", "run"))
-    for path in [folder, *sorted(folder.iterdir())]:
+    for path in folders:
         with contextlib.suppress(OSError):
             if path.is_dir() and paths.is_run(path):
                 print(describe(path))
 
 
 def describe(run):
-    """Return the lines of one run: state, last step and losses; below them its command."""
-    rows = []
+    """Return the line of one run: whether it runs, else its newest checkpoint; last step and losses."""
+    rows = sound_rows(run / "metrics.jsonl")
     asked = "?"
-    command = ""
-    with contextlib.suppress(Exception):  # some other program's files
-        rows, _ = sound_rows(run / "metrics.jsonl")
-        flags = load_json(run / "config.json")
-        asked = flags["steps"]
-        command = report.command_of(flags)
+    with contextlib.suppress(Exception):  # some other program's file
+        asked = load_json(run / "config.json")["steps"]
     last = max((row["step"] for row in rows), default=0)
-    saved = checkpoint.steps(run)
-    state = f"stopped at {checkpoint.step_of(saved[0])}" if saved else "no checkpoint"
+    saved = paths.steps_of(run)
+    state = saved[-1].name if saved else "no checkpoint"
     if in_use(run):
         state = "running"
-    elif last == asked:
-        state = "done"
     losses = [f"{values[-1][1]:.5g}" if values else "-"
               for values in (points(rows, "loss"), points(rows, "val_loss"))]
-    return "\n    ".join(map(printable, (ROW.format(state, f"{last}/{asked}", *losses, run.name), command)))
+    return printable(ROW.format(state, f"{last}/{asked}", *losses, run.name))
 
 
 # -----------------------------------------------------------------------------
@@ -187,8 +166,10 @@ def read(flags):
     metrics = flags.metric.split(",")
     found = {}
     for run, letter in zip(flags.runs, itertools.cycle(string.ascii_lowercase), strict=False):
-        path = metrics_of(run)
-        rows, _ = sound_rows(path)
+        path = Path(run) / "metrics.jsonl"
+        if not path.is_file():
+            raise ValueError(f"{run} holds no metrics.jsonl; {paths.meant_run(run)}")
+        rows = sound_rows(path)
         for metric in metrics:
             if not flags.follow and metric != "val_loss" and not any(metric in row for row in rows):
                 known = sorted({key for row in rows for key in row})
@@ -203,14 +184,6 @@ def read(flags):
     return found
 
 
-def metrics_of(run):
-    """Return the path of a run's metrics. run: its directory, or the file. ValueError: there is none."""
-    for path in (Path(run), Path(run) / "metrics.jsonl"):
-        if path.is_file():
-            return path
-    raise ValueError(f"{run} holds no metrics.jsonl; {paths.meant_run(run)}")
-
-
 def show_once(flags):
     """Print the plots of all runs as they are now, and write the page of --html."""
     found = read(flags)
@@ -223,7 +196,7 @@ def show_once(flags):
         page = Path(flags.html)
         if page.exists() and report.GENERATOR.encode() not in page.read_bytes():
             raise ValueError(f"--html {page} is there already and is no page of ours; give a new file")
-        report.write_report(flags.html, [report.Run(metrics_of(run).parent) for run in flags.runs])
+        report.write_report(flags.html, [report.Run(run) for run in flags.runs])
 
 
 def main(argv=None):
@@ -232,14 +205,11 @@ def main(argv=None):
         flags = command_line(Flags, sys.argv[1:] if argv is None else argv, "plot.py", __doc__)
         if not flags.runs:
             raise ValueError("no RUN is given: --out directories of runs, such as python plot.py out/tiny")
-        try:
-            show_once(flags)
-            with contextlib.suppress(KeyboardInterrupt):
-                while flags.follow:
-                    time.sleep(flags.every)
-                    show_once(flags)
-        except ImportError:
-            raise ValueError(NO_PLOTEXT) from None
+        show_once(flags)
+        with contextlib.suppress(KeyboardInterrupt):
+            while flags.follow:
+                time.sleep(flags.every)
+                show_once(flags)
     return 0
 
 

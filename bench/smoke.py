@@ -173,7 +173,7 @@ def plots(rows, out):
             if name == "dt":
                 print(text, end="", flush=True)
     except ImportError:
-        print(plot.NO_PLOTEXT, flush=True)
+        print("plotext is not installed: no plot", flush=True)
 
 
 def to_wandb(rows, flags, ranks):

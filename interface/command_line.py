@@ -20,7 +20,7 @@ from config import Config, Outcome, typed
 from interface import paths, words
 from interface.files import check_schema, load_json
 from interface.presets import PRESETS
-from interface.terminal import complain, drop_what_fails, one_line, open_streams, printable
+from interface.terminal import drop_what_fails, printable, warn
 
 # 128 + SIGINT. Nothing was saved after this Ctrl-C, in a run the second, so no job script may requeue on it.
 INTERRUPTED = 130
@@ -97,7 +97,7 @@ def model_of(source, values):
     folder = Path(source)
     if folder.name.startswith("step_"):
         folder = folder.parent
-    if not (folder / "config.json").is_file():
+    if not (paths.is_run(folder) and (folder / "config.json").is_file()):
         return {}
     found = read_flags(folder)
     left_out = {"vocab_size"}
@@ -117,9 +117,6 @@ def read_flags(path):
     if not path.exists():
         raise ValueError(f"{path} is not there; {paths.meant_run(path.parent)}")
     saved = load_json(path)
-    if isinstance(saved, dict) and "model_type" in saved and "preset" not in saved:
-        raise ValueError(f"{path} is of a model of Hugging Face; make a run of it: python convert.py import "
-                         f"{path.parent} --out out/NAME, then --init-from out/NAME")
     check_schema(saved, {f"{field.name}?": field.type for field in dataclasses.fields(Config)}, path)
     unknown = config.unknown_flags(saved, OF_THE_RUN)
     if unknown:
@@ -190,52 +187,46 @@ def format_tyro_error(box):
 # -----------------------------------------------------------------------------
 # --help
 
-def help_comments(cls):
-    """Return {field: (its group, its help)} from the comments in the source of a dataclass.
+def format_help(cls, prog, about, default, everything):
+    """Return the text of --help: of Config's flags the common ones, or everything, valued as in `default`.
 
-    The help stands beside a field or above it. A comment above an empty line begins a group.
+    A program's own flags come first. The help of a field is the comment beside it or above it, in the source
+    of its dataclass. A comment above an empty line begins a group.
     """
-    found = {}
-    group = ""
+    lines = [f"usage: {prog} [flags]", "", textwrap.fill(about, 100, replace_whitespace=False)]
+    sources = "".join(map(inspect.getsource, dict.fromkeys((cls, Config))))
+    group = f"flags of {prog.split()[0]}"
     above = []
-    for line in inspect.getsource(cls).splitlines():
-        field = re.match(r"    (\w+): ", line)
+    for line in sources.splitlines():
         if line.startswith("    # "):
             above.append(line.removeprefix("    # "))
             continue
-        if field:
-            found[field[1]] = group, line.partition("  # ")[2] or " ".join(above)
+        field = re.match(r"    (\w+): ", line)
+        name = field[1] if field else ""
+        is_rare = name in config.FLAGS and name not in config.COMMON
+        if name and name != "preset" and (everything or not is_rare):
+            if group:
+                lines += ["", group]
+                group = ""
+            text = line.partition("  # ")[2] or " ".join(above)
+            lines.append(format_flag(cls, name, getattr(default, name), text))
         elif above and not line:
             group = " ".join(above)
         above = []
-    return found
-
-
-def format_help(cls, prog, about, default, everything):
-    """Return the text of --help: of Config's flags the common ones, or everything, valued as in `default`."""
-    comments = help_comments(Config) | help_comments(cls)
-    lines = [f"usage: {prog} [flags]", "", textwrap.fill(about, 100, replace_whitespace=False)]
-    last = None
-    # A program's own flags come first, then those that it has from Config.
-    for field in sorted(dataclasses.fields(cls), key=lambda field: field.name not in cls.__annotations__):
-        is_rare = field.name in Config.__annotations__ and field.name not in config.COMMON
-        if field.name == "preset" or is_rare and not everything:
-            continue
-        group, text = comments[field.name]
-        if group != last:
-            lines += ["", group or f"flags of {prog.split()[0]}"]
-            last = group
-        value = getattr(default, field.name)
-        if isinstance(value, tuple):
-            value = " ".join(map(str, value))
-        flag = f"{typed(field.name)} {'...' if value in (None, '') else value}"
-        if typing.get_origin(field.type) is Literal:
-            text += f" [{' | '.join(map(str, typing.get_args(field.type)))}]"
-        lines.append(textwrap.fill(text, 100, initial_indent=f"  {printable(flag):25} ",
-                                   subsequent_indent=28 * " ", break_on_hyphens=False))
     if not everything:
         lines.append("\n--help-all lists all flags; a switch is --NAME or --no-NAME.")
     return "\n".join(lines) + "\n"
+
+
+def format_flag(cls, name, value, text):
+    if isinstance(value, tuple):
+        value = " ".join(map(str, value))
+    kind = cls.__dataclass_fields__[name].type
+    if typing.get_origin(kind) is Literal:
+        text += f" [{' | '.join(map(str, typing.get_args(kind)))}]"
+    flag = f"{typed(name)} {'...' if value in (None, '') else value}"
+    return textwrap.fill(text, 100, initial_indent=f"  {printable(flag):25} ",
+                         subsequent_indent=28 * " ", break_on_hyphens=False)
 
 
 # -----------------------------------------------------------------------------
@@ -247,7 +238,6 @@ def wrong_input(quiet=False):
     It is also a decorator of main(). quiet: another rank prints the line. If the reader of stdout leaves
     (| head), the exit code is that of SIGPIPE. Ctrl-C is one line, too, and exit code 130.
     """
-    open_streams()
     try:
         yield
         sys.stdout.flush()
@@ -255,11 +245,11 @@ def wrong_input(quiet=False):
         raise SystemExit(NO_READER) from None
     except (ValueError, OSError) as e:
         if not quiet:
-            complain(f"nanoshard: {one_line(e)}")
+            warn(e)
         raise SystemExit(Outcome.WRONG_INPUT) from None
     except KeyboardInterrupt:
         if not quiet:
-            complain("nanoshard: interrupted by Ctrl-C")
+            warn("interrupted by Ctrl-C")
         raise SystemExit(INTERRUPTED) from None
     finally:
         drop_what_fails(sys.stdout)

@@ -7,7 +7,7 @@ import math
 import shlex
 from types import SimpleNamespace
 
-from config import ceil_div, largest_divisor, must_divide, typed
+from config import ceil_div, must_divide
 
 
 def check_ranks(n, tp, pp, ep, n_experts=0, cp=1, *, shard=0):
@@ -20,15 +20,11 @@ def check_ranks(n, tp, pp, ep, n_experts=0, cp=1, *, shard=0):
     if n % model:
         raise ValueError(f"{n} ranks do not divide by tp {tp} * cp {cp} * pp {pp}; "
                          f"start a multiple of {model} ranks")
-    stage = n // pp
-    if stage % ep:
-        raise ValueError(f"ep {ep} does not divide the {stage} ranks of a stage, {n} / pp {pp}; "
-                         f"try --ep {largest_divisor(ep, stage, n_experts)}")
-    replicas = stage // tp
+    must_divide("the number of ranks of a stage,", n // pp, "ep", ep, n_experts)
+    replicas = n // pp // tp
+    if shard:
+        must_divide("the number of data-parallel ranks, dp * cp =", replicas, "shard", shard)
     group = shard * tp
-    if shard and replicas % shard:
-        raise ValueError(f"shard {shard} does not divide the {replicas} data-parallel ranks, dp * cp; "
-                         f"try --shard {largest_divisor(shard, replicas)}")
     if shard and group % ep and ep % group:
         raise ValueError(f"ep {ep} and the {group} ranks of a group, shard {shard} * tp {tp}, do not divide "
                          "each other; leave out --shard")
@@ -51,9 +47,7 @@ def check_layout(cfg, mesh, batch):
     if cp > 1 and cfg.seq_len % (2 * cp):
         raise ValueError(f"seq-len {cfg.seq_len} does not divide by 2 * cp {cp} segments; "
                          f"try --seq-len {next_multiple(cfg.seq_len, 2 * cp)}")
-    if cfg.micro_batch * cfg.seq_len // cp % tp:
-        raise ValueError(f"micro-batch {cfg.micro_batch} * seq-len {cfg.seq_len} tokens do not divide by "
-                         f"cp {cp} * tp {tp}; try --micro-batch {tp}")
+    must_divide("the tokens of a micro-batch,", cfg.micro_batch * cfg.seq_len // cp, "tp", tp, stage)
     check_batch(cfg, mesh.dp.size, batch)
     check_pipeline(cfg, mesh.pp.size, cp)
 
@@ -109,21 +103,13 @@ def check_alone(cfg, argv, program="train.py"):
     ranks = cfg.pp * math.lcm(stage, cfg.ep)
     check_flags(cfg, ranks)
     if ranks > 1:
-        sizes = {axis: getattr(cfg, axis) for axis in ("tp", "cp", "pp", "ep", "shard")}
-        asked = " ".join(f"{typed(axis)} {size}" for axis, size in sizes.items() if size > 1)
-        raise ValueError(f"{asked} needs {ranks} ranks: {command(ranks, argv, program=program)}")
+        raise ValueError(f"this layout needs {ranks} ranks: {command(ranks, argv, program=program)}")
 
 
 def command(ranks, argv, starter="mpiexec", program="train.py", nodes=1):
-    """Return the command that starts a program on `ranks` ranks. starter: torchrun, srun, or any other.
-
-    nodes: the number of nodes. torchrun is typed on each of them, and HOST is the name of the first.
-    """
+    """Return the command that starts a program on `ranks` ranks. starter: torchrun, srun, or any other."""
     program = shlex.join([program, *argv])
-    if starter == "torchrun" and nodes > 1:
-        return (f"torchrun --nnodes {nodes} --nproc-per-node {ranks // nodes} --rdzv-backend c10d "
-                f"--rdzv-endpoint HOST:29500 {program}")
-    if starter == "torchrun":
+    if starter == "torchrun" and nodes == 1:
         return f"torchrun --nproc-per-node {ranks} {program}"
     return f"{starter if starter == 'srun' else 'mpiexec'} -n {ranks} python {program}"
 

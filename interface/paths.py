@@ -1,10 +1,8 @@
 """A path that is not there: which one is meant, and the command that makes it, as the end of a message."""
-import os
 import re
 import shlex
 from pathlib import Path
 
-PROGRAMS = Path(__file__).resolve().parents[1]  # the folder of train.py and the others
 FROM_HUB = ("a model of the Hugging Face hub: hf download OWNER/NAME --local-dir NAME, then python "
             "convert.py import NAME --out out/NAME")
 
@@ -18,20 +16,11 @@ def steps_of(run):
     return sorted(path for path in Path(run).glob("step_*") if re.fullmatch("step_[0-9]+", path.name))
 
 
-def program(name):
-    """Return the path by which a program can be started from here: in the programs' folder its name."""
-    is_below = Path.cwd().is_relative_to(PROGRAMS)
-    return os.path.relpath(PROGRAMS / name) if is_below else str(PROGRAMS / name)
-
-
 def make_data(folder, source="FILE..."):
-    folder = Path(folder)
-    words = f"python prepare.py {source} --name {shlex.quote(folder.name)}"
-    if folder.name == "stdlib":
-        words = "python prepare.py stdlib"
-    if str(folder.parent) not in ("data", "."):
-        words += f" --out {shlex.quote(str(folder.parent))}"
-    return f"make it with: {words}"
+    name = Path(folder).name
+    if name == "stdlib":
+        return "make it with: python prepare.py stdlib"
+    return f"make it with: python prepare.py {source} --name {shlex.quote(name)}"
 
 
 def meant_data(folder):

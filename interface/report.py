@@ -4,16 +4,14 @@ train.py writes OUT/report.html when a run ends, and plot.py --html the page of 
 """
 import html
 import itertools
-import math
 import shlex
 from pathlib import Path
 
 from config import typed
-from interface import paths
 from interface.command_line import OF_THE_RUN, given
 from interface.files import load_json, sound_rows, write_whole
 from interface.layout import command
-from interface.terminal import printable, short
+from interface.terminal import printable
 
 CURVES = (("loss", "Loss, nats per token; dots: validation, refused steps"), ("lr", "Learning rate"),
           ("grad_norm", "Gradient norm"), ("ms", "Milliseconds per step"), ("tok_s", "Tokens per second"),
@@ -47,8 +45,8 @@ class Run:
         self.path = str(path)
         self.ending = ending
         self.config = load_json(path / "config.json") if (path / "config.json").exists() else {}
-        self.rows, _ = sound_rows(path / "metrics.jsonl")
-        self.notes, _ = sound_rows(path / "notes.jsonl")
+        self.rows = sound_rows(path / "metrics.jsonl")
+        self.notes = sound_rows(path / "notes.jsonl")
 
 
 def write_report(path, runs):
@@ -56,8 +54,8 @@ def write_report(path, runs):
     title = " and ".join(run.path for run in runs)
     legend = [f'<b style="color:{colour_of(i)}">&#9632;</b> {escape(run.path)}' for i, run in enumerate(runs)]
     body = [f"<h1>{escape(title)}</h1><p>{' &#160; '.join(legend)}</p>", grid(map(summary, runs))]
-    dots = [values_of(run, "val_loss") + values_of(run, "spike_loss") for run in runs]
-    curves = [chart(heading, [values_of(run, key) for run in runs], dots if key == "loss" else ())
+    dots = [points(run.rows, "val_loss") + points(run.rows, "spike_loss") for run in runs]
+    curves = [chart(heading, [points(run.rows, key) for run in runs], dots if key == "loss" else ())
               for key, heading in CURVES]
     body.append(f"<h2>Curves</h2>{grid(curves)}")
     body.append(f"<h2>Samples</h2>{grid(map(samples, runs))}")
@@ -81,18 +79,18 @@ def grid(parts):
 # -----------------------------------------------------------------------------
 # Curves
 
-def values_of(run, key):
-    """Return [(step, value)] of the rows that have it, some of them where there are many."""
-    found = [(row["step"], row[key]) for row in run.rows if math.isfinite(row.get(key, math.nan))]
-    return found[::1 + len(found) // MOST_POINTS]
+def points(rows, key, steps=(0, 10**15)):
+    """Return [(step, value)] of the rows, between two steps, that have a finite number under the key."""
+    found = [(row["step"], row.get(key)) for row in rows if steps[0] <= row["step"] <= steps[1]]
+    return [(step, value) for step, value in found if type(value) in (int, float) and abs(value) < 1e290]
 
 
 def chart(title, lines, dots=()):
     """Return the SVG of values over steps, "" without a value. lines, dots: [[(step, value)] of each run]."""
-    points = [point for values in (*lines, *dots) for point in values]
-    if not points:
+    every = [point for values in (*lines, *dots) for point in values]
+    if not every:
         return ""
-    steps, heights = zip(*points, strict=True)
+    steps, heights = zip(*every, strict=True)
     first, last = min(steps), max(steps)
     low, high = min(heights), max(heights)
 
@@ -102,7 +100,8 @@ def chart(title, lines, dots=()):
 
     drawn = []
     for i, values in enumerate(lines):
-        text = " ".join("{:.1f},{:.1f}".format(*place(*point)) for point in values)
+        shown = values[::1 + len(values) // MOST_POINTS]
+        text = " ".join("{:.1f},{:.1f}".format(*place(*point)) for point in shown)
         drawn.append(f'<polyline stroke="{colour_of(i)}" points="{text}"/>')
     for i, values in enumerate(dots):
         for x, y in itertools.starmap(place, values):
@@ -122,9 +121,7 @@ def summary(run):
     said = [run.ending or f"step {last['step']} of {run.config.get('steps', '?')}"]
     if "loss" in last:
         said.append(f"loss {last['loss']:.4f}")
-    if "tokens" in last:
-        said.append(f"{short(last['tokens'])} tokens")
-    if validation := values_of(run, "val_loss"):
+    if validation := points(run.rows, "val_loss"):
         step, lowest = min(validation, key=lambda point: point[1])
         said.append(f"lowest validation loss {lowest:.4f} at step {step}")
     said += [f"{name} {run.config.get(name)}" for name in ("world", "launcher", "machine", "torch", "git")]
@@ -159,22 +156,14 @@ def command_of(config, goes_on=False):
     program, *argv = map(str, config["argv"])
     if goes_on and given(argv, "resume") != "auto":
         argv += ["--resume", "auto"]
-    program = paths.program(Path(program).name)
+    program = Path(program).name
     if config.get("world", 1) == 1:
         return shlex.join(["python", program, *argv])
     return command(config["world"], argv, config.get("launcher"), program, config.get("nodes", 1))
 
 
 def sample_command(out, config):
-    """Return the command that lets the model of a run write text, or talk; "" if its data is no text."""
-    if config.get("data") == "synthetic":
+    """Return the command that lets the model of a run write text; "" if it cannot."""
+    if config.get("data") == "synthetic" or config.get("objective") == "mlm":
         return ""
-    words = ["python", paths.program("sample.py"), str(out)]
-    data = Path(out) / "meta.json"
-    if config.get("objective") == "mlm":
-        words += ["--fill", "a [MASK] in a text"]
-    elif data.exists() and "masks" in load_json(data):  # of conversations
-        words += ["--chat"]
-    elif config.get("prompt"):
-        words += ["--prompt", str(config["prompt"])]
-    return shlex.join(words)
+    return shlex.join(["python", "sample.py", str(out)])

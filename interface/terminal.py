@@ -22,8 +22,6 @@ def warn(text):
 
 def one_line(text):
     """Return a message, a text or an error, as one line that a terminal only prints."""
-    if isinstance(text, OSError) and text.strerror and text.filename and not text.filename2:
-        text = f"{text.filename}: {text.strerror}"  # without [Errno 13]
     return printable(" ".join(str(text).split()))
 
 
@@ -35,13 +33,6 @@ def printable(text):
 def show(text):
     """Print a piece of a text of others, for example a model's. A file or a pipe gets it as it is."""
     print(printable(text) if sys.stdout.isatty() else text, end="", flush=True)
-
-
-def open_streams():
-    """Let stdout and stderr take characters that their encoding lacks."""
-    for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):  # a notebook's has not
-            stream.reconfigure(errors="replace")
 
 
 def drop_what_fails(stream):

@@ -4,7 +4,6 @@ import checkpoint
 from config import Outcome
 from interface import report
 from interface.files import best_effort
-from interface.paths import program
 from interface.terminal import complain, say
 from runtime.session import signals
 from skip import give_up_message
@@ -41,6 +40,6 @@ def report_ending(run):
         text = report.sample_command(out, config)
         if text and run.saver.saved:
             say(f"try it:       {text}")
-        say(f"draw curves:  python {program('plot.py')} {out}")
+        say(f"draw curves:  python plot.py {out}")
         if (out / "report.html").exists():
             say(f"see it all:   {out}/report.html, in a browser")

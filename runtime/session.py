@@ -18,7 +18,7 @@ from config import Config, Outcome
 from interface import files
 from interface.command_line import INTERRUPTED, given, parse, wrong_input
 from interface.layout import check_alone, check_flags
-from interface.terminal import Stream, clock, one_line, open_streams
+from interface.terminal import Stream, clock, one_line
 from runtime import launch
 
 STOPPING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
@@ -90,7 +90,6 @@ def say_at_once(text):
 
 def start_program():
     """Prepare this process, and parse its arguments, before torch is imported."""
-    open_streams()
     signals.is_program = True
     with surround():
         signals.parsed = parse_flags(sys.argv[1:])
