@@ -82,9 +82,8 @@ def main(argv=None):
     if mode == "step":
         print_step(Path(flags.run_dir), flags.step)
         return
-    world = launch.launch(launch.NO_TIMEOUT, quiet=True) if mode == "chat" else None
-    everyone = world.everyone if world else launch.Everyone()
-    with everyone.input():
+    world = launch.launch(launch.NO_TIMEOUT, quiet=True) if mode == "chat" else launch.World()
+    with world.everyone.input():
         cfg, vocab_size, weights, run, vocabulary = read_run(flags.run_dir)
         if vocabulary is None:
             raise ValueError(f"{run} has no tokenizer.json: train on text, such as --data data/stdlib")
@@ -93,29 +92,22 @@ def main(argv=None):
                              f"--fill 'a {MASK} in a text', and causal continues a text, with --prompt")
         if mode == "chat":
             Template(vocabulary)  # refuses a vocabulary
-            cfg = share_out(cfg, flags, world)
-        elif mode == "fill":
-            mask = load_json(run / "config.json")["mask_token"]
-            ids = encode_gaps(flags.fill, vocabulary, mask, cfg.seq_len)
-        elif mode == "score":
-            documents = read_documents(flags.score, vocabulary)
-        elif mode == "prompt":
-            prompts = [encode_prompt(prompt, vocabulary) for prompt in flags.prompt or ("\n",)]
+        cfg = share_out(cfg, flags, world)
         model = load_model(cfg, vocab_size, weights, world).eval()
-    if everyone.rank == 0:
-        print(f"from {weights.path}", file=sys.stderr, flush=True)
     if mode == "prompt":
-        print_samples(model, vocabulary, prompts, flags)
+        print_samples(model, vocabulary, flags)
     elif mode == "fill":
-        print_fillings(model, vocabulary, ids, mask)
+        print_fillings(model, vocabulary, flags.fill, load_json(run / "config.json")["mask_token"])
     elif mode == "score":
-        print_scores(model, documents)
+        print_scores(model, vocabulary, flags.score)
     elif mode == "serve":
         serve(model, vocabulary, flags, str(run))
     else:
         converse(model, vocabulary, flags, world)
         del model  # and with it the mesh
         launch.shutdown(world)
+    if world.rank == 0:
+        print(f"from {weights.path}", file=sys.stderr)
 
 
 def load_model(cfg, vocab_size, weights, world=None):
@@ -154,8 +146,9 @@ def encode_prompt(prompt, vocabulary):
     return ids
 
 
-def print_samples(model, vocabulary, prompts, flags):
-    """Print flags.n samples of each prompt, a list of ids."""
+def print_samples(model, vocabulary, flags):
+    """Print flags.n samples of each prompt."""
+    prompts = [encode_prompt(prompt, vocabulary) for prompt in flags.prompt or ("\n",)]
     samples = [(prompt, flags.seed + i) for prompt in prompts for i in range(flags.n)]
     for number, (prompt, seed) in enumerate(samples, 1):
         if len(samples) > 1:
@@ -218,9 +211,10 @@ def encode_gaps(text, vocabulary, mask, seq_len):
     return ids
 
 
-def print_fillings(model, vocabulary, ids, mask):
+def print_fillings(model, vocabulary, text, mask):
     """Print the text with the likeliest token in each gap, and then the likeliest tokens of each gap."""
     import torch
+    ids = encode_gaps(text, vocabulary, mask, model.cfg.seq_len)
     ids = torch.tensor(ids, device=next(model.parameters()).device)
     with torch.no_grad():
         logits, _ = model(ids.unsqueeze(0))  # (t, V), of all gaps at once
@@ -237,16 +231,12 @@ def print_fillings(model, vocabulary, ids, mask):
 # -----------------------------------------------------------------------------
 # --score
 
-def read_documents(path, vocabulary):
-    """Return the ids of each document of --score FILE, after end-of-document if there is one."""
+def print_scores(model, vocabulary, path):
+    """Print a line of JSON for each document of a file."""
     start = [] if vocabulary.eod is None else [vocabulary.eod]
     [file] = text.list_files(path, "text")
-    return [[*start, *vocabulary.encode(document)] for document in text.texts(file, "text")]
-
-
-def print_scores(model, documents):
-    """Print a line of JSON for each of read_documents()."""
-    for ids in documents:
+    for document in text.texts(file, "text"):
+        ids = [*start, *vocabulary.encode(document)]
         row = {"tokens": max(0, len(ids) - 1), "loss": None, "perplexity": None}
         if row["tokens"]:
             row["loss"] = total_loss(model, ids) / row["tokens"]

@@ -2,7 +2,6 @@
 
 peft computes x A^T B^T alpha/r as layers.Adapter does, so no number changes.
 """
-from config import as_typed
 from hub.families import family_of
 from hub.weights import Lazy, Part, check_finite, open_slices, read_from, tensors
 from interface.files import check_schema, load_json
@@ -32,8 +31,8 @@ def factors(cfg, rank, vocab_size):
         if not ours.startswith("blocks.") or len(made_of.shape) != 2:
             continue
         if len(made_of.parts) > 1 or made_of.transposed:
-            raise ValueError(f"{as_typed({'mlp': cfg.mlp, 'pos': cfg.pos})}: {kind} joins or transposes the "
-                             "matrices, so peft has no such adapters; convert.py export merges them")
+            raise ValueError(f"{kind} of transformers joins or transposes the matrices, so peft has no such "
+                             "adapters; convert.py export merges them")
         module = PREFIX + theirs.removesuffix(".weight")
         n_out, n_in = made_of.shape
         a_name, b_name = adapter_names(ours)

@@ -134,12 +134,11 @@ def open_slices(path):
     """Return {name: slice} of a .safetensors file; a slice reads from it."""
     from safetensors import SafetensorError, safe_open
     if not path.exists():
-        raise FileNotFoundError(f"{path} is not there; .bin and .pt can run code and are not read, save such "
-                                f"a model again with transformers; {FROM_HUB}")
+        raise FileNotFoundError(f"{path} is not there; {FROM_HUB}")
     try:
         handle = safe_open(path, framework="pt")
         return {key: handle.get_slice(key) for key in handle.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError) as e:
+    except SafetensorError as e:
         raise ValueError(f"{path} is damaged ({e}); download it again") from None
 
 
@@ -157,7 +156,7 @@ class HuggingFace(checkpoint.Reader):
             self.slices |= open_slices(self.path / file)
         if "wte.weight" in self.slices:  # GPT-2 on the hub was saved without the prefix of its names
             self.slices = {f"transformer.{name}": found for name, found in self.slices.items()}
-        kind, cfg, self.vocab_size = read_config(self.path / "config.json", "fp32", seq_len)
+        kind, cfg, self.vocab_size = read_config(self.path / "config.json", seq_len)
         self.layout = tensors(cfg, kind, self.vocab_size)
         embedding = f"{FAMILIES[kind].names['wte']}.weight"
         self.check(cfg, embedding)

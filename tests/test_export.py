@@ -262,7 +262,7 @@ MALFORMED = {  # {reader: [(what happens to a directory, a word of the line)]}
         (fields(rope_parameters={"partial_rotary_factor": 0.5}), "partial_rotary_factor"),
         (rewritten(CONFIG, lambda data: data[:len(data) // 2]), CONFIG)],
     "model.safetensors": [
-        (lambda folder: (folder / WEIGHTS).rename(folder / "pytorch_model.bin"), ".bin"),
+        (lambda folder: (folder / WEIGHTS).rename(folder / "pytorch_model.bin"), "is not there"),
         (rewritten(WEIGHTS, lambda data: data[:len(data) // 2]), f"{WEIGHTS} is damaged"),
         (held(more=torch.ones(3)), "no place for more"),
         (held(**{Q_NORM: torch.ones(3)}), f"{Q_NORM} is ((3,), 'F32')"),
