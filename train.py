@@ -202,7 +202,6 @@ class Run:
         skip = skipped_ranges(cfg.train_range_to_skip)
         mesh = agree.make_mesh(cfg, world)
         self.mesh = mesh
-        self.watchdog.set_mesh(mesh)
         # the sequences of a step, after the ramp-up
         self.batch = cfg.global_batch or cfg.micro_batch * mesh.dp.size
         data = agree.open_data(cfg, world, mesh)
@@ -219,7 +218,7 @@ class Run:
         self.guard = Guard(cfg, world, self.state)
         if world.size > 1:
             self.opt.stop = self.stop
-        self.watchdog.set_folder(self.out, self.saver.run_id)
+        self.watchdog.set_run(mesh, self.out, self.saver.run_id)
 
         plain = Step(cfg, self.model, self.data_parallel, self.opt)
         if cfg.dump_grads or cfg.log_layers:

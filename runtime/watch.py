@@ -3,6 +3,7 @@
     Watch        a thread per rank: ends a hung run with code 43 and says which rank it waits for
     Stragglers   compares the time that each rank needs for its own work
 """
+import collections
 import contextlib
 import faulthandler
 import json
@@ -64,13 +65,9 @@ class Watch(contextlib.AbstractContextManager):
         self.world = world
         self.heartbeat(0, "start")
 
-    def set_mesh(self, mesh):
-        """Tell which ranks share an axis with this one; no process group is kept, they must end before."""
+    def set_run(self, mesh, out, run_id):
+        """Write to OUT/hang/RUN_ID from now on, which no restart overwrites. No process group is kept."""
         self.axes = {name: axis.ranks for name, axis in mesh.axes().items() if name != UNEQUAL}
-        self.heartbeat(0, "start")
-
-    def set_folder(self, out, run_id):
-        """Write to OUT/hang/RUN_ID from now on: no restart overwrites it."""
         self.folder = Path(out) / "hang" / run_id
 
     def __exit__(self, *error):
@@ -100,10 +97,8 @@ class Watch(contextlib.AbstractContextManager):
         faulthandler.dump_traceback_later(5 * self.grace, exit=True, file=sys.__stderr__)
         with contextlib.suppress(OSError):
             if self.folder is None:
-                time.sleep(min(0.3 * self.rank, self.grace))  # one line: the launcher then ends the others
-                silent = time.monotonic() - self.last
-                complain(f"nanoshard: rank {self.rank} waited {silent:.0f} s at the start, in "
-                         f"{current_place(self.main)}: did all ranks start? Look for their messages")
+                complain(f"nanoshard: rank {self.rank} waited {self.limit:.0f} s at the start, in "
+                         f"{current_place(self.main)}: did all ranks start?")
                 faulthandler.dump_traceback(sys.__stderr__, all_threads=True)
             else:
                 self._report_hang()
@@ -147,13 +142,12 @@ class Watch(contextlib.AbstractContextManager):
 
 
 def current_place(thread):
-    """Return where a thread is: the innermost function, and the innermost line of our own code."""
-    stack = list(traceback.walk_stack(sys._current_frames()[thread]))
-    ours = [(frame.f_code, line) for frame, line in stack if frame.f_code.co_filename.startswith(f"{ROOT}/")
-            and "site-packages" not in frame.f_code.co_filename]
-    inner = stack[0][0].f_code
-    code, line = (ours or [(inner, 0)])[0]
-    return f"{inner.co_name} ({Path(code.co_filename).name}:{line} {code.co_name})"
+    """Return where a thread is: the innermost line of our own code."""
+    for frame, line in traceback.walk_stack(sys._current_frames()[thread]):
+        path = Path(frame.f_code.co_filename)
+        if path.is_relative_to(ROOT) and "site-packages" not in path.parts:
+            return f"{frame.f_code.co_name} ({path.name}:{line})"
+    return "a library"
 
 
 # -----------------------------------------------------------------------------
@@ -198,16 +192,9 @@ def late_ranks(reports):
 
 
 def format_ranks(numbers):
-    """[0, 1, 2, 5] -> "ranks 0-2, 5"."""
-    runs = []  # [first, last]
-    for number in sorted(numbers):
-        if runs and runs[-1][1] == number - 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    texts = [f"{first}-{last}" if last > first else f"{first}" for first, last in runs]
+    """[0, 1, 2, 5] -> "ranks 0, 1, 2, 5"."""
     word = "rank" if len(numbers) == 1 else "ranks"
-    return f"{word} {', '.join(texts)}"
+    return f"{word} {', '.join(map(str, numbers))}"
 
 
 # -----------------------------------------------------------------------------
@@ -228,7 +215,7 @@ class Stragglers:
         self.cuda = device.type == "cuda"
         self.start = None
         self.spans = []  # (begin, end) of this rank's own work in each step
-        self.slow_streak = {}  # rank: intervals in a row
+        self.slow_streak = collections.Counter()  # {rank: intervals in a row}
 
     def begin(self):
         """Measure from now, the start of a step, until this rank's first collective."""
@@ -256,13 +243,13 @@ class Stragglers:
 
     def say_slow(self, ms):
         """Print a line for each rank that is slow for the SLOW_STREAK-th time. ms: of each rank."""
-        before = self.slow_streak
-        self.slow_streak = {}
         for rank, own in enumerate(ms):
             first = rank // self.stage * self.stage
             median = statistics.median(ms[first:first + self.stage])
-            if own > max(SLOW_RATIO * median, median + SLOW_MARGIN_MS):
-                self.slow_streak[rank] = before.get(rank, 0) + 1
-            if self.slow_streak.get(rank) == SLOW_STREAK:
+            if own <= max(SLOW_RATIO * median, median + SLOW_MARGIN_MS):
+                self.slow_streak[rank] = 0
+                continue
+            self.slow_streak[rank] += 1
+            if self.slow_streak[rank] == SLOW_STREAK:
                 say(f"slow rank {rank}: {own:.1f} ms of its own per step, the median of its "
                     f"stage is {median:.1f} ({SLOW_STREAK} logs running)")

@@ -53,9 +53,8 @@ TEXTS = {"bench": (".py", ".sh", ".js", ".html", ".pbs", ".slurm"),
 
 # What is larger today: a number here only falls, and what is within its limit leaves the list.
 OVER = {
-    "runtime, interface": (4007, 29),
     "corpus, cost, programs": (5935, 31),
-    "house": (16534, 96)}
+    "house": (16520, 96)}
 LONG_FILES = {}
 
 

@@ -134,7 +134,7 @@ def test_verdict_names_the_late_rank_its_host_and_groups_the_others():
     reports[2] = report(7, {"dp": 29, "world": 9}, "last collective 9 over world", "read (data.py:9)")
     text = watch.verdict(reports, 4, 5, hosts)
     assert "rank 2 began fewer collectives than the others" in text
-    assert f"\n  ranks 0-1, 3: step 7, in wait (parallel.py:1 finish), {REDUCE}\n" in text
+    assert f"\n  ranks 0, 1, 3: step 7, in wait (parallel.py:1 finish), {REDUCE}\n" in text
     assert "\n  rank 2: step 7, in read (data.py:9), last collective 9 over world\n" in text
     assert text.endswith("\nnanoshard: host of rank 2: n1")
     del reports[3]
