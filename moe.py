@@ -133,7 +133,6 @@ class MoE(nn.Module):
         """Send each row through its expert: (R, C) -> (R, C). With Capacity x is (e, rows, C)."""
         # On a GPU, one function does all of this for SwiGLU. The lines below are the reference.
         if self.cfg.mlp == "swiglu" and use_grouped_mm(x, self.w1) and x.numel():
-            ends = None if ends is None else ends.to(torch.int32)
             return SwiGLUExperts.apply(x, self.w1, self.w3, self.w2, ends)
         products = [grouped_mm(x, w, ends) for w in (self.w1, self.w3) if w is not None]
         return grouped_mm(ACTIVATIONS[self.cfg.mlp](*products), self.w2, ends)

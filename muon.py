@@ -34,7 +34,6 @@ from typing import NamedTuple
 import torch
 
 from config import ceil_div
-from ops import backend
 from parallel import Axis
 
 COEFFICIENTS = 3.4445, -4.7750, 2.0315  # of x, x^3 and x^5
@@ -290,8 +289,6 @@ class Muon:
         for bucket in self.buckets:
             self.state[bucket.master] = {"momentum": torch.zeros_like(bucket.master)}
             of_axis.setdefault(bucket.axis.name, []).append(bucket)
-        # If you change add_gradient or update, change ops/kernels.py, or set this to False.
-        self.use_triton = any(backend.use_triton(bucket.master) for bucket in self.buckets)
         self.groups = [WholeMatrices(alike, data_parallel.mesh.tp) for alike in of_axis.values()]
 
     def step(self, lr, divisor, not_finite):
@@ -303,33 +300,30 @@ class Muon:
             vector = torch.empty(sum(group.sizes), dtype=dtype, device=divisor.device)
             for bucket, direction in zip(group.buckets, vector.split(group.sizes), strict=True):
                 momentum = self.state[bucket.master]["momentum"]
-                self.add_gradient(momentum, bucket.grad_total, direction, divisor, not_finite)
+                add_gradient(momentum, bucket.grad_total, direction, divisor, not_finite,
+                             self.momentum)
             updates = group.orthogonalise(vector).split(group.sizes)
+            taken = (1 - not_finite).to(group.buckets[0].master.dtype)
+            rate = lr * self.lr_factor * taken
             for i in reversed(range(len(updates))):  # Roughly the first layers go first.
-                self.update(group.buckets[i], updates[i], lr * self.lr_factor, not_finite)
-                group.buckets[i].after_update()
+                bucket = group.buckets[i]
+                update_masters(bucket.master, updates[i], bucket.own, rate, self.decay)
+                bucket.after_update()
 
-    def add_gradient(self, momentum, grad, direction, divisor, not_finite):
-        """Add a gradient to its momentum, and write the direction: (n,) each."""
-        if self.use_triton:
-            from ops import kernels
-            kernels.add_gradient(momentum, grad, direction, divisor, not_finite, self.momentum)
-            return
-        grad = grad.to(momentum.dtype) / divisor
-        grad = torch.where(not_finite > 0, 0.0, grad)
-        taken = (1 - not_finite).to(momentum.dtype)
-        momentum.lerp_(grad, taken * (1 - self.momentum))
-        direction.copy_(grad.lerp(momentum, self.momentum))  # Nesterov's look ahead
 
-    def update(self, bucket, update, rate, not_finite):
-        """Update a bucket's masters with update (n,), and round them into the model's weights."""
-        master = bucket.master
-        if self.use_triton:
-            from ops import kernels
-            kernels.update_masters(master, update, bucket.own, not_finite, rate, self.decay)
-            return
-        # In a step that is not taken the rate is 0, and the update is finite.
-        rate = rate * (1 - not_finite).to(master.dtype)
-        master.mul_(1 - rate * self.decay)
-        master.sub_(rate * update.to(master.dtype))
-        bucket.own.copy_(master)  # a no-op where master and own are one tensor
+# The two passes over memory, which --compile makes one kernel each (fast/compile.py)
+
+def add_gradient(momentum, grad, direction, divisor, not_finite, beta):
+    """Add a gradient to its momentum, and write the direction: (n,) each."""
+    grad = grad.to(momentum.dtype) / divisor
+    grad = torch.where(not_finite > 0, 0.0, grad)
+    taken = (1 - not_finite).to(momentum.dtype)
+    momentum.lerp_(grad, taken * (1 - beta))
+    direction.copy_(grad.lerp(momentum, beta))  # Nesterov's look ahead
+
+
+def update_masters(master, update, own, rate, decay):
+    """Update masters with update, and round them into the model's weights own: (n,) each."""
+    master.mul_(1 - rate * decay)
+    master.sub_(rate * update.to(master.dtype))
+    own.copy_(master)  # a no-op where master and own are one tensor

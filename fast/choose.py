@@ -11,12 +11,15 @@ from fast import flash, products, symm_mem
 from fast.buckets import PEER, CopyBucket, KernelBucket, LoneBucket
 from fast.flex import FlexAttention
 from fast.padded import PaddedAllToAll
+from interface.packages import version_of
 from interface.terminal import say
 from layers import NORMS, Norm, vocab_cross_entropy
 from model import DTYPES, MLP
-from ops import backend, gelu_mlp, norms
+from ops import backend, gelu_mlp, grouped_mm, norms
 from ops.activations import swiglu_by_kernel
 from ops.cross_entropy import linear_cross_entropy
+
+QUACK = "0.6.5"  # the version of quack-kernels that was tried; flash-attn-4 installs the library
 
 
 class Choice(NamedTuple):
@@ -34,6 +37,7 @@ class Choice(NamedTuple):
         # A compiled graph would keep, and not compute again, what an autograd.Function in it returns.
         one_graph = cfg.compile and model.mesh.tp.size * model.mesh.cp.size == 1
         recomputes_graph = one_graph and cfg.recompute == "full"
+        grouped_mm.quack = experts_library(cfg, device)
         flex = FlexAttention() if self.flex else None
         for block in model.blocks.values():
             block.attn.flex = flex
@@ -136,6 +140,14 @@ def grouped_mm_possible(cfg, device):
     """Whether each product of the experts is one kernel. The device of plan.py has no index."""
     here = device.index is None or device.type in backend.TRITON_DEVICES
     return here and DTYPES[cfg.dtype] in backend.DTYPES
+
+
+def experts_library(cfg, device):
+    """Return the product of quack-kernels, where it is known to be faster than torch's, or None."""
+    if not cfg.n_experts or not backend.is_hopper(device) or version_of("quack-kernels") != QUACK:
+        return None
+    from quack.gemm_interface import gemm
+    return gemm
 
 
 def flex_possible(cfg, device):

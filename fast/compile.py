@@ -4,6 +4,7 @@ import torch
 
 import attention
 import moe
+import muon
 import parallel
 
 
@@ -28,6 +29,8 @@ def compile_blocks(model):
         compile_block(block, whole)
     if model.norm is not None:
         model.norm.compile(fullgraph=True)
+    for name in ("add_gradient", "update_masters"):
+        setattr(muon, name, torch.compile(getattr(muon, name), dynamic=True))
 
 
 def compile_block(block, whole):

@@ -3,8 +3,9 @@
 Rows stand by expert, x (R, I), and ends (e,) says where each expert's rows end. Rows after the last expert's
 are undefined in a result. With a capacity x is (e, rows, I), ends is None, and bmm multiplies.
 
-Three ways give the same product: torch's grouped_mm in bf16 on Hopper and Blackwell, ops/product_kernels.py
-on other GPUs and dtypes, and a loop over the experts, which asks the host how many rows each expert has.
+Four ways give the same product: in bf16 torch's grouped_mm on Hopper and Blackwell, or quack-kernels on
+Hopper; ops/product_kernels.py on other GPUs and dtypes; and a loop over the experts, which asks the host how
+many rows each expert has.
 """
 import functools
 
@@ -22,6 +23,7 @@ TILES = {
     ("sm90", 2): ((128, 256, 64, 8, 4), (128, 128, 32, 4, 4)),
     ("hip", 2): ((128, 128, 32, 8, 2), (128, 128, 32, 8, 2)),
 }
+quack = None  # the library's product, where fast/choose.py takes it
 PROGRAMS_PER_SM = 2  # at least what runs at once, so that no program waits for the slowest one
 
 
@@ -34,6 +36,14 @@ def use_torch(x, shape):
     return is_new and all(width % 8 == 0 for width in shape)
 
 
+def use_quack(x):
+    """Whether quack-kernels multiplies the rows x (R, I). It keeps a plan for every R, for ever.
+
+    So not the rows of messages with exact sizes, of which one in 128 has such an R.
+    """
+    return quack is not None and x.size(0) % 128 == 0
+
+
 def use_grouped_mm(x, w):
     """Whether x times w (e, O, I) runs as one kernel that asks the host nothing."""
     return use_torch(x, w.shape[1:]) or backend.use_triton(x)
@@ -44,7 +54,7 @@ def grouped_mm(x, w, ends):
     if ends is None:
         return torch.bmm(x, w.transpose(1, 2))
     if use_grouped_mm(x, w) and x.numel():
-        return GroupedMM.apply(x, w, ends.to(torch.int32))
+        return GroupedMM.apply(x, w, row_bounds(ends))
     return grouped_mm_loop(x, w, ends)
 
 
@@ -60,43 +70,51 @@ def grouped_mm_loop(x, w, ends):
     return torch.cat(outputs)
 
 
-# -----------------------------------------------------------------------------
-# One kernel each, of torch or of ops/
+def row_bounds(ends):  # (e,) -> (e+1,) int32: expert i has the rows bounds[i] to bounds[i+1]
+    return None if ends is None else F.pad(ends.to(torch.int32), (1, 0))
 
-def experts_mm(x, w, ends):
-    """Multiply each expert's rows by its matrix: x (R, I), w (e, I, O), ends (e,) int32 -> (R, O)"""
-    if ends is None:
+
+# -----------------------------------------------------------------------------
+# One kernel each, of torch, of quack-kernels or of ops/
+
+def experts_mm(x, w, bounds):
+    """Multiply each expert's rows by its matrix: x (R, I), w (e, I, O), bounds (e+1,) -> (R, O)"""
+    if bounds is None:
         return torch.bmm(x, w)
     e, I, O = w.shape
-    if use_torch(x, (O, I)):
-        return F.grouped_mm(x, w, offs=ends)  # w is contiguous, or the transpose of a contiguous one
+    if use_torch(x, (O, I)):  # w is contiguous, or the transpose of a contiguous one
+        if use_quack(x):
+            return quack(x, w, cu_seqlens_m=bounds, tuned=False)
+        return F.grouped_mm(x, w, offs=bounds[1:])
     from ops import product_kernels
     y = x.new_empty(x.size(0), O)
     tile, _ = pointer_tiles(x.device, x.element_size())
     rows, columns, depth, warps, stages = tile
     programs = PROGRAMS_PER_SM * multiprocessors(x.device)
     product_kernels.grouped_mm[(programs,)](
-        x.contiguous(), w, ends, y, I, O, *w.stride(), programs, E=e, WIDE=backend.next_power_of_2(e),
+        x.contiguous(), w, bounds[1:], y, I, O, *w.stride(), programs, E=e, WIDE=backend.next_power_of_2(e),
         EVEN=I % depth == 0, PRECISION=precision(x), ROWS=rows, COLUMNS=columns, DEPTH=depth,
         num_warps=warps, num_stages=stages)
     return y
 
 
-def experts_wgrad(grad, x, ends):
+def experts_wgrad(grad, x, bounds):
     """Return each expert's weight gradient, zero without rows: grad (R, O), x (R, I) -> (e, O, I)"""
-    if ends is None:
+    if bounds is None:
         return torch.bmm(grad.transpose(1, 2), x)
     O, I = grad.size(1), x.size(1)
     if use_torch(x, (O, I)):
-        return F.grouped_mm(grad.t(), x, offs=ends)
+        if use_quack(x):
+            return quack(grad.t(), x, cu_seqlens_k=bounds, tuned=False)
+        return F.grouped_mm(grad.t(), x, offs=bounds[1:])
     from ops import product_kernels
-    e = ends.numel()
+    e = bounds.numel() - 1
     grad_w = x.new_empty(e, O, I)
     _, tile = pointer_tiles(x.device, x.element_size())
     rows, columns, depth, warps, stages = tile
     programs = PROGRAMS_PER_SM * multiprocessors(x.device)
     product_kernels.grouped_wgrad[(programs,)](
-        grad.contiguous(), x.contiguous(), ends, grad_w, O, I, programs, E=e, PRECISION=precision(x),
+        grad.contiguous(), x.contiguous(), bounds[1:], grad_w, O, I, programs, E=e, PRECISION=precision(x),
         ROWS=rows, COLUMNS=columns, DEPTH=depth, num_warps=warps, num_stages=stages)
     return grad_w
 
@@ -124,19 +142,19 @@ def precision(x):
 
 
 class GroupedMM(torch.autograd.Function):
-    """grouped_mm in one kernel: x (R, I), w (e, O, I), ends (e,) int32 -> (R, O)"""
+    """grouped_mm in one kernel: x (R, I), w (e, O, I), bounds (e+1,) int32 -> (R, O)"""
 
     @staticmethod
-    def forward(ctx, x, w, ends):
-        ctx.save_for_backward(x, w, ends)
-        return experts_mm(x, w.transpose(1, 2), ends)
+    def forward(ctx, x, w, bounds):
+        ctx.save_for_backward(x, w, bounds)
+        return experts_mm(x, w.transpose(1, 2), bounds)
 
     @staticmethod
     def backward(ctx, grad):
-        x, w, ends = ctx.saved_tensors
+        x, w, bounds = ctx.saved_tensors
         grad = grad.contiguous()
-        grad_x = experts_mm(grad, w, ends)
-        grad_w = experts_wgrad(grad, x, ends)
+        grad_x = experts_mm(grad, w, bounds)
+        grad_w = experts_wgrad(grad, x, bounds)
         return grad_x, grad_w, None
 
 
@@ -145,28 +163,28 @@ class SwiGLUExperts(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, w1, w3, w2, ends):  # x (R, C), w1 and w3 (e, F, C), w2 (e, C, F)
-        ctx.ends = ends
-        gate = experts_mm(x, w1.transpose(1, 2), ends)  # (R, F)
-        up = experts_mm(x, w3.transpose(1, 2), ends)  # (R, F)
-        n_valid = None if ends is None else ends[-1]
+        ctx.bounds = bounds = row_bounds(ends)
+        gate = experts_mm(x, w1.transpose(1, 2), bounds)  # (R, F)
+        up = experts_mm(x, w3.transpose(1, 2), bounds)  # (R, F)
+        n_valid = None if bounds is None else bounds[-1]
         h = silu_mul(gate, up, n_valid)
         ctx.save_for_backward(x, gate, up, w1, w3, w2)
-        return experts_mm(h, w2.transpose(1, 2), ends)  # (R, C)
+        return experts_mm(h, w2.transpose(1, 2), bounds)  # (R, C)
 
     @staticmethod
     def backward(ctx, grad_y):
         x, gate, up, w1, w3, w2 = ctx.saved_tensors
-        ends = ctx.ends
-        n_valid = None if ends is None else ends[-1]
+        bounds = ctx.bounds
+        n_valid = None if bounds is None else bounds[-1]
         grad_y = grad_y.contiguous()
 
         # silu_mul_backward computes h again and writes it over its gradient.
-        h = experts_mm(grad_y, w2, ends)  # until the next line, the gradient of h
+        h = experts_mm(grad_y, w2, bounds)  # until the next line, the gradient of h
         grad_gate, grad_up = silu_mul_backward(h, gate, up, n_valid, recompute=True)
-        grad_w2 = experts_wgrad(grad_y, h, ends)
+        grad_w2 = experts_wgrad(grad_y, h, bounds)
 
-        grad_x = experts_mm(grad_gate, w1, ends)
-        grad_x += experts_mm(grad_up, w3, ends)
-        grad_w1 = experts_wgrad(grad_gate, x, ends)
-        grad_w3 = experts_wgrad(grad_up, x, ends)
+        grad_x = experts_mm(grad_gate, w1, bounds)
+        grad_x += experts_mm(grad_up, w3, bounds)
+        grad_w1 = experts_wgrad(grad_gate, x, bounds)
+        grad_w3 = experts_wgrad(grad_up, x, bounds)
         return grad_x, grad_w1, grad_w3, grad_w2, None

@@ -11,6 +11,7 @@ from runs import rows, session
 
 import attention
 import moe
+import muon
 import parallel
 from config import Config
 from fast import flash
@@ -24,7 +25,7 @@ TINY = dict(n_head=2, n_kv_head=2, n_embd=16, ffn_hidden=32, seq_len=8, micro_ba
 
 
 PLACES = ((parallel, "_uncompiled"), (parallel.Axis, "start_all_reduce"), (attention, "attend_segments"),
-          (moe.MoE, "forward"))
+          (moe.MoE, "forward"), (muon, "add_gradient"), (muon, "update_masters"))
 
 
 @contextlib.contextmanager
@@ -117,11 +118,14 @@ def test_what_backward_runs_again_is_compiled_between_collectives(flags):
         check_same_training(compiled, eager)
 
 
-def test_a_compiled_run_has_the_losses_of_the_run_without(graphs, tmp_path):
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_compiled_run_has_the_losses_of_the_run_without(optimizer, graphs, tmp_path):
     for out, more in ("eager", []), ("compiled", ["--compile"]):
-        done = session(World(), [*FLAGS, *more, "--steps=3", "--save-every=0", "--prompt=",
-                                 f"--out={tmp_path / out}"])
+        done = session(World(), [*FLAGS, *more, f"--optimizer={optimizer}", "--steps=3", "--save-every=0",
+                                 "--prompt=", f"--out={tmp_path / out}"])
         assert done["code"] == 0, done
+    traced = "\n".join(graph.code for graph in graphs)
+    assert all(name in traced for name in ("lerp_", "mul_", "sub_")) == (optimizer == "muon")
     plain, compiled = rows(tmp_path / "eager"), rows(tmp_path / "compiled")
     assert [row["loss"] for row in plain] == pytest.approx([row["loss"] for row in compiled], rel=1e-6)
 

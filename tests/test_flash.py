@@ -1,10 +1,11 @@
-"""fast/flash.py: attention by flash-attn-4, whose kernels only GPUs run.
+"""Libraries of kernels: attention by flash-attn-4, which only GPUs run, and products by quack-kernels.
 
 Here torch computes what the two functions of the library give, in fp64 and with the library's shapes. So
 everything but the kernels themselves runs: the two operations, autograd, the compiler, a captured graph.
 """
 import dataclasses
 import importlib.metadata
+import itertools
 import json
 from types import SimpleNamespace
 from unittest import mock
@@ -18,10 +19,11 @@ from test_model import MESH, random_model
 
 import attention
 from config import Config
-from fast import flash
+from fast import choose, flash
 from fast.flash import FlashAttention
 from interface.packages import version_of
 from model import GPT
+from ops import activations, grouped_mm
 from ops.backend import is_hopper
 from runtime.launch import World
 
@@ -232,3 +234,54 @@ def twice(original, ctx, grad, *args):
 def test_fault_is_detected(fault):
     with planted(*fault), pytest.raises(AssertionError):
         test_it_attends_as_torch_does(4, 2, "causal")
+
+
+# -----------------------------------------------------------------------------
+# Experts' products
+
+def quacks_contract(a, b, cu_seqlens_m=None, cu_seqlens_k=None, tuned=True):
+    """What is asked of the library: each expert's rows of a times its matrix, or times its rows of b."""
+    assert not tuned, "it would time every tile of each number of rows"
+    bounds = cu_seqlens_k if cu_seqlens_m is None else cu_seqlens_m
+    places = [slice(*pair) for pair in itertools.pairwise(bounds.tolist())]
+    if cu_seqlens_m is None:
+        return torch.stack([a[:, place] @ b[place] for place in places])
+    y = a.new_full((a.size(0), b.size(2)), torch.nan)
+    for place, w in zip(places, b, strict=True):
+        y[place] = a[place] @ w
+    return y
+
+
+def test_products_by_quack_are_those_of_the_loop(monkeypatch):
+    """The library itself on a Hopper GPU that has it. One expert has no rows, and 10 rows have no expert."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    C, width = 72, 136
+
+    def randn(*shape):
+        return torch.randn(*shape, device=device).bfloat16()
+    cfg = Config(n_experts=5, n_embd=C, ffn_hidden=width)
+    library = choose.experts_library(cfg, torch.empty(0, device=device).device)
+    monkeypatch.setattr(grouped_mm, "quack", library or mock.Mock(side_effect=quacks_contract))
+    monkeypatch.setattr(grouped_mm, "use_torch", lambda *_: True)
+    ends = torch.tensor([40, 40, 103, 200, 246], device=device)
+    x, grad = randn(256, C), randn(256, C)
+    with torch.no_grad():
+        x[246:] = grad[246:] = torch.nan
+    weights = [randn(5, width, C), randn(5, width, C), randn(5, C, width)]
+
+    def outputs(mm, x, *weights):
+        w1, w3, w2 = weights
+        y = mm(x, w1, w3, w2)
+        dx, *others = torch.autograd.grad(y, (x, *weights), grad[:len(y)].to(y.dtype))
+        return [y[:246], dx[:246], *others]
+    got = outputs(lambda *leaves: grouped_mm.SwiGLUExperts.apply(*leaves, ends),
+                  *[leaf.clone().requires_grad_() for leaf in (x, *weights)])
+
+    def reference(x, w1, w3, w2):
+        products = [grouped_mm.grouped_mm_loop(x, w, ends) for w in (w1, w3)]
+        return grouped_mm.grouped_mm_loop(activations.swiglu(*products), w2, ends)
+    want = outputs(reference, *[leaf.double().requires_grad_() for leaf in (x[:246], *weights)])
+    for mine, theirs in zip(got, want, strict=True):
+        assert (mine.double() - theirs).norm() < 1e-2 * theirs.norm()
+    if library is None:
+        assert grouped_mm.quack.call_count == 9, "three products forward, six in backward"

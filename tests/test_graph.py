@@ -97,7 +97,8 @@ def graphs_on_a_cpu(seen):
                (buckets, "SymmetricBuffer", SharedBuffer), (buckets, "stream_module", lambda device: streams),
                (graph, "GraphedStep", EmulatedStep),
                (torch.cuda, "graph", capture), (torch.cuda, "CUDAGraph", new_graph),
-               (torch.cuda, "default_generators", {None: generator}),
+               (torch.cuda, "default_generators",
+                {None: generator, **dict(enumerate(torch.cuda.default_generators))}),
                (torch.cuda, "synchronize", lambda: None),
                (torch.cuda, "is_current_stream_capturing", lambda: generator.capturing)]
     with contextlib.ExitStack() as stack:

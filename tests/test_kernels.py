@@ -17,7 +17,6 @@ from fast.buckets import CopyBucket
 from fast.choose import Choice
 from layers import NORMS, NormKind
 from model import DTYPES
-from muon import Muon, iteration_dtype
 from ops import activations, backend, cross_entropy, grouped_mm, norms, permute
 from ops.split_master import SplitMaster, whole
 from optim import Optimizer
@@ -434,41 +433,6 @@ def test_adamw_rounds_moments_and_not_what_updates_the_weights(kernels):
             # The interpreter cuts bits off where a GPU rounds.
             step = 0 if is_exact else 2**-8 if DEVICE == "cuda" else 2**-7
             torch.testing.assert_close(found.float(), expected, rtol=step, atol=0)
-
-
-@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
-@pytest.mark.parametrize("keeps_dtype", [False, True])
-def test_muon(kernels, dtype, keeps_dtype):
-    model_dtype, n = DTYPES[dtype], 5000
-    direction_dtype = torch.float32 if dtype == "fp32" else torch.bfloat16
-    w, m = torch.randn(n, device=DEVICE), torch.randn(n, device=DEVICE) / 100
-    own = w if dtype == "fp32" else w.to(model_dtype)
-    divisor = torch.tensor(3.0, device=DEVICE)
-    found = []
-    for is_triton in (True, False):
-        master, momentum = w.clone(), m.clone()
-        weight = master if own is w else own.clone()
-        bucket = Some(master=master[:-1], own=weight[:-1])
-        twin = Some(use_triton=is_triton, momentum=0.9, decay=0.5)
-        rng = torch.Generator().manual_seed(1)
-        directions = []
-        for not_finite in (0.0, 1.0, 0.0):
-            grad, update = (torch.randn(n, generator=rng).to(DEVICE) for _ in range(2))
-            grad = grad.to(model_dtype) if keeps_dtype else grad
-            refused = torch.tensor(not_finite, device=DEVICE)
-            grad[7] = torch.nan if not_finite else grad[7]
-            direction = torch.full((n,), 7.0, device=DEVICE, dtype=direction_dtype)
-            Muon.add_gradient(twin, momentum[:-1], grad[:-1], direction[:-1], divisor, refused)
-            Muon.update(twin, bucket, update.to(iteration_dtype(model_dtype))[:-1], 0.1, refused)
-            if not not_finite:  # Nobody uses the direction of a step that is refused.
-                directions.append(direction)
-        found.append((master, momentum, weight, *directions))
-    assert not torch.equal(found[0][0][:-1], w[:-1]) and not torch.equal(found[0][1][:-1], m[:-1])
-    for got, want in zip(*found, strict=True):
-        tolerance = {torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}[got.dtype]
-        torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance / 10)
-    for tensor, before in zip(found[0], (w, m, own, *[torch.tensor([7.0])] * 2), strict=True):
-        assert tensor[-1] == before[-1], "behind the end"
 
 
 @pytest.mark.parametrize("use_triton", [False, True])

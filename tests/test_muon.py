@@ -6,6 +6,7 @@ test_layouts.py compares it in every layout with plain_muon.py, which is written
 import dataclasses
 import math
 import weakref
+from functools import partial
 
 import plain_muon
 import pytest
@@ -16,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import muon
+from model import DTYPES
 
 # -----------------------------------------------------------------------------
 # One matrix
@@ -150,6 +152,33 @@ def test_the_update_needs_no_more_memory_than_adamws_second_moment():
         group.orthogonalise(vector)
     peak = seen.peak + vector.nbytes
     assert vector.nbytes < peak <= 4 * vector.numel()
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+def test_both_passes_of_an_update_are_the_same_as_graphs(dtype):
+    """As --compile traces them. In fp32 weights and masters are one tensor; a refused step changes none."""
+    rng = torch.Generator().manual_seed(1)
+    w, m, grad, update = torch.randn(4, 5000, generator=rng)
+    own = w.to(DTYPES[dtype])
+    update = update.to(muon.iteration_dtype(own.dtype))
+    found = []
+    for form in (lambda f: f), partial(torch.compile, dynamic=True, backend="aot_eager"):
+        master, momentum = w.clone(), m.clone()
+        weight = master if dtype == "fp32" else own.clone()
+        direction = torch.empty(5000, dtype=torch.float32 if dtype == "fp32" else torch.bfloat16)
+        for refused in torch.tensor([0.0, 1.0]):
+            before = [t.clone() for t in (master, momentum, weight)]
+            bad = grad.where(refused == 0, torch.nan)
+            form(muon.add_gradient)(momentum, bad, direction, torch.tensor(3.0), refused, 0.9)
+            if not refused:
+                want = direction.clone()
+            form(muon.update_masters)(master, update, weight, 0.1 * (1 - refused), 0.5)
+        for now, then in zip((master, momentum, weight), before, strict=True):
+            assert torch.equal(now, then)
+        found.append((master, momentum, weight, want))
+    assert not torch.equal(found[0][0], w) and not torch.equal(found[0][1], m)
+    for got, plain in zip(*found, strict=True):
+        torch.testing.assert_close(got, plain, rtol=1e-6, atol=1e-7)
 
 
 # -----------------------------------------------------------------------------
