@@ -12,7 +12,6 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
 if __name__ == "__main__":
     from interface.packages import check_packages
@@ -29,13 +28,12 @@ from interface.terminal import printable
 
 AT_END = ("loss", "val_loss", "grad_norm", "lr", "tok_s", "ms", "mem_gb")  # a text file for each, in OUT
 THIN_LINE = "\u28c0"  # in the legend: a piece of plotext's finest line
-Runs = tyro.conf.Positional[Annotated[tuple[str, ...], tyro.conf.arg(metavar="RUN...")]]
 
 
 @dataclass(frozen=True)
 class Flags:
     """The command line of plot.py."""
-    runs: Runs  # --out directories of runs of train.py
+    runs: tyro.conf.Positional[tuple[str, ...]]  # --out directories of runs of train.py
     metric: str = "loss,val_loss"  # keys of metrics.jsonl; val_loss is drawn into the plot of loss
     log: bool = False  # logarithmic vertical axis
     steps: tuple[int, int] = (0, 10**15)  # first and last step to draw

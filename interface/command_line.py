@@ -114,8 +114,6 @@ def read_flags(path):
     path = Path(path)
     if path.is_dir():
         path = path / "config.json"
-    if not path.exists():
-        raise ValueError(f"{path} is not there; {paths.meant_run(path.parent)}")
     saved = load_json(path)
     check_schema(saved, {f"{field.name}?": field.type for field in dataclasses.fields(Config)}, path)
     unknown = config.unknown_flags(saved, OF_THE_RUN)

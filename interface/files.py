@@ -158,11 +158,11 @@ def lock(out, wait=0.0):
 
 def in_use(out):
     """Whether a run has locked OUT."""
-    with contextlib.suppress(OSError), open(Path(out) / ".lock") as file:
-        try:
+    try:
+        with open(Path(out) / ".lock") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
+    except OSError as e:
+        return isinstance(e, BlockingIOError)
     return False
 
 

@@ -125,9 +125,7 @@ def summary(run):
         step, lowest = min(validation, key=lambda point: point[1])
         said.append(f"lowest validation loss {lowest:.4f} at step {step}")
     said += [f"{name} {run.config.get(name)}" for name in ("world", "launcher", "machine", "torch", "git")]
-    line = ""
-    if "argv" in run.config:
-        line = f"{command_of(run.config)}\nto go on:  {command_of(run.config, goes_on=True)}"
+    line = command_of(run.config) if "argv" in run.config else ""
     return f"<p>{escape(' · '.join(said))}</p><pre>{escape(line)}</pre>"
 
 

@@ -121,7 +121,7 @@ UNLIKE = {  # name: (the flags of each rank, what the line says)
            "rank 1 has --lr 0.002, rank 0 has 0.001; start all ranks with the same flags"),
     "layout": ([["--tp=2"], []], "rank 1 has --tp 1, rank 0 has 2"),
     "data": ([[], ["--data=elsewhere"]], "rank 1 has --data 'elsewhere', rank 0 has 'synthetic'"),
-    "wrong on one": ([[], ["--config=x"]], "nanoshard: x is not there; give the --out"),
+    "wrong on one": ([[], ["--config=x"]], "No such file or directory: 'x'"),
     "wrong on all": ([["--n-head=3"]] * 2, "nanoshard: n-embd 16 does not divide by n-head 3"),
 }
 
@@ -144,7 +144,7 @@ def test_a_rank_that_alone_sees_wrong_files_ends_the_others(tmp_path):
     argv = [BIN / "mpiexec", "-n", "2", "bash", "-c", 'cd $PMI_RANK; exec "$@"', "bash", sys.executable,
             ROOT / "train.py", *FLAGS, "--config=c.json"]
     ended = subprocess.run(argv, cwd=tmp_path, env=clean_env(), capture_output=True, text=True, timeout=100)
-    assert_refused({"code": ended.returncode, "err": ended.stderr}, "nanoshard: c.json is not there")
+    assert_refused({"code": ended.returncode, "err": ended.stderr}, "No such file or directory: 'c.json'")
 
 
 def session_with_other_data(world, argv):
