@@ -34,9 +34,9 @@ def report_ending(run):
     if "val_loss" in state.best and (out / state.best_name()).is_dir():
         say(f"lowest validation loss {state.best['val_loss']:.4f} in {state.best_name()}")
     config = run.log_file.begun["config"]
-    if outcome is Outcome.STOPPED and signals.is_program:  # a notebook has no command line
+    if outcome is Outcome.STOPPED and signals.parsed:  # a notebook has no command line
         say(f"to go on, type: {report.command_of(config, goes_on=True)}")
-    if outcome is Outcome.DONE and signals.is_program:
+    if outcome is Outcome.DONE and signals.parsed:
         text = report.sample_command(out, config)
         if text and run.saver.saved:
             say(f"try it:       {text}")

@@ -8,7 +8,6 @@ import io
 import os
 import signal
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -26,36 +25,26 @@ AGAIN = 0.5  # seconds: a terminal and a launcher may both pass on the same Ctrl
 
 
 class Signals:
-    """The signals that stop a run, caught in `with signals:`.
+    """The signals that stop a program's run; in a notebook they do what they always do.
 
     Before can_save is set there is nothing to save, and a signal ends the process with 85. After that the
     first one is kept in .number until the step ends, and a second SIGINT ends the process with 130. SIGUSR2
-    writes the stacks on stderr. A notebook gets its handlers back.
+    writes the stacks on stderr.
     """
     rank = 0
-    is_program = False
     parsed = None  # parse_flags() of a program's arguments
 
     def __init__(self):
-        self.previous = {}  # {signal: the caller's handler}
         self.came = {}  # {signal: when it came first}
         self.number = 0
         self.can_save = False
         self.leaves = None  # when the run will leave after a signal, by the steps before; None: not known
 
-    def __enter__(self):
-        if self.previous or threading.current_thread() is not threading.main_thread():
-            return  # only the main thread may set handlers
+    def catch(self):
         for number in STOPPING:
-            if signal.getsignal(number) not in (signal.SIG_IGN, None):  # nohup, a script's &
-                self.previous[number] = signal.signal(number, self._handle)
+            if signal.getsignal(number) != signal.SIG_IGN:  # nohup, a script's &
+                signal.signal(number, self._handle)
         faulthandler.register(signal.SIGUSR2, file=2)
-
-    def __exit__(self, *error):
-        if not self.is_program:  # there, a late signal must not change how it ends
-            for number, handler in self.previous.items():
-                signal.signal(number, handler)
-            self.__init__()
 
     def _handle(self, number, frame):
         name = signal.Signals(number).name
@@ -63,34 +52,29 @@ class Signals:
         since = now - self.came.setdefault(number, now)  # the first time 0
         if not self.can_save:
             self._leave(Outcome.STOPPED, f"stopped by {name} during start-up: there is nothing to save")
-        if number == signal.SIGINT and since > AGAIN:
+        elif number == signal.SIGINT and since > AGAIN:
             self._leave(INTERRUPTED, f"a second {name}: left at once, the last checkpoint stands")
-        self.number = self.number or number
-        if self.rank == 0 and since == 0:
-            wait = ", however long the first step takes"
-            if self.leaves is not None:
-                wait = f", in about {clock(max(1, self.leaves - now))}"
-            say_at_once(f"{name}: finishes this step, saves and leaves{wait}")
+        elif since == 0:
+            self.number = self.number or number
+            wait = "" if self.leaves is None else f", in about {clock(max(1, self.leaves - now))}"
+            self._say(f"{name}: finishes this step, saves and leaves{wait}")
 
     def _leave(self, code, text):
+        self._say(text)
+        os._exit(code)
+
+    def _say(self, text):
         if self.rank == 0:
-            say_at_once(text)
-        if self.is_program:
-            os._exit(code)
-        raise SystemExit(int(code))
+            with contextlib.suppress(OSError):
+                os.write(2, f"nanoshard: {text}\n".encode())  # a print may have been interrupted
 
 
 signals = Signals()
 
 
-def say_at_once(text):
-    with contextlib.suppress(OSError):
-        os.write(2, f"nanoshard: {text}\n".encode())  # what was interrupted may hold the lock of sys.stderr
-
-
 def start_program():
     """Prepare this process, and parse its arguments, before torch is imported."""
-    signals.is_program = True
+    signals.catch()
     with surround():
         signals.parsed = parse_flags(sys.argv[1:])
 
@@ -101,8 +85,7 @@ def surround():
     streams = Stream(sys.stdout), Stream(sys.stderr)
     with contextlib.redirect_stdout(streams[0]), contextlib.redirect_stderr(streams[1]):
         try:
-            with signals:
-                yield
+            yield
         finally:
             for stream in streams:
                 stream.flush()

@@ -4,6 +4,7 @@ import hashlib
 import io
 import json
 import os
+import signal
 from pathlib import Path
 from unittest import mock
 
@@ -21,6 +22,7 @@ from ops.split_master import whole
 from parallel import make_mesh
 from runtime import launch
 from runtime.launch import World
+from runtime.session import STOPPING, signals
 
 SHAPE = ["--n-layer=2", "--n-embd=16", "--n-head=2", "--n-kv-head=1", "--ffn-hidden=32", "--seq-len=16",
          "--vocab-size=100"]
@@ -41,10 +43,16 @@ def session(world, argv, plan=None):
     plan = plan or {}
     steps = []
     start = launch.Start("single" if world.size == 1 else "hydra", world.rank, world.size, world.rank)
+    before = [signal.getsignal(number) for number in STOPPING]
+    signals.__init__()
+    signals.catch()
     with mock.patch.multiple(launch, launch=lambda *_, **__: world, shutdown=lambda world: None,
                              started_by=lambda: start), \
             mock.patch.multiple(train, Run=record_steps(steps, plan), Step=plant_nan(plan)):
-        return {**called(train.main, argv), "steps": steps}
+        result = {**called(train.main, argv), "steps": steps}
+    for number, handler in zip(STOPPING, before, strict=True):
+        signal.signal(number, handler)
+    return result
 
 
 def called(main, argv):

@@ -53,7 +53,7 @@ def test_a_run_that_is_done_says_what_can_be_typed_next(tmp_path, monkeypatch, c
         ending.report_ending(run)
         return [line.partition(":")[2].strip() for line in capsys.readouterr().out.splitlines()[1:]]
 
-    monkeypatch.setattr(ending.signals, "is_program", True)
+    monkeypatch.setattr(ending.signals, "parsed", (None, None))
     (tmp_path / "report.html").touch()
     curves = f"python plot.py {tmp_path}"
     page = f"{tmp_path}/report.html, in a browser"

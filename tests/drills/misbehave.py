@@ -14,7 +14,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import train
-from runtime import watch
+from runtime import session, watch
 
 GRACE = 4.0  # seconds that a rank has to write its report
 
@@ -70,6 +70,7 @@ def main(fault, at, seconds, argv):
 
     train.micro_batches = micro_batches_with_fault
     watch.Watch = watch_and_keep
+    session.signals.catch()
     train.main(argv)
 
 
