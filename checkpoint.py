@@ -275,23 +275,6 @@ def overlap(offset, shape, other_offset, other_shape):
     return tuple(here), tuple(there)
 
 
-def load(path, requested, index=None, others=()):
-    """Fill tensors in place.
-
-    requested: [(name, tensor, full shape, offset)], this rank's rectangles. others: names of tensors that
-    other ranks ask for, or that are left out on purpose. ValueError: a tensor is missing, damaged or of
-    another shape, or no rank asks for it.
-    """
-    reader = Reader(path, index)
-    for name, out, full, offset in requested:
-        reader.fill(name, out, full, offset)
-    names = {name for name, *_ in requested}
-    unasked = sorted(reader.index["tensors"].keys() - names - set(others))
-    if unasked:
-        raise ValueError(f"checkpoint {path} holds {unasked[0]}, for which this model has no place; it was "
-                         "written by another model: give the flags of the run that wrote it")
-
-
 def full_tensors(path):
     """Return {name: tensor at full size}."""
     reader = Reader(path)

@@ -100,21 +100,15 @@ def init_from(model, opt, path):
         # The last symbol of a masked language model is [MASK], and --lora trains no embedding.
         raise ValueError(f"--init-from {path} has a vocabulary of {symbols}, the data {model.vocab_size}; "
                          f"prepare the data with that run's tokenizer, or give --vocab-size {symbols}")
-    # The checkpoint's moments are not read. A router's bias is not a weight: its rate may differ here.
-    unused = [name for name in index["tensors"] if "/" in name or name.endswith(".router.bias")]
     if cfg.lora and not meta["shape"].get("lora"):
         load_base(model, reference(path, index))
         notes = [f"adapters start on top of {path}, which stays as it is"]
     else:
-        load_pieces(world, path, index, weights_to_read(opt, symbols, upcycles), unused)
+        load_pieces(world, path, index, weights_to_read(opt, symbols, upcycles))
         opt.masters_to_model()
         notes = [f"starts from the weights of {path}, with a fresh optimizer"]
         if cfg.lora:
             load_base(model, meta["base"])
-            notes = [f"starts from the adapters of {path}, with a fresh optimizer, on top of "
-                     f"{model.base['path']}"]
-    if upcycles:
-        notes.append(f"each of {cfg.n_experts} experts starts as that model's MLP, routers start fresh")
     if model.vocab_size > symbols:
         notes.append(f"{model.vocab_size - symbols} symbols are new")
     names = [name for name in flags_of_kind("meaning") if name != "vocab_size"]
@@ -167,8 +161,7 @@ def load_base(model, base, moved_to=""):
     world = model.mesh.world
     path = base_path(base, moved_to) if world.rank == 0 else None
     path, index = read(world, path)
-    unused = [name for name in index["tensors"] if "/" in name]
-    load_pieces(world, path, index, frozen_pieces(model), unused)
+    load_pieces(world, path, index, frozen_pieces(model))
     model.base = reference(path, index)
 
 

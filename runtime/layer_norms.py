@@ -24,8 +24,6 @@ class LayerNorms:
     def measure(self):
         """Compute this rank's part, without waiting for the device or for other ranks."""
         device = self.data_parallel.buckets[0].flat.device
-        # a CPU's fp32 norm is a plain sum, which can overflow
-        dtype = torch.float64 if device.type == "cpu" else torch.float32
         squares = torch.zeros(len(self.layers), dtype=torch.float64, device=device)
         for bucket in self.data_parallel.buckets:
             grad = bucket.grad_total
@@ -33,7 +31,7 @@ class LayerNorms:
             if not pieces:
                 continue  # This rank's slice is padding.
             norms = torch._foreach_norm([piece.view for piece in pieces], 2,
-                                        dtype=torch.promote_types(grad.dtype, dtype))
+                                        dtype=torch.promote_types(grad.dtype, torch.float32))
             # fp16's loss scale changes in the update, so it is taken out here.
             norms = self.opt.unscale(torch.stack(norms).double())
             numbers = [self.layers.index(layer_of(piece.name)) for piece in pieces]

@@ -355,13 +355,11 @@ def start_wandb(mode, out, config):
         if not kept.exists():
             write_whole(kept, secrets.token_hex(4))
         folder = out if Path(told.root_dir) == Path.cwd() else told.root_dir
-        if told.mode in ("offline", "disabled"):
-            mode = told.mode
         start = functools.partial(wandb.init, project=told.project or "nanoshard",
                                   name=told.run_name or out.resolve().name, dir=folder, id=kept.read_text(),
                                   resume="allow", config=config, settings=wandb.Settings(init_timeout=10))
         try:
-            tracker = start(mode=mode)
+            tracker = start(mode=told.mode if mode == "online" else mode)
         except wandb.errors.CommError as e:
             warn(f"wandb: no answer within 10 s, so it is recorded offline ({e}); wandb sync sends it")
             tracker = start(mode="offline")

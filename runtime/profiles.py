@@ -25,7 +25,8 @@ def start_profile(on):
 
 
 def end_profile(profiler, out):
-    """Write what start_profile() began, OUT/profile.html and profile.txt, and print its hottest lines."""
+    """Write what start_profile() began, OUT/profile.html and profile.txt, and print its ten hottest lines: of
+    our code, each without our own functions that it calls."""
     if profiler is None:
         return
     profiler.stop()
@@ -33,28 +34,17 @@ def end_profile(profiler, out):
         write_whole(out / "profile.html", profiler.output_html())
         write_whole(out / "profile.txt", profiler.output_text(unicode=False, color=False))
     say("the hottest lines, each with what it calls in libraries:")
-    for line in hottest_lines(profiler.last_session.frame_records):
-        say(line)
-
-
-def hottest_lines(records, n=10):
-    """Return "  SECONDS FILE:LINE FUNCTION" of the n lines of ours that took most, without our own functions
-    that they call.
-
-    records: [(frames, seconds)] of pyinstrument, a frame as NAME, FILE, LINE of "def", then its attributes.
-    """
     took = Counter()
-    for frames, seconds in records:
+    # pyinstrument has a frame as NAME, FILE, LINE of "def", then its attributes, such as l54 for line 54
+    for frames, seconds in profiler.last_session.frame_records:
         ours = [frame for frame in frames if f"\0{ROOT}/" in frame and "site-packages" not in frame]
         if ours:
             took[ours[-1]] += seconds
-    lines = []
-    for frame, seconds in took.most_common(n):
+    for frame, seconds in took.most_common(10):
         what, *attributes = frame.split("\1")
         name, file, defined = what.split("\0")
         at = next((text[1:] for text in attributes if text.startswith("l")), defined)
-        lines.append(f"  {seconds:8.2f} s  {Path(file).relative_to(ROOT)}:{at} {name}")
-    return lines
+        say(f"  {seconds:8.2f} s  {Path(file).relative_to(ROOT)}:{at} {name}")
 
 
 def traced(run):
@@ -63,6 +53,8 @@ def traced(run):
     It records three steps, after one of rest and one of warm-up. stop() ends a shorter record.
     """
     from torch.profiler import profile, schedule
+
+    from fast.graph import DeferredGather
     step = run.step
 
     def write(profiler):
@@ -72,7 +64,11 @@ def traced(run):
 
     def traced_step(*args):
         result = step(*args)
-        wait_for_all_weights(run.model, run.data_parallel)
+        # The handle of a gather that outlives torch's profiler may end the process. A gather that the next
+        # graph starts has none, and the other ranks would take no part in it here.
+        for bucket in run.data_parallel.buckets_of[run.model]:
+            if not isinstance(bucket.gather_handle, DeferredGather):
+                bucket.wait_weights()
         profiler.step()
         return result
 
@@ -80,17 +76,6 @@ def traced(run):
     profiler.start()
     traced_step.stop = profiler.stop  # the interpreter must not end before
     return traced_step
-
-
-def wait_for_all_weights(model, data_parallel):
-    """Wait for the gathers of weights under way: a handle that outlives torch's profiler may end the process.
-
-    Those that the next graph starts are left, as the other ranks take no part here.
-    """
-    from fast.graph import DeferredGather
-    for bucket in data_parallel.buckets_of[model]:
-        if not isinstance(bucket.gather_handle, DeferredGather):
-            bucket.wait_weights()
 
 
 # -----------------------------------------------------------------------------
@@ -103,8 +88,7 @@ def attach_pdb(world, rank):
     if world.rank != rank:
         sys.breakpointhook = lambda *args, **how: None
         return
-    say(f"nanoshard: rank {rank} of {world.size} stops in pdb, the others wait; n: next line, s: into a "
-        "call, c: go on (to a breakpoint() in the code, if any), q: end the run")
+    say(f"nanoshard: rank {rank} of {world.size} stops in pdb, the others wait")
     if world.size > 1:
         sys.breakpointhook = lambda *args, **how: pdb_at_pipes().set_trace(sys._getframe(1))
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 import checkpoint
-from config import SHAPE, Outcome, flags_of_kind, pad_vocab
+from config import SHAPE, Outcome, pad_vocab
 from interface import files
 from interface.paths import is_run
 from interface.terminal import one_line, say
@@ -24,7 +24,6 @@ from runtime.pieces import first_sound, load_pieces, own_pieces
 from runtime.saver import Saver
 from skip import skipped_ranges
 
-SCHEDULE = {"lr", "min_lr", "warmup", "lr_schedule", "decay_steps", "decay_ratio"}  # besides steps
 # What --out must not hold besides a run: prepared data, other runs, models of other programs, sources
 FOREIGN = "*_[0-9]*.bin", "*/metrics.jsonl", "*.safetensors", "*.md", "*.py", ".git"
 
@@ -64,8 +63,6 @@ class State:
 
 def save(cfg, mesh, data_parallel, opt, saver, state):
     """Start to write step_N/; every rank writes its part. saver.wait() says whether it was committed."""
-    if not saver.wait() and saver.step == state.best.get("step"):
-        state.best = {}  # lost: the next evaluation is the lowest
     flags = dataclasses.asdict(cfg)
     meta = {**dataclasses.asdict(state), "seed": cfg.seed, "adam_t": int(opt.adam.step_count),
             "scaler": opt.scaler(), "world": mesh.world.size,
@@ -86,10 +83,7 @@ def load(cfg, data_parallel, opt, path, data_id, vocab_size=0):
                          f"give --init-from {path} to start from it")
     world = data_parallel.mesh.world
     changed = changed_flags(cfg, path, meta, world.size, data_id, vocab_size)
-    # A change that --resume-changed allows may leave tensors unused, such as the bias of a router or a norm.
-    unused = index["tensors"] if changed.keys() & set(flags_of_kind("meaning")) else ()
-    requested = own_pieces(data_parallel, opt, owned_only=False)
-    load_pieces(world, path, index, requested, unused)
+    load_pieces(world, path, index, own_pieces(data_parallel, opt, owned_only=False))
     opt.adam.step_count.fill_(meta["adam_t"])
     opt.set_scaler(meta.get("scaler"))
     opt.masters_to_model()
@@ -145,8 +139,6 @@ def prepare_out_dir(cfg, world, out):
                              f"give a new folder, such as --out {out / 'run'}")
         if cfg.resume == "auto":
             paths = [str(path) for path in checkpoint.steps(out)]
-            if not paths:
-                say(f"--resume auto: {out} has no checkpoint, so the run starts at step 1")
         elif cfg.resume != "none":
             paths = [cfg.resume]
     paths = world.everyone.broadcast(paths)  # those that rank 0 sees
@@ -197,8 +189,7 @@ def set_run_aside(out, init_from):
         if Path(path).resolve().is_relative_to(folder):
             raise ValueError(f"--out {out} holds another run, which would be renamed, and {name} is in "
                              f"it; give another --out, such as --out {out}-tuned")
-    step = max((row["step"] for row in files.sound_rows(out / "metrics.jsonl")), default=0)
-    new = files.set_aside(folder, f"{folder.name}.{time.strftime('%Y-%m-%d_%H%M')}_step{step}")
+    new = files.set_aside(folder, f"{folder.name}.{time.strftime('%Y-%m-%d_%H%M')}")
     files.lock(out)
     say(f"{out} held another run: it is now {new} (--resume auto goes on from checkpoints)")
 
@@ -234,11 +225,8 @@ def start_from(found, skip, model, opt, data_id):
         steps, _ = state.changed.get("steps", (cfg.steps, 0))
         as_before = dataclasses.replace(cfg, steps=steps)
         old, new = (learning_rate(flags, state.step) for flags in (as_before, cfg))
-        is_meant = state.changed.keys() & SCHEDULE
-        if abs(new - old) > 0.01 * cfg.lr and not is_meant:
+        if abs(new - old) > 0.01 * cfg.lr:
             said.append(f"resume: lr jumps from {old:.3g} to {new:.3g}; --decay-steps {steps} keeps it")
-        if cfg.dump_grads or cfg.init_from and not cfg.lora:
-            said.append(f"goes on from {found}: --init-from and --dump-grads are for a start, and not used")
         skip = sorted({*skip, *skipped_ranges(state.skip)})  # a resume inside a range goes on skipping it
     if model.mesh.world.rank == 0:
         for line in said:

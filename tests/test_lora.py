@@ -276,7 +276,7 @@ def test_adapters_go_to_peft_and_come_back(qwen, tmp_path):
     assert not fewer["blocks.1.attn.wo.lora.A"].any() and not fewer["blocks.1.attn.wo.lora.B"].any()
     said = go(1, tmp_path / "on", f"--init-from={tmp_path / 'fewer'}", "--qk-norm=head", "--norm-eps=1e-6",
               "--vocab-size=100", *LORA, "--steps=2")["out"]
-    assert f"starts from the adapters of {tmp_path}/fewer/step_000000, with a fresh optimizer" in said
+    assert f"starts from the weights of {tmp_path}/fewer/step_000000, with a fresh optimizer" in said
     trained, _ = final(tmp_path / "on", 2)
     assert not trained["blocks.1.attn.wo.lora.B"].any() and trained["blocks.0.attn.wo.lora.B"].any()
 

@@ -104,19 +104,21 @@ def works_below(root):
     return found
 
 
-def handles_of_a_traced_step(world, flags):
+def handles_of_a_traced_step(world, flags, folder):
     run = training.Training(parse([*runs.TINY, *flags]), world)
+    run.out = folder / str(world.rank)
+    step = profiles.traced(run)
     for _ in range(2):
-        run.step(run.batches())  # run() would wait for the weights
-    profiles.wait_for_all_weights(run.model, run.data_parallel)
+        step(run.batches())  # run() would wait for the weights
+    step.stop()
     return [len(works_below(run))]
 
 
 @pytest.mark.parametrize("ranks,flags", [
     (2, ["--zero=1"]), (2, ["--zero=3"]), (2, ["--pp=2"]), (2, ["--n-experts=2", "--ep=2", "--zero=1"]),
     (4, ["--zero=2", "--shard=2", "--global-batch=8"])])
-def test_no_handle_outlives_a_traced_step(ranks, flags):
+def test_no_handle_outlives_a_traced_step(ranks, flags, tmp_path):
     """One that is freed after torch's profiler ended some processes in a fault (gloo, torch 2.13)."""
     work = dist.Work()
     assert works_below(SimpleNamespace(handles=[work])) == [work]  # one would be found
-    assert run_ranks(ranks, handles_of_a_traced_step, flags) == [[0]] * ranks
+    assert run_ranks(ranks, handles_of_a_traced_step, flags, tmp_path) == [[0]] * ranks
