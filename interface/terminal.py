@@ -45,7 +45,7 @@ def drop_what_fails(stream):
 
 
 class Stream:
-    """Stands before stdout or stderr: if the reader leaves (| head), a run goes on."""
+    """Stands before stdout or stderr: if the reader leaves (| head), or lacks a character, a run goes on."""
 
     def __init__(self, stream):
         self.stream = stream
@@ -54,7 +54,7 @@ class Stream:
         return getattr(self.stream, attribute)
 
     def write(self, text):
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, UnicodeError):
             self.stream.write(text)
 
     def flush(self):

@@ -81,6 +81,15 @@ def test_a_terminal_gets_no_control_characters_of_a_text(monkeypatch):
         assert stream.getvalue() == f"{said}für\t日本\u200d\n"
 
 
+def test_a_run_goes_on_where_its_stream_lacks_a_character():
+    raw = io.BytesIO()
+    stream = terminal.Stream(io.TextIOWrapper(raw, "latin-1"))
+    for text in ("\u00e9", "\u65e5", "e"):
+        stream.write(text)
+    stream.flush()
+    assert raw.getvalue() == b"\xe9e"
+
+
 ENDS = {  # redirection: (exit code of plot.py, words on its stderr)
     ">/dev/full": (2, "nanoshard: [Errno 28] No space left on device\n"),
     "| true": (141, ""),
