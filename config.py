@@ -311,79 +311,53 @@ def check(cfg):
     if not cfg.head_dim:
         must_divide("n-embd", cfg.n_embd, "n-head", cfg.n_head)
     must_divide("n-head", cfg.n_head, "n-kv-head", cfg.n_kv_head)
-    for is_wrong, message in wrong_model(cfg) + wrong_training(cfg):
+    for is_wrong, message in wrong_values(cfg):
         if is_wrong:
             raise ValueError(message)
 
 
-def wrong_model(cfg):
-    """Return [(whether it is so, what is wrong)] of the flags of the model."""
+def wrong_values(cfg):
+    """Return [(whether it is so, what is wrong)]."""
+    is_mlm = cfg.objective == "mlm"
     scaling = cfg.rope_scaling
     can_scale = len(scaling) == 4 and scaling[0] >= 1 and scaling[1] < scaling[2] and scaling[3] >= 1
-    is_mlm = cfg.objective == "mlm"
-    is_dense = not cfg.n_experts
-    return [
-        (cfg.pos == "rope" and head_width(cfg) % 2,
-         f"head dim {head_width(cfg)} is odd, RoPE turns pairs; try --pos learned"),
-        (scaling and not can_scale,
-         f"--rope-scaling {' '.join(map(str, scaling))} must be FACTOR LOW HIGH LENGTH, such as 8 1 4 8192"),
-        (is_mlm and cfg.window,
-         f"--window {cfg.window} looks back only, --objective mlm to both sides; leave out --window"),
-        (is_mlm and cfg.doc_mask == "on",
-         "--doc-mask on hides what is before, --objective mlm looks both ways; leave out --doc-mask"),
-        (is_mlm and n_masked(cfg.seq_len) < 1,
-         f"--objective mlm masks no token of --seq-len {cfg.seq_len}; try --seq-len 128"),
-        (is_mlm and cfg.prompt, "--prompt continues a text, --objective mlm does not; leave out --prompt"),
-        (is_dense and cfg.ep > 1, f"--ep {cfg.ep} needs experts; try --n-experts 8"),
-        (is_dense and cfg.n_shared_experts,
-         f"--n-shared-experts {cfg.n_shared_experts} needs experts; try --n-experts 8"),
-        (not is_dense and cfg.top_k > cfg.n_experts,
-         f"top-k {cfg.top_k} exceeds n-experts {cfg.n_experts}; try --top-k {cfg.n_experts}"),
-        (not is_dense and cfg.router == "softmax-topk" and cfg.top_k == 1,
-         "--router softmax-topk with --top-k 1 learns nothing, its gate is 1; try --router softmax"),
-        (not is_dense and cfg.router_bias_rate and cfg.router != "sigmoid",
-         f"--router-bias-rate steers sigmoid routers, not {cfg.router}; try --router sigmoid"),
-        (cfg.lora and cfg.n_experts,
-         f"--lora {cfg.lora} has no adapters for the matrices of experts; leave out --lora")]
-
-
-def wrong_training(cfg):
-    """Return [(whether it is so, what is wrong)] of the flags of the optimizer, its numbers and the data."""
     ramp = cfg.rampup_batch_size
     skipped = cfg.train_range_to_skip
     pairs = zip(skipped[::2], skipped[1::2], strict=False)
     has_pairs = len(skipped) % 2 == 0 and all(1 <= first <= last for first, last in pairs)
+    largest_decay = max(cfg.beta1, cfg.beta2)
     return [
-        (cfg.min_lr is not None and cfg.min_lr > cfg.lr,
-         f"--min-lr {cfg.min_lr} is above --lr {cfg.lr}; try --min-lr {cfg.lr / 10:g}"),
-        (cfg.lora and cfg.optimizer == "muon",
-         "--optimizer muon is for whole matrices, --lora trains narrow ones; leave out --optimizer muon"),
+        # the model
+        (cfg.pos == "rope" and head_width(cfg) % 2, "RoPE turns pairs: the head dim must be even"),
+        (scaling and not can_scale, "--rope-scaling is FACTOR LOW HIGH LENGTH, such as 8 1 4 8192"),
+        (is_mlm and cfg.window, "--objective mlm looks to both sides; leave out --window"),
+        (is_mlm and cfg.doc_mask == "on", "--objective mlm looks to both sides; leave out --doc-mask"),
+        (is_mlm and n_masked(cfg.seq_len) < 1, "--objective mlm masks 15 % of the tokens; try --seq-len 128"),
+        (is_mlm and cfg.prompt, "--objective mlm does not continue a text; leave out --prompt"),
+        (cfg.ep > 1 and not cfg.n_experts, f"--ep {cfg.ep} needs experts; try --n-experts 8"),
+        (cfg.n_shared_experts and not cfg.n_experts, "--n-shared-experts needs others; try --n-experts 8"),
+        (0 < cfg.n_experts < cfg.top_k, f"--top-k exceeds --n-experts; try --top-k {cfg.n_experts}"),
+        (cfg.n_experts and cfg.router == "softmax-topk" and cfg.top_k == 1,
+         "--router softmax-topk with --top-k 1 learns nothing, its gate is 1; try --router softmax"),
+        (cfg.n_experts and cfg.router_bias_rate and cfg.router != "sigmoid",
+         "--router-bias-rate is for sigmoid routers; try --router sigmoid"),
+        (cfg.lora and cfg.n_experts, "--lora has no adapters for the matrices of experts"),
+        # the optimizer, its numbers and the data
+        (cfg.min_lr is not None and cfg.min_lr > cfg.lr, f"--min-lr {cfg.min_lr} is above --lr {cfg.lr}"),
+        (cfg.lora and cfg.optimizer == "muon", "--lora trains narrow matrices; leave out --optimizer muon"),
         (cfg.shard and not cfg.zero, f"--shard {cfg.shard} is a group of --zero, which is 0; add --zero 1"),
         (cfg.fp8 and cfg.dtype == "fp16", "--fp8 does not go with --dtype fp16; try --dtype bf16"),
-        (cfg.moments_dtype == "bf16" and max(cfg.beta1, cfg.beta2) > LARGEST_BF16_DECAY,
-         f"--moments-dtype bf16 needs --beta1 and --beta2 of at most {LARGEST_BF16_DECAY}, or errors of "
-         "rounding add up; try --moments-dtype fp32"),
+        (cfg.moments_dtype == "bf16" and largest_decay > LARGEST_BF16_DECAY,
+         f"--moments-dtype bf16 needs --beta1 and --beta2 of at most {LARGEST_BF16_DECAY}"),
         (len(ramp) not in (0, 3) or min(ramp, default=1) < 1,
-         f"--rampup-batch-size is START INCREMENT SAMPLES, each at least 1, not {' '.join(map(str, ramp))}"),
-        (not has_pairs,
-         f"--train-range-to-skip {' '.join(map(str, skipped))} must be pairs of steps from 1, low to high"),
-        (cfg.dump_grads and 1 in skipped[::2],
-         "--dump-grads writes the gradients of step 1, which is skipped; leave out one of the two")]
+         "--rampup-batch-size is START INCREMENT SAMPLES, each at least 1"),
+        (not has_pairs, "--train-range-to-skip must be pairs of steps from 1, low to high")]
 
 
-def largest_divisor(most, *numbers):
-    """Return the largest number up to `most` that divides all of `numbers`. Zeros are ignored."""
-    for divisor in range(min(most, *filter(None, numbers)), 1, -1):
-        if not any(n % divisor for n in numbers):
-            return divisor
-    return 1
-
-
-def must_divide(what, n, flag, parts, also=0):
-    """Raise ValueError unless `parts`, the value of --flag, divides n. What is tried also divides `also`."""
+def must_divide(what, n, flag, parts):
+    """Raise ValueError unless `parts`, the value of --flag, divides n."""
     if n % parts:
-        raise ValueError(f"{what} {n} does not divide by {flag} {parts}; "
-                         f"try --{flag} {largest_divisor(parts, n, also)}")
+        raise ValueError(f"{what} {n} does not divide by {flag} {parts}; try another --{flag}")
 
 
 # -----------------------------------------------------------------------------

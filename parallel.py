@@ -195,13 +195,13 @@ def cut_into_blocks(groups, block, stage):
     return shards, replicas
 
 
-def make_mesh(world, tp=1, pp=1, ep=1, *, cp=1, n_experts=0, shard=0, groups=True):
+def make_mesh(world, tp=1, pp=1, ep=1, *, cp=1, shard=0, groups=True):
     """Return this rank's Mesh. ValueError: the sizes do not fit.
 
     world: a runtime.launch.World. groups=False makes no process groups, for plans: there world has
     only rank, size and calls.
     """
-    dp = check_ranks(world.size, tp, pp, ep, n_experts, cp, shard=shard)
+    dp = check_ranks(world.size, tp, pp, ep, cp, shard=shard)
     made = {}  # (is pp, ranks): process group
 
     # Every rank creates every group, in the same order. Axes with the same ranks share a group, but

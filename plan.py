@@ -167,26 +167,22 @@ def layouts(cfg, gpus, gpu):
     batch = cfg.global_batch or cfg.micro_batch * gpus
     sizes = divisors(gpus)
     node = GPUS[gpu].node
-    tp_sizes = [tp for tp in sizes if 128 % tp == 0 and tp <= node]
+    tp_sizes = [tp for tp in sizes if tp <= node]
     cp_sizes = [cfg.cp]
     if cfg.cp == 1:
         cp_sizes = [cp for cp in sizes if cp == 1 or cfg.seq_len // cp >= SHORTEST_SHARE]
-    pp_sizes = [pp for pp in sizes if pp <= cfg.n_layer]
+    ep_sizes = sizes if cfg.n_experts else [1]
 
-    for tp, cp, pp in itertools.product(tp_sizes, cp_sizes, pp_sizes):
+    for tp, cp, pp in itertools.product(tp_sizes, cp_sizes, sizes):
         if gpus % (tp * cp * pp):
             continue
         replicas = gpus // (tp * pp)
-        dp = replicas // cp
-        ep_sizes = [ep for ep in divisors(gpus // pp) if cfg.n_experts % ep == 0] if cfg.n_experts else [1]
-        mbs_sizes = [size for size in (1, 2, 4, 8, 16, 32, 64, 128) if batch % (size * dp) == 0]
-        chunks = [1, 2] if pp > 1 else [1]
         shares = [(zero, 0) for zero in range(4)]
         inside = max(size for size in divisors(replicas) if size == 1 or size * tp <= node)
         if 1 < inside < replicas:
             shares += [(zero, inside) for zero in (1, 2, 3)]
         for ep, micro_batch, recompute, (zero, shard), pp_chunks in itertools.product(
-                ep_sizes, mbs_sizes, ("none", "selective", "full"), shares, chunks):
+                ep_sizes, (1, 2, 4, 8, 16, 32, 64, 128), ("none", "selective", "full"), shares, (1, 2)):
             layout = dataclasses.replace(cfg, tp=tp, cp=cp, pp=pp, ep=ep, micro_batch=micro_batch,
                                          recompute=recompute, zero=zero, shard=shard, pp_chunks=pp_chunks,
                                          global_batch=batch)
@@ -340,7 +336,7 @@ def plan_one(cfg, vocab):
     plan["ms_uneven"] = None  # where a rank waits for the one with the most rows, and that was measured
     if needs_row_limit(cfg, mesh) and cfg.ep <= MOST_UNEVEN:
         plan["ms_uneven"] = estimate(cfg, cfg.gpus, cfg.gpu, vocab, uneven=True)["ms"]
-    plan["warnings"] = idle_warnings(Rank(cfg, mesh, vocab), GPUS[cfg.gpu], vocab, plan["stage_ms"])
+    plan["warnings"] = idle_warnings(Rank(cfg, mesh, vocab), GPUS[cfg.gpu], plan["stage_ms"])
     if not plan["fits"]:
         plan["warnings"].append(
             f"does not fit: {plan['memory']:.1f} of {plan['capacity_gib']:.1f} GiB; try --search")

@@ -61,7 +61,7 @@ def check(cfg, world, argv=None):
         raise ValueError(f"one process has no layout to compare; start 2: {again}")
     if cfg.dropout and cfg.tp * cfg.cp * cfg.pp > 1:
         raise ValueError("ranks of tp, cp and pp draw other dropout masks than one process; add --dropout 0")
-    mesh = make_mesh(world, cfg.tp, cfg.pp, cfg.ep, n_experts=cfg.n_experts, cp=cfg.cp, shard=cfg.shard)
+    mesh = make_mesh(world, cfg.tp, cfg.pp, cfg.ep, cp=cfg.cp, shard=cfg.shard)
     batch = cfg.global_batch or cfg.micro_batch * mesh.dp.size
     source, _, vocab_size, _ = open_data(cfg)
     return dataclasses.replace(cfg, global_batch=batch), vocab_size, source

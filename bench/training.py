@@ -48,8 +48,7 @@ class Training:
         self.cfg, self.world = cfg, world
         self.number = 0  # steps taken
         deterministic(cfg.deterministic)
-        self.mesh = make_mesh(world, cfg.tp, cfg.pp, cfg.ep, n_experts=cfg.n_experts, cp=cfg.cp,
-                              shard=cfg.shard)
+        self.mesh = make_mesh(world, cfg.tp, cfg.pp, cfg.ep, cp=cfg.cp, shard=cfg.shard)
         self.batch = cfg.global_batch or cfg.micro_batch * self.mesh.dp.size  # sequences per step
         check_layout(cfg, self.mesh, self.batch)
         self.source, _, self.vocab, _ = open_data(cfg)

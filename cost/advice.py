@@ -1,29 +1,23 @@
 """What of a layout leaves a GPU idle: the warnings that plan.py prints, a line for each."""
 from config import ceil_div, head_width
-from cost.parameters import micro_batches
-from cost.step_time import bubble, matmul_shapes, waves
+from cost.step_time import matmul_shapes, waves
 
 
-def idle_warnings(rank, gpu, vocab, stage_ms):
-    """Return all warnings. gpu: a cost.gpus.Gpu. vocab: before padding. stage_ms: of each stage."""
-    return [*shape_warnings(rank, gpu, vocab), *pipeline_warnings(rank.cfg, rank.mesh, stage_ms),
-            *network_warnings(rank.cfg, gpu.node)]
+def idle_warnings(rank, gpu, stage_ms):
+    """Return all warnings. gpu: a cost.gpus.Gpu. stage_ms: of each stage."""
+    lines = [*shape_warnings(rank, gpu), *network_warnings(rank.cfg, gpu.node)]
+    slowest = max(stage_ms) * len(stage_ms) / sum(stage_ms)
+    if slowest > 1.05:
+        lines.append(f"stages of unequal work: the slowest takes {slowest:.2f} times the mean")
+    return lines
 
 
-def shape_warnings(rank, gpu, vocab):
+def shape_warnings(rank, gpu):
     cfg = rank.cfg
-    lines = []
-    for name, n in {"n-embd": cfg.n_embd, f"ffn-hidden / tp {cfg.tp}": cfg.ffn_hidden // cfg.tp}.items():
-        for multiple, why in ((8, "slower kernels"), (64, "partly empty tiles"), (128, "the edge of a tile")):
-            if n % multiple:
-                better = ceil_div(n, multiple) * multiple
-                lines.append(f"{name} is {n}, no multiple of {multiple}: {why}; try {better}")
-                break
-    head_dim = head_width(cfg)
-    if head_dim % 64:
-        lines.append(f"head dim {head_dim}: attention kernels pad it to {ceil_div(head_dim, 64) * 64}")
-    if vocab % 128:
-        lines.append(f"the vocabulary {vocab} is padded to {ceil_div(vocab, 128) * 128} rows")
+    widths = {"n-embd": cfg.n_embd, f"ffn-hidden / tp {cfg.tp}": cfg.ffn_hidden // cfg.tp,
+              "head dim": head_width(cfg)}
+    lines = [f"{name} is {n}, no multiple of 64: slower kernels; try {ceil_div(n, 64) * 64}"
+             for name, n in widths.items() if n % 64]
     dense, experts = matmul_shapes(rank)
     for m, n, count in dict.fromkeys((m, n, count) for m, n, _, count in dense + experts):
         used, whole = waves(m, n, count, gpu)
@@ -33,23 +27,6 @@ def shape_warnings(rank, gpu, vocab):
     if cfg.n_kv_head % cfg.tp:
         lines.append(f"tp {cfg.tp} exceeds n-kv-head {cfg.n_kv_head}: key/value weights are replicated, "
                      f"{cfg.tp // cfg.n_kv_head} ranks compute each head")
-    return lines
-
-
-def pipeline_warnings(cfg, mesh, stage_ms):
-    lines = []
-    mean = sum(stage_ms) / len(stage_ms)
-    if max(stage_ms) > 1.05 * mean:
-        each = ", ".join(f"{ms:.0f}" for ms in stage_ms)
-        lines.append(f"stages of unequal work: the slowest takes {max(stage_ms) / mean:.2f} times the mean "
-                     f"({each} ms)")
-    num_micro_batches = micro_batches(cfg, mesh)
-    idle = bubble(cfg.pp, cfg.pp_chunks, num_micro_batches)
-    if idle >= 1 / 4:
-        line = (f"{num_micro_batches} micro-batches over {cfg.pp} ranks: the pipeline idles "
-                f"{100 * idle / (1 + idle):.1f} % of the step")
-        chunks = 2 * cfg.pp_chunks
-        lines.append(f"{line}; try --pp-chunks {chunks}" if cfg.n_layer >= chunks * cfg.pp else line)
     return lines
 
 

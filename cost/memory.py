@@ -8,7 +8,6 @@ import os
 from cost.parameters import Rank, micro_batches
 from cost.step_time import allocated_row_factor
 from fast.choose import choose, needs_row_limit
-from ops.accelerator import total_memory
 from ops.activations import GATED
 from ops.cross_entropy import rows_per_block
 from pipeline import rank_layers, schedule
@@ -16,7 +15,6 @@ from zero import uses_slot
 
 GIB = 2**30
 CONTEXT = 1.2 * GIB  # CUDA context, buffers of cuBLAS and NCCL: on the card, but not torch's
-PROCESS = 0.25 * GIB  # Python with torch, on a CPU
 FRAGMENTS = 0.05  # of what a step allocates and frees, what torch's allocator reserves without using it
 IMBALANCE = 1.44  # rows of the fullest rank's experts over the mean, in exact messages
 GRADIENTS = 1 / 3  # of what a block keeps for backward, the largest gradients that are alive at once
@@ -223,27 +221,18 @@ def memory(rank):
 # Does it fit?
 
 def check_memory(cfg, mesh, vocab_size, world):
-    """Raise ValueError, with numbers, if a step needs more memory than there is.
-
-    On a GPU activations are not counted: what passes may still be too large, and torch says so. On a CPU they
-    are, since the kernel kills a process that takes too much.
+    """Raise ValueError if a step on CPUs needs more memory than the node has: its kernel would kill the run
+    without a line. On a GPU torch says so.
     """
+    if world.device.type != "cpu":
+        return
     at_best = choose(cfg, mesh, world.device, lambda *_: True)  # no rank is asked what it can reach
-    rank = Rank(cfg, mesh, vocab_size, at_best)
-    needed = sum(state_bytes(rank).values())
-    have = total_memory(world.device)
-    if world.device.type == "cpu":  # the ranks of a node share its memory
-        parts = memory(rank)
-        # There are the logits of all rows, their softmax and its gradient.
-        logits = 3 * rank.head_rows * rank.vocab * rank.sum_bytes if rank.has_head else 0
-        needed += PROCESS + parts["activations"] + logits
-        needed *= world.local_size
-        have = host_memory()
-    if needed > have > 0:
-        raise ValueError(
-            f"a step with micro-batches of {cfg.micro_batch} takes at least {needed / GIB:,.1f} GiB of "
-            f"{world.device}, where rank {world.rank} has {have / GIB:,.1f} GiB; try --zero 1 or 3, --tp or "
-            "--pp on more devices, --recompute full, or a smaller --micro-batch or --n-embd")
+    parts = memory(Rank(cfg, mesh, vocab_size, at_best))
+    needed = world.local_size * (sum(parts.values()) - parts["overhead"])
+    have = host_memory()
+    if needed > have:
+        raise ValueError(f"a step takes about {needed / GIB:,.1f} GiB of this node's {have / GIB:,.1f}; "
+                         "try more nodes, a smaller --micro-batch or --n-embd")
 
 
 def host_memory():  # bytes

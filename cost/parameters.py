@@ -38,14 +38,15 @@ class BucketSize(NamedTuple):
 
 
 @cache
-def _build(cfg, vocab_size, cut, lone_axes, first, blocks):
+def _build(cfg, vocab_size, sizes, first, blocks):
     """Return ([BucketSize], numbers of parameters) of a rank that holds these consecutive blocks.
 
     The buckets are in the order in which backward fills them. cfg: without its layout, so that all layouts
-    that cut the model alike share one. cut: the sizes of AXES, 1 for those that do not cut the model.
-    lone_axes: the names of the axes of one rank.
+    that cut the model alike share one. sizes: those of AXES.
     """
-    mesh = Mesh(*(Axis(name, size=size) for name, size in zip(AXES, cut, strict=True)))
+    axes = [Axis(name, size=size) for name, size in zip(AXES, sizes, strict=True)]
+    lone_axes = [axis.name for axis in axes if axis.size == 1]
+    mesh = Mesh(*axes)
     with torch.device("meta"):
         model = GPT(cfg, mesh, vocab_size, [(first, first + blocks)])
     position = {name: i for i, (name, _) in enumerate(model.named_parameters())}
@@ -94,7 +95,7 @@ def count_parameters(cfg, vocab_size):
     matmul: those that one token is multiplied with: the head, and of the experts only the top-k and the
     shared ones, without the router. embedding: the input tables. adapters: those of --lora.
     """
-    _, count = _build(_without_layout(cfg), vocab_size, (1,) * len(AXES), AXES, 0, cfg.n_layer)
+    _, count = _build(_without_layout(cfg), vocab_size, (1,) * len(AXES), 0, cfg.n_layer)
     return count
 
 
@@ -133,17 +134,16 @@ def attended_length(cfg):
 # The mesh of a layout before there are ranks
 
 @cache
-def rank_mesh(gpus, rank, *, tp=1, pp=1, ep=1, cp=1, n_experts=0, shard=0):
+def rank_mesh(gpus, rank, *, tp=1, pp=1, ep=1, cp=1, shard=0):
     """Return the mesh as one rank of `gpus` sees it, without process groups."""
     world = SimpleNamespace(rank=rank, size=gpus, calls=None)
-    return make_mesh(world, tp=tp, pp=pp, ep=ep, cp=cp, n_experts=n_experts, shard=shard, groups=False)
+    return make_mesh(world, tp=tp, pp=pp, ep=ep, cp=cp, shard=shard, groups=False)
 
 
 def stage_mesh(cfg, gpus, stage):
     """Return the mesh as the first rank of a pipeline stage sees it, without process groups."""
     first_rank = stage * (gpus // cfg.pp)
-    return rank_mesh(gpus, first_rank, tp=cfg.tp, pp=cfg.pp, ep=cfg.ep, cp=cfg.cp,
-                     n_experts=cfg.n_experts, shard=cfg.shard)
+    return rank_mesh(gpus, first_rank, tp=cfg.tp, pp=cfg.pp, ep=cfg.ep, cp=cfg.cp, shard=cfg.shard)
 
 
 def micro_batches(cfg, mesh, batch=0):
@@ -198,10 +198,8 @@ class Rank:
             first = 0
         elif self.has_head:
             first = self.cfg.n_layer - self.blocks
-        sizes = {name: getattr(self.mesh, name).size for name in AXES}
-        cut = tuple(size if name in ("tp", "cp", "ep") else 1 for name, size in sizes.items())
-        lone_axes = tuple(name for name, size in sizes.items() if size == 1)
-        buckets, _ = _build(_without_layout(self.cfg), vocab_size, cut, lone_axes, first, self.blocks)
+        sizes = tuple(getattr(self.mesh, name).size for name in AXES)
+        buckets, _ = _build(_without_layout(self.cfg), vocab_size, sizes, first, self.blocks)
         return buckets
 
     def expert_rows(self):

@@ -36,8 +36,7 @@ ENTROPY = 0.82  # of hbm, cross-entropy: 2.43 ms for W1's 8.4 GB
 
 # Messages
 LATENCY = 20e-6  # s per collective: 18 us at 1 MB on h200
-HOP_IN_NODE = 1.9e-6  # s per rank of a ring inside a node: NCCL's own table, LL128
-HOP_BETWEEN_NODES = 4e-6  # the same over the network
+HOP = 2.16e-6  # s per rank of a ring: in NCCL's table 1.9 us inside a node and 4 us over the network
 DISPATCH = 0.84  # of link, experts' rows: 250 GB/s by all_to_all, 280 to 320 through symmetric memory
 HIDDEN = 0.5  # of the possible overlap of compute and NCCL: 0.504 ms beside 1.865 ms took 2.125
 COPIED = 0.85  # the same where copy engines carry the bytes: it took 1.936
@@ -45,7 +44,6 @@ COPIED = 0.85  # the same where copy engines carry the bytes: it took 1.936
 # Kernels in a CUDA graph
 GAP = 63e-6  # s per block between them: 1,223 kernels, 1.5 ms in W1's trace
 KERNEL_GAP = 1.5e-3 / 1223  # s between two of them
-LAUNCH = {True: 0.2e-3, False: 0.5e-3}  # s of host per block, compiled or not, without a CUDA graph
 
 # The fullest of `ep` ranks has 1 + SKEW sqrt((ep - 1) / E) times the mean number of rows in the worst layer:
 # the row limits on which W2b had settled on text after 200 steps. The mean layer has a third of the excess.
@@ -81,18 +79,14 @@ def max_load_factor(cfg, mesh, worst=False, uneven=False):
     return 1 + min(max(excess, young), most)
 
 
-def row_limit_factor(cfg, mesh, uneven=False):
-    """Return the rows at which the buffers of a CUDA graph settle (fast/graph.py)."""
-    return min(1.1 * max_load_factor(cfg, mesh, worst=True, uneven=uneven), mesh.ep.size)
-
-
 def allocated_row_factor(cfg, mesh):
     """Return the rows for which there are buffers: --ep-slack, or as many as a step needed, if that is more.
 
     That is while routing is young; over more ranks than it was measured on, what it settles to.
     """
     is_measured = mesh.ep.size <= MOST_UNEVEN
-    return max(min(cfg.ep_slack, mesh.ep.size), row_limit_factor(cfg, mesh, uneven=is_measured))
+    limit = 1.1 * max_load_factor(cfg, mesh, worst=True, uneven=is_measured)  # as fast/graph.py sets it
+    return min(max(cfg.ep_slack, limit), mesh.ep.size)
 
 
 # -----------------------------------------------------------------------------
@@ -167,8 +161,6 @@ def attention_seconds(rank, gpu):
     """Return the seconds of one block's attention, forward and backward of one micro-batch."""
     cfg = rank.cfg
     keys = attended_length(cfg)
-    if cfg.objective == "mlm":
-        keys *= 2  # without the causal mask a query meets as many keys as in a sequence twice as long
     rate = min(ATTENTION, SHORT * keys) * growth(keys, LONG, GROWTH)
     if rank.mesh.cp.size > 1:
         rate = SEGMENT * growth(cfg.seq_len / (2 * rank.mesh.cp.size), SEGMENTS, SEGMENT_GROWTH)
@@ -191,12 +183,6 @@ def other_seconds(rank, gpu, saved):
     if not cfg.compile:  # torch's kernels go over a block's rows more often: measured for W1, G2, W2b
         passes = 12 if cfg.norm == "layer" else 47
         seconds += passes * (2 * rank.split_rows * cfg.n_embd * rank.weight_bytes / gpu.hbm + KERNEL_GAP)
-    dense, _ = matmul_shapes(rank)
-    for rows, outputs, inputs, _ in dense:
-        if cfg.lora:  # six narrow products and two sums go over a matrix' inputs and outputs
-            seconds += 6 * rows * (outputs + inputs) * rank.weight_bytes / gpu.hbm
-        if cfg.fp8:  # numbers are rounded: the largest is looked for, each is read and written both ways
-            seconds += (6 * rows * (outputs + inputs) + 8 * outputs * inputs) / (STREAM * gpu.hbm)
     return seconds
 
 
@@ -205,8 +191,6 @@ def head_seconds(rank, gpu):
     cfg = rank.cfg
     rows = rank.head_rows
     products = matmul_seconds(rows, rank.vocab, cfg.n_embd, gpu)
-    if cfg.objective == "mlm":
-        products += matmul_seconds(rows, cfg.n_embd, cfg.n_embd, gpu)
     passes = 14 * 4  # 14 passes in fp32 (layers.vocab_cross_entropy)
     if rank.mesh.tp.size == 1 and not cfg.logit_softcap:
         passes = 2 * rank.weight_bytes / ENTROPY  # the cross-entropy reads and writes logits
@@ -225,13 +209,6 @@ def ring_bandwidth(axis, stride, gpu):
     if axis.size * stride <= gpu.node:
         return gpu.link
     return min(gpu.link, gpu.net * max(1, gpu.rails // stride))
-
-
-def ring_latency(axis, stride, gpu):
-    """Return the seconds until one element has been around the ring of an axis."""
-    between_nodes = math.ceil(axis.size * stride / gpu.node) - 1
-    in_nodes = max(0, axis.size - 1 - between_nodes)
-    return HOP_IN_NODE * in_nodes + HOP_BETWEEN_NODES * min(between_nodes, axis.size - 1)
 
 
 def communication_seconds(rank, gpu, sent):
@@ -260,21 +237,18 @@ def exposed_seconds(mesh, gpu, reductions, slowest, overlap):
     reductions: {axis name: cost.traffic.Reduction}. slowest: seconds of the micro-batches during
     which they are sent. overlap: the part of what could be hidden that is.
     """
-    axes = mesh.axes()
     exposed = 0.0
     for kind, share in (("gradients", 2 / 3), ("weights", 1 / 3)):  # beside backward, beside forward
         whole = 0.0
         tail = 0.0
         for name, reduction in reductions.items():
+            axis = mesh.axes()[name]
             nbytes = getattr(reduction, kind)
-            if not nbytes:
-                continue
-            ranks = axes[name].ranks
-            stride = ranks[1] - ranks[0]
-            trip = LATENCY + ring_latency(axes[name], stride, gpu)
-            transfer = nbytes / ring_bandwidth(axes[name], stride, gpu)
-            whole += transfer + reduction.calls * trip
-            tail += transfer * reduction.last + trip
+            if nbytes:
+                trip = LATENCY + HOP * (axis.size - 1)
+                transfer = nbytes / ring_bandwidth(axis, axis.ranks[1] - axis.ranks[0], gpu)
+                whole += transfer + reduction.calls * trip
+                tail += transfer * reduction.last + trip
         exposed += whole - overlap * min(whole - tail, slowest * share)
     return exposed
 
@@ -305,14 +279,10 @@ def stage_time(rank, gpu, saved, sent, *, uneven=False):
     seconds = rank.blocks * (product_seconds(rank, gpu, load) + times * other_seconds(rank, gpu, saved))
     if rank.has_head:
         seconds += head_seconds(rank, gpu)
-    if not rank.choice.graph:  # The host launches kernels, and all_to_all asks it how many rows travel.
-        host = LAUNCH[cfg.compile] * rank.blocks * times * (2 if cfg.n_experts else 1)
-        seconds = max(seconds, host)
 
     per_micro_batch = {axis: nbytes / micro_batches(cfg, rank.mesh) for axis, nbytes in sent.items()}
     if "ep" in per_micro_batch:
-        is_padded = needs_row_limit(cfg, rank.mesh) and rank.choice.graph and not rank.choice.symm_mem
-        per_micro_batch["ep"] *= row_limit_factor(cfg, rank.mesh, uneven) if is_padded else load
+        per_micro_batch["ep"] *= load
     return seconds + communication_seconds(rank, gpu, per_micro_batch)
 
 
@@ -333,38 +303,21 @@ def step_time(rank, gpu, slowest, reductions):
     moved = ADAM
     if cfg.dtype == "bf16":  # A master is the 16 bits that a weight lacks.
         moved -= 2
-    if cfg.moments_dtype == "bf16":  # Two moments are read and written, each with 2 bytes.
-        moved -= 4 * (rank.sum_bytes - 2)
     return {"compute": compute,
             "bubble": idle,
             "gradients": gradients,
             "reduce": exposed_seconds(rank.mesh, gpu, reductions, beside, overlap),
-            "optimizer": rank.owned() * moved / (STREAM * gpu.hbm) + muon_seconds(rank, gpu)}
+            "optimizer": rank.owned() * moved / (STREAM * gpu.hbm)}
 
 
 def summed_bytes(rank):
-    """Return the bytes that move through memory while a step's gradients are summed in fp32."""
-    num_micro_batches = micro_batches(rank.cfg, rank.mesh)
+    """Return the bytes that move through memory while a step's gradients are summed."""
     # The first micro-batch reads the gradient and writes the sum. The others read the sum, too.
-    first = rank.weight_bytes + rank.sum_bytes
-    later = rank.weight_bytes + 2 * rank.sum_bytes
-    times = num_micro_batches if rank.cfg.zero > 1 else 1
+    later = (micro_batches(rank.cfg, rank.mesh) - 1) * (rank.weight_bytes + 2 * rank.sum_bytes)
     nbytes = 0
     for bucket in rank.trained:
         kind = rank.gradient_kind(bucket)
-        each = first + (num_micro_batches - 1) * later
-        if kind != "summed":
-            each -= rank.sum_bytes - rank.weight_bytes
-        if kind == "copied":  # The slices that came from the other ranks are added up.
-            each += (rank.weight_bytes + rank.sum_bytes / rank.n_slices(bucket)) * times
+        kept = rank.sum_bytes if kind == "summed" else rank.weight_bytes
         if kind != "lone":
-            nbytes += bucket.elements * each
+            nbytes += bucket.elements * (rank.weight_bytes + kept + later)
     return nbytes
-
-
-def muon_seconds(rank, gpu):
-    """Return the seconds of Muon's products on the busiest rank, beyond what AdamW would take."""
-    work = 0
-    for _, _, owned in rank.muon_shares():
-        work += max(sum(matrix.work for matrix in matrices) for matrices in owned)
-    return 2 * work / (gpu.peak * gpu.sustained)

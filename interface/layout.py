@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from config import ceil_div, must_divide
 
 
-def check_ranks(n, tp, pp, ep, n_experts=0, cp=1, *, shard=0):
+def check_ranks(n, tp, pp, ep, cp=1, *, shard=0):
     """Return dp, the number of replicas, of n ranks as a mesh. ValueError: the ranks do not divide.
 
     A group of --shard is shard * tp neighbours. If ep is larger than a group, no two of its ranks hold the
@@ -20,7 +20,7 @@ def check_ranks(n, tp, pp, ep, n_experts=0, cp=1, *, shard=0):
     if n % model:
         raise ValueError(f"{n} ranks do not divide by tp {tp} * cp {cp} * pp {pp}; "
                          f"start a multiple of {model} ranks")
-    must_divide("the number of ranks of a stage,", n // pp, "ep", ep, n_experts)
+    must_divide("the number of ranks of a stage,", n // pp, "ep", ep)
     replicas = n // pp // tp
     if shard:
         must_divide("the number of data-parallel ranks, dp * cp =", replicas, "shard", shard)
@@ -37,17 +37,16 @@ def check_layout(cfg, mesh, batch):
         raise ValueError(f"--pdb {cfg.pdb}: the ranks are 0 to {mesh.world.size - 1}")
     tp = mesh.tp.size
     cp = mesh.cp.size
-    stage = mesh.world.size // mesh.pp.size  # ranks of a stage
-    must_divide("n-experts", cfg.n_experts, "ep", mesh.ep.size, stage)
-    must_divide("n-head", cfg.n_head, "tp", tp, stage)
+    must_divide("n-experts", cfg.n_experts, "ep", mesh.ep.size)
+    must_divide("n-head", cfg.n_head, "tp", tp)
     if tp % cfg.n_kv_head:  # else some ranks hold copies of a key/value head
-        must_divide("n-kv-head", cfg.n_kv_head, "tp", tp, stage)
-    must_divide("ffn-hidden", cfg.ffn_hidden, "tp", tp, stage)
-    must_divide("the padded vocabulary, a multiple of", 128, "tp", tp, stage)
+        must_divide("n-kv-head", cfg.n_kv_head, "tp", tp)
+    must_divide("ffn-hidden", cfg.ffn_hidden, "tp", tp)
+    must_divide("the padded vocabulary, a multiple of", 128, "tp", tp)
     if cp > 1 and cfg.seq_len % (2 * cp):
         raise ValueError(f"seq-len {cfg.seq_len} does not divide by 2 * cp {cp} segments; "
                          f"try --seq-len {next_multiple(cfg.seq_len, 2 * cp)}")
-    must_divide("the tokens of a micro-batch,", cfg.micro_batch * cfg.seq_len // cp, "tp", tp, stage)
+    must_divide("the tokens of a micro-batch,", cfg.micro_batch * cfg.seq_len // cp, "tp", tp)
     check_batch(cfg, mesh.dp.size, batch)
     check_pipeline(cfg, mesh.pp.size, cp)
 
@@ -89,7 +88,7 @@ def next_multiple(n, of):
 
 def check_flags(cfg, ranks):
     """Raise ValueError, with the fix, unless the flags fit a number of ranks. A mesh is not made."""
-    dp = check_ranks(ranks, cfg.tp, cfg.pp, cfg.ep, cfg.n_experts, cfg.cp, shard=cfg.shard)
+    dp = check_ranks(ranks, cfg.tp, cfg.pp, cfg.ep, cfg.cp, shard=cfg.shard)
     sizes = {"world": ranks, "dp": dp, "tp": cfg.tp, "cp": cfg.cp, "pp": cfg.pp, "ep": cfg.ep}
     mesh = SimpleNamespace(**{axis: SimpleNamespace(size=size) for axis, size in sizes.items()})
     check_layout(cfg, mesh, cfg.global_batch or cfg.micro_batch * dp)

@@ -205,7 +205,7 @@ def test_a_run_is_that_of_the_cpu(ranks, flags, tmp_path):
 def test_no_way_is_chosen_that_only_cuda_has():
     """Not even asked: neither a graph nor what goes through another GPU's memory."""
     cfg = Config(dtype="bf16", zero=1, ep=2, n_experts=4, global_batch=0)
-    mesh = make_mesh(World(size=2), ep=2, groups=False, n_experts=4)
+    mesh = make_mesh(World(size=2), ep=2, groups=False)
     with mock.patch.object(torch.cuda, "get_device_capability", lambda device: (9, 0)):  # it asks the driver
         choice = choose(cfg, mesh, torch.device("cuda", 0), lambda *_: True)
     assert choice._replace(graph=True).peer_copies

@@ -68,7 +68,7 @@ def micro_batch(token=0, cp=1):
     ids=["dense", "experts", "experts-full", "experts-selective", "window", "no-rope", "recompute"])
 def test_the_number_of_graphs_does_not_grow_with_the_layers(flags, graphs):
     cfg = Config(**TINY, n_layer=5, **flags)
-    mesh = parallel.make_mesh(World(), 1, 1, 1, n_experts=cfg.n_experts, cp=1)
+    mesh = parallel.make_mesh(World(), 1, 1, 1, cp=1)
     choice = choose(cfg, mesh, torch.device("cpu"))
     parts = build(cfg, mesh, 64, torch.device("cpu"), choice=choice)
     step = make_step(Step(cfg, *parts), choice)
@@ -84,7 +84,7 @@ def train_traced(world, flags):
     sizes, but the final norm's}.
     """
     cfg = Config(**{**TINY, "n_layer": 4, **flags})
-    mesh = parallel.make_mesh(world, cfg.tp, cfg.pp, cfg.ep, n_experts=cfg.n_experts, cp=cfg.cp)
+    mesh = parallel.make_mesh(world, cfg.tp, cfg.pp, cfg.ep, cp=cfg.cp)
     choice = choose(cfg, mesh, world.device)
     with tracing() as traced:
         model, data_parallel, opt = build(cfg, mesh, 64, world.device, choice=choice)

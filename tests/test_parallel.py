@@ -205,7 +205,7 @@ def test_in_every_layout_a_shard_is_in_one_block_and_the_replicas_hold_the_same_
     n, layouts = 8, 0
     for tp, cp, ep, shard in itertools.product(range(1, n + 1), repeat=4):
         try:
-            check_ranks(n, tp, 1, ep, 0, cp, shard=shard)
+            check_ranks(n, tp, 1, ep, cp, shard=shard)
         except ValueError:
             continue
         layouts += 1
@@ -227,7 +227,7 @@ def test_in_every_layout_a_shard_is_in_one_block_and_the_replicas_hold_the_same_
 
 
 @pytest.mark.parametrize("n, tp, ep, shard, words", [
-    (8, 1, 1, 3, "try --shard 2"), (8, 2, 1, 16, "try --shard 4"), (12, 2, 4, 3, "leave out --shard")])
+    (8, 1, 1, 3, "by shard 3"), (8, 2, 1, 16, "by shard 16"), (12, 2, 4, 3, "leave out --shard")])
 def test_groups_that_do_not_fit_are_refused(n, tp, ep, shard, words):
     with pytest.raises(ValueError, match=words):
         check_ranks(n, tp, 1, ep, shard=shard)

@@ -437,9 +437,9 @@ def test_a_plan_says_what_wastes_the_gpu(capsys):
     flags = "dense-210m --gpus 8 --gpu h200 --tp 4 --pp 2 --ffn-hidden 1800 --vocab-size 50257"
     plan.main(flags.split())
     said = " ".join(capsys.readouterr().out.split())
-    for part in ("ffn-hidden / tp 4 is 450, no multiple of 8", "50257 is padded to 50304",
+    for part in ("ffn-hidden / tp 4 is 450, no multiple of 64",
                  "tp 4 exceeds n-kv-head 1",
-                 "wave quantisation", "the pipeline idles 50.0 % of the step"):
+                 "wave quantisation", "the ranks idle 50.0 % of the step"):
         assert part in said, part
     plan.main(["dense-210m", "--gpus", "16", "--gpu", "h200", "--tp", "2", "--cp", "8"])
     assert "cp 8 * tp 2 reaches over the node's 8 GPUs" in " ".join(capsys.readouterr().out.split())

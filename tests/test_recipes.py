@@ -96,7 +96,7 @@ def check_command(ranks, program, argv):
         cfg = parse(argv)
         if ranks:
             mesh = make_mesh(World(size=ranks), cfg.tp, cfg.pp, cfg.ep, groups=False, cp=cfg.cp,
-                             n_experts=cfg.n_experts, shard=cfg.shard)
+                             shard=cfg.shard)
             check_layout(cfg, mesh, cfg.global_batch or cfg.micro_batch * mesh.dp.size)
     elif program == "plan.py":
         plan_flags.arguments(argv)
