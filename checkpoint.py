@@ -78,18 +78,17 @@ def write_safetensors(path, tensors):
 # -----------------------------------------------------------------------------
 # Writing a checkpoint
 
-def save(root, step, pieces, meta, rank=0, size=1, run_id="0", timeout=600.0):
+def save(root, step, pieces, meta, rank=0, size=1, run_id="0"):
     """Write this rank's part of a checkpoint, and on rank 0 commit it. Return its directory.
 
     pieces: [(name, tensor, full shape, offset)]; over all ranks each element is there exactly once.
     meta: any JSON value; rank 0's is stored. run_id: a word that all ranks share and no other run has, so
-    that files of a killed run are no part. timeout: seconds that rank 0 waits for the others' parts; no
-    collective is called. OSError: it was not saved.
+    that files of a killed run are no part. No collective is called. OSError: it was not saved.
     """
     tmp = Path(root) / f"step_{step:06d}.{run_id}.tmp"
     write_part(tmp, rank, pieces)
     if rank == 0:
-        commit(tmp, step, meta, size, timeout)
+        commit(tmp, step, meta, size)
     return Path(root) / f"step_{step:06d}"
 
 
@@ -108,8 +107,8 @@ def write_part(tmp, rank, pieces):
     write_whole(tmp / f"rank_{rank:05d}.json", json.dumps(part))
 
 
-def commit(tmp, step, meta, size, timeout, stopped=lambda: False):
-    """Wait for the parts of `size` ranks, write the index, rename the directory.
+def commit(tmp, step, meta, size, timeout=600.0, stopped=lambda: False):
+    """Wait `timeout` seconds for the parts of `size` ranks, write the index, rename the directory.
 
     stopped: a function that says whether a part will never come. OSError: parts are missing, or this step is
     there already, and stays.

@@ -29,6 +29,7 @@ from corpus import text, tokenizer
 from corpus.chat import MARKERS, Template
 from corpus.masked import MASK
 from corpus.samples import batch_size, open_data
+from hub.weights import build
 from interface.command_line import command_line, read_run_config, refuse_unread, wrong_input
 from interface.files import load_json
 from interface.serve import Server
@@ -115,18 +116,11 @@ def load_model(cfg, vocab_size, weights, world=None):
 
     No row is dropped for --capacity-factor: a text would have other logits in one read than token by token.
     """
-    from runtime.launch import World  # isort: skip (before torch: it sets how idle threads wait)
     import torch  # not at the top: wrong input is found without waiting seconds for torch
-
-    from model import GPT
-    from parallel import make_mesh
-    cfg = dataclasses.replace(cfg, fp8=False, capacity_factor=0.0)
-    mesh = make_mesh(world, cfg.tp, ep=cfg.ep) if world else make_mesh(World())
-    device = torch.device("cpu")
+    device = "cpu"
     if torch.accelerator.is_available():
         device = torch.accelerator.current_accelerator()
-    with device:
-        model = GPT(cfg, mesh, vocab_size)
+    model = build(dataclasses.replace(cfg, fp8=False, capacity_factor=0.0), vocab_size, device, world)
     for name, p in model.named_parameters():
         weights.fill(name, p.data, p.full_shape, p.offset)
     # The buffers are the routers' biases, which choose the experts.

@@ -62,16 +62,21 @@ class Lazy:
 # -----------------------------------------------------------------------------
 # Ours, as theirs
 
-def named_parts(cfg, kind, vocab_size):
-    """Return [(their name, with {} for the number of an expert; Part without padding)] of our tensors."""
+def build(cfg, vocab_size, device, world=None):
+    """Return the model on a device, cut over the world if there is one."""
     from runtime.launch import World  # isort: skip (before torch: it sets how idle threads wait)
     import torch
 
     from model import GPT
     from parallel import make_mesh
-    mesh = make_mesh(World())
-    with torch.device("meta"):
-        model = GPT(cfg, mesh, vocab_size)
+    mesh = make_mesh(world, cfg.tp, ep=cfg.ep) if world else make_mesh(World())
+    with torch.device(device):
+        return GPT(cfg, mesh, vocab_size)
+
+
+def named_parts(cfg, kind, vocab_size):
+    """Return [(their name, with {} for the number of an expert; Part without padding)] of our tensors."""
+    model = build(cfg, vocab_size, "meta")
     shapes = {name: (p.full_shape, p.used) for name, p in model.named_parameters()}
     shapes |= {name: (tuple(t.shape), len(t)) for name, t in model.named_buffers()}
     names = FAMILIES[kind].names

@@ -23,7 +23,7 @@ class Saver:
     """Writes the checkpoints of a run, one after another, each in a thread.
 
     everyone: all ranks, each of which saves its part. keep: the number of newest checkpoints to keep, or 0
-    for all. timeout, run_id: see checkpoint.save.
+    for all. timeout: see checkpoint.commit. run_id: see checkpoint.save.
     """
 
     def __init__(self, root, everyone, keep=0, timeout=600.0, run_id="0"):

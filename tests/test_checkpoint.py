@@ -289,8 +289,9 @@ def test_only_what_a_save_wrote_is_deleted(tmp_path):
 def test_parts_of_a_killed_run_are_not_used(tmp_path):
     g = torch.randn(2)
     checkpoint.save(tmp_path, 1, [("b", g, (2,), (0,))], {}, 1, 2, "dead")  # that run was killed
+    checkpoint.write_part(tmp_path / "step_000001.new.tmp", 0, [("a", g, (2,), (0,))])
     with pytest.raises(TimeoutError, match="no rank_00001.json"):
-        checkpoint.save(tmp_path, 1, [("a", g, (2,), (0,))], {}, 0, 2, "new", timeout=0.1)
+        checkpoint.commit(tmp_path / "step_000001.new.tmp", 1, {}, 2, timeout=0.1)
     assert checkpoint.steps(tmp_path) == []
 
 
