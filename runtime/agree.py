@@ -13,6 +13,7 @@ from config import Outcome, typed
 from corpus import samples
 from corpus.tokenizer import prompt_tokenizer
 from cost.memory import check_memory
+from interface import files
 from interface.layout import check_layout
 from interface.terminal import say
 from ops import fp8
@@ -31,27 +32,28 @@ PROMPT = ("cpu",)  # devices whose sums the host reads at once
 def started(argv=None):
     """Surround a run of these flags: give (Config, World, Watch) when all ranks have started with equal ones.
     argv: by default this program's. At the end the ranks part, also where the run leaves by SystemExit."""
-    with session.surround():
-        cfg, wrong = session.signals.parsed if argv is None else session.parse_flags(argv)
-        launch.deterministic(cfg.deterministic)
-        timeout = cfg.timeout if cfg.pdb < 0 else launch.NO_TIMEOUT
-        with watch.Watch(session.signals.rank, timeout) as watchdog:
-            # Only the watchdog ends a run that hangs. A timeout of gloo or NCCL would keep counting
-            # while the run is suspended.
-            world = launch.launch(launch.NO_TIMEOUT, quiet=wrong is not None)
-            watchdog.started(world)
-            code = Outcome.DONE
-            try:
-                with world.everyone.input():
-                    if wrong is not None:
-                        raise ValueError(wrong)
-                    compare(world, vars(cfg), "start all ranks with the same flags")
-                profiles.attach_pdb(world, cfg.pdb)
-                yield cfg, world, watchdog
-            except SystemExit as leaving:  # everyone.input() has printed why
-                traceback.clear_frames(leaving.__traceback__)  # they may hold process groups
-                code = leaving.code
-            launch.shutdown(world)
+    cfg, wrong = session.signals.parsed if argv is None else session.parse_flags(argv)
+    launch.deterministic(cfg.deterministic)
+    timeout = cfg.timeout if cfg.pdb < 0 else launch.NO_TIMEOUT
+    with watch.Watch(session.signals.rank, timeout) as watchdog:
+        # Only the watchdog ends a run that hangs. A timeout of gloo or NCCL would keep counting
+        # while the run is suspended.
+        world = launch.launch(launch.NO_TIMEOUT, quiet=wrong is not None)
+        watchdog.started(world)
+        code = Outcome.DONE
+        try:
+            with world.everyone.input():
+                if wrong is not None:
+                    raise ValueError(wrong)
+                compare(world, vars(cfg), "start all ranks with the same flags")
+            profiles.attach_pdb(world, cfg.pdb)
+            yield cfg, world, watchdog
+        except SystemExit as leaving:  # everyone.input() has printed why
+            traceback.clear_frames(leaving.__traceback__)  # they may hold process groups
+            code = leaving.code
+        finally:
+            files.unlock()
+        launch.shutdown(world)
     if code:
         raise SystemExit(int(code))
 

@@ -1,4 +1,4 @@
-"""What surrounds a run: the signals that stop it, the streams that it prints to, and its flags.
+"""What surrounds a run: the signals that stop it, and its flags.
 
 This file does not import torch, which takes seconds: signals, --help and wrong flags are answered before.
 """
@@ -14,7 +14,6 @@ from pathlib import Path
 import checkpoint
 import plot
 from config import Config, Outcome
-from interface import files
 from interface.command_line import INTERRUPTED, given, parse, wrong_input
 from interface.layout import check_alone, check_flags
 from interface.terminal import Stream, clock, one_line
@@ -75,21 +74,9 @@ signals = Signals()
 def start_program():
     """Prepare this process, and parse its arguments, before torch is imported."""
     signals.catch()
-    with surround():
-        signals.parsed = parse_flags(sys.argv[1:])
-
-
-@contextlib.contextmanager
-def surround():
-    """Surround a run, and put back what the caller, for example a notebook, had before it."""
-    streams = Stream(sys.stdout), Stream(sys.stderr)
-    with contextlib.redirect_stdout(streams[0]), contextlib.redirect_stderr(streams[1]):
-        try:
-            yield
-        finally:
-            for stream in streams:
-                stream.flush()
-            files.unlock()
+    sys.stdout = Stream(sys.stdout)
+    sys.stderr = Stream(sys.stderr)
+    signals.parsed = parse_flags(sys.argv[1:])
 
 
 def parse_flags(argv):
@@ -145,8 +132,6 @@ def check_paths(cfg):
         checkpoint.read_index(checkpoint.latest(cfg.init_from))
     if cfg.resume not in ("auto", "none"):
         checkpoint.read_index(cfg.resume)
-    if Path(cfg.out).is_file():
-        raise ValueError(f"--out {cfg.out} is a file; give a folder")
     from corpus import samples, tokenizer
     samples.open_data(cfg)
     tokenizer.prompt_tokenizer(cfg)

@@ -119,7 +119,8 @@ WRONG = [
     ("sample.py out/rum", "python train.py --list"), ("plot.py out/rum", "give the --out of a run"),
     ("prepare.py inptu.txt --name x", "inptu.txt is not a file"),
     ("prepare.py fineweb_edu", "--name NAME is missing"), ("prepare.py shakespeare", "curl -LO https"),
-    ("prepare.py fineweb --name x", "fineweb_edu_10bt"), ("train.py --out input.txt", "is a file"),
+    ("prepare.py fineweb --name x", "fineweb_edu_10bt"),
+    ("train.py --data synthetic --out input.txt", "File exists"),
     ("prepare.py stdlib --vocab-size 256", "--vocab-size 256 must be at least 257"),
     ("prepare.py stdlib --tokenizer gtp2", "gpt2"), ("prepare.py stdlib --verify --name y", "no prepared"),
     ("prepare.py stdlib --tokenizer char --vocab-size 300", "--vocab-size"),
@@ -180,7 +181,7 @@ def test_layouts_that_do_not_fit_two_ranks_are_refused(flags, words):
 
 
 def test_one_rank_prints_the_error_under_mpiexec():
-    for program, argv, said in (("train.py", f"--out={__file__}", "is a file"), ("sample.py", "x", "one"),
+    for program, argv, said in (("train.py", "--data=nowhere", "no prepared data"), ("sample.py", "x", "one"),
                                 ("train.py", "--global-batch=9", "dp 2; try --global-batch 16")):
         command = [MPIEXEC, "-n", "2", sys.executable, ROOT / program, argv]
         job = subprocess.run(command, capture_output=True, text=True, timeout=240)
