@@ -167,12 +167,9 @@ def blocks_in_flight(cfg, mesh):
     sizes = [end - first for first, end in rank_layers(cfg, mesh.pp)]
     # After the warm-up there are never more, so a few micro-batches are enough.
     few = min(micro_batches(cfg, mesh), 2 * mesh.pp.size)
-    held = 0
-    most = 0
-    for op in schedule(mesh.pp.rank, mesh.pp.size, cfg.pp_chunks, few):
-        held += sizes[op.chunk] if op.kind == "F" else -sizes[op.chunk]
-        most = max(most, held)
-    return most
+    ops = schedule(mesh.pp.rank, mesh.pp.size, cfg.pp_chunks, few)
+    changes = [sizes[op.chunk] if op.kind == "F" else -sizes[op.chunk] for op in ops]
+    return max(itertools.accumulate(changes))
 
 
 def logits_bytes(rank):

@@ -31,7 +31,7 @@ SEGMENTS = 4096, 16384  # tokens of a segment, between which the rate grows
 SEGMENT_GROWTH = 0.25  # exponent: the rate at 16384 tokens is 1.41 times that at 4096
 TOUCHES = 3  # times a saved tensor passes through memory outside products: write, read, gradient
 STREAM = 0.95  # of hbm, kernels over flat buffers: AdamW 4.17, gradients to fp32 4.0 of 4.28 TB/s
-ADAM = 34  # bytes per parameter: the gradient twice; master and two moments, both ways; the bf16 weight
+ADAM = 32  # bytes per parameter: the gradient twice; two moments, and weight with master, both ways
 ENTROPY = 0.82  # of hbm, cross-entropy: 2.43 ms for W1's 8.4 GB
 
 # Messages
@@ -300,14 +300,11 @@ def step_time(rank, gpu, slowest, reductions):
     # From ZeRO-2 on gradients are sent in every micro-batch, before that in the last one.
     beside = compute if cfg.zero > 1 else slowest
     overlap = COPIED if "copied" in map(rank.gradient_kind, rank.trained) else HIDDEN
-    moved = ADAM
-    if cfg.dtype == "bf16":  # A master is the 16 bits that a weight lacks.
-        moved -= 2
     return {"compute": compute,
             "bubble": idle,
             "gradients": gradients,
             "reduce": exposed_seconds(rank.mesh, gpu, reductions, beside, overlap),
-            "optimizer": rank.owned() * moved / (STREAM * gpu.hbm)}
+            "optimizer": rank.owned() * ADAM / (STREAM * gpu.hbm)}
 
 
 def summed_bytes(rank):
