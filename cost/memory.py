@@ -8,6 +8,7 @@ import os
 from cost.parameters import Rank, micro_batches
 from cost.step_time import allocated_row_factor
 from fast.choose import choose, needs_row_limit
+from ops.accelerator import total_memory
 from ops.activations import GATED
 from ops.cross_entropy import rows_per_block
 from pipeline import rank_layers, schedule
@@ -218,18 +219,22 @@ def memory(rank):
 # Does it fit?
 
 def check_memory(cfg, mesh, vocab_size, world):
-    """Raise ValueError if a step on CPUs needs more memory than the node has: its kernel would kill the run
-    without a line. On a GPU torch says so.
+    """Raise ValueError if a step needs more memory than there is.
+
+    Of a GPU only the state is counted: what passes may still be too large, and torch says so. The kernel of a
+    CPU's node would kill the run without a line.
     """
-    if world.device.type != "cpu":
-        return
     at_best = choose(cfg, mesh, world.device, lambda *_: True)  # no rank is asked what it can reach
-    parts = memory(Rank(cfg, mesh, vocab_size, at_best))
-    needed = world.local_size * (sum(parts.values()) - parts["overhead"])
-    have = host_memory()
-    if needed > have:
-        raise ValueError(f"a step takes about {needed / GIB:,.1f} GiB of this node's {have / GIB:,.1f}; "
-                         "try more nodes, a smaller --micro-batch or --n-embd")
+    rank = Rank(cfg, mesh, vocab_size, at_best)
+    needed = sum(state_bytes(rank).values())
+    have = total_memory(world.device)
+    if world.device.type == "cpu":
+        parts = memory(rank)
+        needed = world.local_size * (sum(parts.values()) - parts["overhead"])
+        have = host_memory()
+    if needed > have > 0:
+        raise ValueError(f"a step takes at least {needed / GIB:,.1f} GiB, and {have / GIB:,.1f} are there; "
+                         "try --zero, --tp or --pp on more devices, or a smaller --micro-batch or --n-embd")
 
 
 def host_memory():  # bytes

@@ -104,7 +104,9 @@ def init_from(model, opt, path):
         load_base(model, reference(path, index))
         notes = [f"adapters start on top of {path}, which stays as it is"]
     else:
-        load_pieces(world, path, index, weights_to_read(opt, symbols, upcycles))
+        # The checkpoint's moments are not read. A router's bias is not a weight: its rate may differ here.
+        unused = [name for name in index["tensors"] if "/" in name or name.endswith(".router.bias")]
+        load_pieces(world, path, index, weights_to_read(opt, symbols, upcycles), unused)
         opt.masters_to_model()
         notes = [f"starts from the weights of {path}, with a fresh optimizer"]
         if cfg.lora:
@@ -161,7 +163,8 @@ def load_base(model, base, moved_to=""):
     world = model.mesh.world
     path = base_path(base, moved_to) if world.rank == 0 else None
     path, index = read(world, path)
-    load_pieces(world, path, index, frozen_pieces(model))
+    unused = [name for name in index["tensors"] if "/" in name]
+    load_pieces(world, path, index, frozen_pieces(model), unused)
     model.base = reference(path, index)
 
 

@@ -9,6 +9,7 @@ import json
 import math
 import os
 import platform
+import re
 import secrets
 import statistics
 import subprocess
@@ -91,7 +92,7 @@ class Metrics:
             if run.log_file is not None:
                 run.log_file.experts.add({"step": run.state.step, "layers": experts})
         if stats is not None and run.state.step == run.first_step and run.log_file is not None:
-            report_traffic(run, batch, sent)
+            run.log_file.after_row = functools.partial(report_traffic, run, batch, sent)
         return row
 
 
@@ -205,6 +206,8 @@ def end(run):
     run.log_file.close()
     is_finished = run.outcome in (Outcome.DONE, Outcome.FAILED)  # a run that goes on draws its plot later
     plot.at_end(run.out, run.cfg.plot and is_finished)
+    if run.log_file.speeds:
+        say(run.log_file.speed())
     ending.report_ending(run)
 
 
@@ -275,6 +278,9 @@ class Log:
         self.experts = Rows(self.out / "experts.jsonl", resumed or -1)
         self.notes = Rows(self.out / "notes.jsonl", resumed or -1)
         self.last_row = {}
+        self.after_row = None  # called once, when the next row is printed
+        self.speeds = []  # (ms, tok_s) of the rows behind the first, which also compiles
+        self.widths = {"step": len("step={0}/{0} loss=1.0000".format(config["steps"]))}
         self.profiler = None  # of --profile
         self.tracker = None if wandb == "off" else start_wandb(wandb, self.out, config)
 
@@ -287,14 +293,23 @@ class Log:
         config = self.begun["config"]
         steps = config["steps"]
         shown = dict(values)
-        if self.last_row and "ms" in values and values["step"] < steps:  # the first row also compiles
-            shown["left"] = (steps - values["step"]) * values["ms"] / 1e3
+        if self.last_row and "ms" in values:
+            self.speeds.append((values["ms"], values["tok_s"]))
+            if values["step"] < steps:
+                shown["left"] = (steps - values["step"]) * values["ms"] / 1e3
         self.last_row = values
         if config.get("rampup_batch_size") and values["global_batch"] != config["global_batch"]:
             shown["batch"] = values["global_batch"]
         if config.get("machine", {}).get("device", "CPU").startswith("CPU"):
             shown.pop("tflops", None)
-        say(format_row(shown, steps))
+        line = format_row(shown, steps, self.widths)
+        if sys.stdout.isatty():
+            line = re.sub(r"\bloss=\S+", "\x1b[36m\\g<0>\x1b[0m", line)  # cyan
+            line = re.sub(r"\bval_loss=\S+", "\x1b[33m\\g<0>\x1b[0m", line)  # yellow
+        say(line)
+        if self.after_row is not None:
+            self.after_row()
+            self.after_row = None
         if self.tracker is not None:
             with best_effort(WANDB, Exception):
                 self.tracker.log(values, step=values["step"])
@@ -306,29 +321,50 @@ class Log:
             with best_effort(WANDB, Exception):
                 self.tracker.finish()
 
-
-# The words of a step's line behind the step; a row may lack some: {key: how it is printed}
-COLUMNS = {"loss": "loss={:.4f}".format, "lr": "lr={:.2e}".format, "grad_norm": "gnorm={:.3f}".format,
-           "ms": "dt={:.1f}ms".format, "tok_s": "tok/s={:.0f}".format, "tflops": "tflops={:.1f}".format,
-           "mfu": "mfu={:.1%}".format, "loss_scale": "scale={:.5g}".format,
-           "tokens": lambda n: f"tokens={short(n)}", "left": lambda seconds: f"left={clock(seconds)}",
-           "batch": "batch={}".format, "val_loss": "val_loss={:.4f}".format,
-           "val_ppl": "val_ppl={:.5g}".format}
+    def speed(self):
+        """Return how fast this start was: 400 steps in 1:52, median 240 ms, 17,000 tok/s."""
+        ms, tok_s = map(statistics.median, zip(*self.speeds, strict=True))
+        steps = self.last_row["step"] - self.begun["step"]
+        took = clock(time.time() - self.begun["time"])
+        return f"{steps} steps in {took}, median {ms:.0f} ms, {tok_s:,.0f} tok/s"
 
 
-def format_row(row, steps):
-    """Return the printed lines of a row of a run of so many steps; below the first, experts and --timers."""
-    words = [f"step={row['step']}/{steps}"]
-    words += [form(row[key]) for key, form in COLUMNS.items() if key in row]
+# The columns of a step's line behind step and loss; a row may lack some: {key: how it is printed}
+COLUMNS = {"lr": "lr={:.2e}".format, "grad_norm": "gnorm={:.3f}".format, "ms": "dt={:.1f}ms".format,
+           "tok_s": "tok/s={:.0f}".format, "tflops": "tflops={:.1f}".format, "mfu": "mfu={:.1%}".format,
+           "loss_scale": "scale={:.5g}".format, "tokens": lambda n: f"tokens={short(n)}",
+           "left": lambda seconds: f"left={clock(seconds)}", "batch": "batch={}".format,
+           "val_loss": "val_loss={:.4f}".format, "val_ppl": "val_ppl={:.5g}".format}
+
+
+def format_row(row, steps, widths):
+    """Return the printed lines of a row of a run of so many steps; below the first, experts and --timers.
+
+    widths: {column: characters of its longest word so far}, which grow: columns stand below each other.
+    """
+    words = {"step": f"step={row['step']}/{steps}"}
+    if "loss" in row:
+        words["step"] += f" loss={row['loss']:.4f}"
+    words.update({key: form(row[key]) for key, form in COLUMNS.items() if key in row})
+    line = []
+    for column in ("step", *COLUMNS):
+        word = words.get(column, "")
+        widths[column] = max(widths.get(column, 0), len(word))
+        if widths[column]:
+            line.append(word.ljust(widths[column]))
+    line = [" ".join(line).rstrip()]
     if row.get("skip_reason"):
-        words.append(f"({row['skip_reason']})")
-    words += [f"{key}={row[key]}" for key in ("skipped", "nan_steps") if row.get(key)]
-    lines = [" ".join(words)]
+        line.append(f"({row['skip_reason']})")
+    line += [f"{key}={row[key]}" for key in ("skipped", "nan_steps") if row.get(key)]
+    lines = [" ".join(line)]
     if "aux_loss" in row:
         lines.append(f"  aux={row['aux_loss']:.3f} load_max={row['expert_load_max']:.2f} "
                      f"dropped={row['dropped']:.1%}")
-    timers = [f"{phase}={row[f't_{phase}_min']:.1f}-{row[f't_{phase}']:.1f}"
-              for phase in timing.Timers.PHASES if f"t_{phase}" in row]
+    timers = []
+    for phase in timing.Timers.PHASES:
+        if f"t_{phase}" in row:
+            span = f"{row[f't_{phase}_min']:.1f}", f"{row[f't_{phase}']:.1f}"
+            timers.append(f"{phase}={'-'.join(dict.fromkeys(span))}")  # one number if they are equal
     if "bubble" in row:
         timers.append(f"bubble={row['bubble']:.1%}")
     if timers:

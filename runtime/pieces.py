@@ -1,6 +1,8 @@
 """Where the elements of a rank's slices are in the full tensors: what it saves, and what it reads."""
 import collections
 import math
+import time
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -52,7 +54,7 @@ def own_pieces(data_parallel, opt, vectors=None, owned_only=True):
     if vectors.get("") is opt.masters:  # The routers' biases are not trained, but they are saved.
         stage = data_parallel.mesh.stage
         for name, buffer in data_parallel.buffers.items():
-            if not owned_only or stage.rank == 0:
+            if not owned_only or saves(name, stage):
                 pieces.append(Piece(name, buffer, tuple(buffer.shape), (0,) * buffer.ndim))
     return pieces
 
@@ -60,10 +62,10 @@ def own_pieces(data_parallel, opt, vectors=None, owned_only=True):
 def bucket_pieces(bucket, own, prefix, owned_only):
     """Return the Pieces of own, this rank's slice of a vector over a bucket's elements."""
     pieces = []
-    if owned_only and bucket.replicas.rank != 0:  # they hold the same
-        return pieces
     mine = bucket.own_slice
     for name, p, start in zip(bucket.names, bucket.params, bucket.starts, strict=True):
+        if owned_only and not saves(name, bucket.replicas):
+            continue
         position = max(start, mine.start)
         for offset, size in rectangles(tuple(p.shape), position - start, min(p.numel(), mine.stop - start)):
             after = position + math.prod(size)
@@ -74,6 +76,11 @@ def bucket_pieces(bucket, own, prefix, owned_only):
     return pieces
 
 
+def saves(name, axis):
+    """Whether this rank, of an axis whose ranks all hold the same, saves it: a hash of the name decides."""
+    return zlib.crc32(name.encode()) % axis.size == axis.rank
+
+
 # -----------------------------------------------------------------------------
 # All ranks read a checkpoint
 
@@ -81,6 +88,9 @@ def first_sound(everyone, paths, hint=""):
     """Return the first sound checkpoint of the paths, or None if there are no paths. Each rank verifies some
     files. Collective; ValueError, which ends with the hint: all are damaged."""
     for path in paths:
+        until = time.monotonic() + 30
+        while not Path(path).exists() and time.monotonic() < until:
+            time.sleep(0.1)  # rank 0 sees it, but NFS shows a new folder late
         wrong = everyone.first(checkpoint.damage(path, everyone.rank, everyone.size))  # a short text
         if wrong is None:
             return Path(path)
@@ -91,12 +101,19 @@ def first_sound(everyone, paths, hint=""):
     return None
 
 
-def load_pieces(world, path, index, requested):
+def load_pieces(world, path, index, requested, unused=()):
     """Fill this rank's rectangles `requested` from a checkpoint. Collective over the world.
 
-    ValueError: a tensor is missing, or has another shape.
+    unused: names of the checkpoint's tensors that no rank need ask for.
+    ValueError: a tensor is missing, or has another shape, or no rank asks for it.
     """
     reader = checkpoint.Reader(path, index)
     for piece in requested:
         reader.fill(*piece)
+    own = {name for name, *_ in requested} | set(unused)
+    names = sorted(index["tensors"])
+    asked = world.everyone.maximum([int(name in own) for name in names])  # a digit per tensor, over the world
+    if 0 in asked:
+        raise ValueError(f"checkpoint {path} holds {names[asked.index(0)]}, for which this model has no "
+                         "place; it needs the flags, and the code, of the run that wrote it")
     world.everyone.barrier()  # no rank goes on to a collective of the device if another could not read

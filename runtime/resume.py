@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 import checkpoint
-from config import SHAPE, Outcome, pad_vocab
+from config import SHAPE, Outcome, flags_of_kind, pad_vocab
 from interface import files
 from interface.paths import is_run
 from interface.terminal import one_line, say
@@ -63,6 +63,8 @@ class State:
 
 def save(cfg, mesh, data_parallel, opt, saver, state):
     """Start to write step_N/; every rank writes its part. saver.wait() says whether it was committed."""
+    if not saver.wait() and saver.step == state.best.get("step"):
+        state.best = {}  # lost: the next evaluation is the lowest
     flags = dataclasses.asdict(cfg)
     meta = {**dataclasses.asdict(state), "seed": cfg.seed, "adam_t": int(opt.adam.step_count),
             "scaler": opt.scaler(), "world": mesh.world.size,
@@ -83,7 +85,9 @@ def load(cfg, data_parallel, opt, path, data_id, vocab_size=0):
                          f"give --init-from {path} to start from it")
     world = data_parallel.mesh.world
     changed = changed_flags(cfg, path, meta, world.size, data_id, vocab_size)
-    load_pieces(world, path, index, own_pieces(data_parallel, opt, owned_only=False))
+    # A change that --resume-changed allows may leave tensors unused, such as the bias of a router or a norm.
+    unused = index["tensors"] if changed.keys() & set(flags_of_kind("meaning")) else ()
+    load_pieces(world, path, index, own_pieces(data_parallel, opt, owned_only=False), unused)
     opt.adam.step_count.fill_(meta["adam_t"])
     opt.set_scaler(meta.get("scaler"))
     opt.masters_to_model()

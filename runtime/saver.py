@@ -13,10 +13,13 @@ import time
 import torch
 
 import checkpoint
+from config import Outcome
 from interface.terminal import one_line, warn
 from ops.accelerator import stream_module
 from ops.checksum import refuse_not_finite
 from ops.split_master import SplitMaster, whole
+
+MAX_FAILURES = 3  # failed saves in a row that end the run
 
 
 class Saver:
@@ -34,6 +37,7 @@ class Saver:
         self.run_id = run_id
         self.thread = None
         self.saved = 0       # step of the last save that was committed
+        self.failures = 0    # saves in a row that failed
         self.seconds = 0.0   # the longest save so far
         self.buffers = {}    # host memory of each piece, used by every save
         self.stream = None   # on which a GPU copies the pieces
@@ -94,7 +98,10 @@ class Saver:
         self.seconds = max(self.seconds, time.monotonic() - started)
 
     def wait(self):
-        """Wait for the save that is under way. Return False if it failed on any rank. Collective."""
+        """Wait for the save that is under way. Return False if it failed on any rank. Collective.
+
+        SystemExit(1): MAX_FAILURES saves in a row failed.
+        """
         if self.thread is None:
             return True
         self.part_done.wait()
@@ -105,7 +112,13 @@ class Saver:
         error = error or self.everyone.first(self.error)  # rank 0's commit, too
         if error is None:
             self.saved = self.step
-        elif self.everyone.rank == 0:
+            self.failures = 0
+            return True
+        self.failures += 1
+        if self.everyone.rank == 0:
             checkpoint.discard(self.tmp)
-            warn(f"step {self.step} was not saved: {error}; training goes on")
-        return error is None
+            warn(f"step {self.step} was not saved: {error}; training goes on, and ends after {MAX_FAILURES} "
+                 "failures in a row")
+        if self.failures == MAX_FAILURES:
+            raise SystemExit(Outcome.FAILED)
+        return False

@@ -20,8 +20,9 @@ from config import Config
 from corpus.samples import Synthetic
 from interface.layout import check_layout
 from parallel import make_mesh
-from runtime import resume
+from runtime import pieces, resume
 from runtime.everyone import Everyone
+from runtime.launch import World
 from runtime.saver import Saver
 
 # -----------------------------------------------------------------------------
@@ -318,7 +319,7 @@ def test_a_save_in_the_background_writes_the_same_bytes(tmp_path):
 
 def full_disk(world, root, failing, times):
     """Save 1 succeeds; rank `failing` cannot write the next `times` saves; one succeeds, and one more fails.
-    Return [whether each was saved], this rank's stderr."""
+    Return [True, False or exit code of each save], this rank's stderr."""
     piece = whole(str(world.rank), torch.full((1 << 16,), float(world.rank)))
     saver = Saver(root, world.everyone)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -330,20 +331,36 @@ def full_disk(world, root, failing, times):
             try:
                 saver.start(step, [piece], {})
                 saved.append(saver.wait())
+            except SystemExit as e:
+                saved.append(e.code)
+                break
             finally:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     return saved, stderr.getvalue()
 
 
 @pytest.mark.parametrize("failing,times", [(0, 2), (1, 3)])
-def test_a_full_disk_costs_saves_and_training_goes_on(failing, times, tmp_path):
+def test_a_full_disk_costs_a_save_and_three_the_run(failing, times, tmp_path):
     results = run_ranks(2, full_disk, tmp_path, failing, times)
-    assert [saved for saved, _ in results] == [[True, *times * [False], True, False]] * 2
+    rest = [True, False] if times == 2 else [1]
+    assert [saved for saved, _ in results] == [[True, False, False, *rest]] * 2
     lines = results[0][1].splitlines()
-    assert len(lines) == times + 1 and results[1][1] == "", results
+    assert len(lines) == 3 and results[1][1] == "", results
     for word in ("step 2 was not saved", "File too large", f"(rank {failing})", "training goes on"):
         assert word in lines[0], lines
-    assert sorted(os.listdir(tmp_path)) == ["step_000001", f"step_{times + 2:06d}"]
+    left = ["step_000001", "step_000004"] if times == 2 else ["step_000001"]
+    assert sorted(os.listdir(tmp_path)) == left
+
+
+def test_a_tensor_for_which_the_model_has_no_place_is_refused(tmp_path):
+    """Such as one that a changed model no longer has: the rest alone would be another function."""
+    checkpoint.save(tmp_path, 1, [whole("w", torch.ones(2)), whole("v", torch.ones(2))], {}, 0, 1)
+    path, out = tmp_path / "step_000001", torch.zeros(2)
+    index = checkpoint.read_index(path)
+    with pytest.raises(ValueError, match="holds v, for which this model has no place"):
+        pieces.load_pieces(World(), path, index, [whole("w", out)])
+    pieces.load_pieces(World(), path, index, [whole("w", out)], unused=["v"])
+    assert out.sum() == 2
 
 
 def diverging(world, root, value):

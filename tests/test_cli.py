@@ -18,6 +18,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from pool import ROOT
 from runs import TINY, assert_refused, called, rows, session
 
@@ -377,6 +378,12 @@ def test_a_step_that_exceeds_the_nodes_memory_is_refused(tmp_path, monkeypatch):
         refused = pytest.raises(ValueError, match="smaller --micro-batch")
         with contextlib.nullcontext() if fits else refused:
             memory.check_memory(this, mesh, 100, pair)
+    pair.device = torch.device("cuda")
+    for bytes_of_gpu in (2**20, 2**30):
+        monkeypatch.setattr(memory, "total_memory", lambda device, there=bytes_of_gpu: there)
+        refused = pytest.raises(ValueError, match=r"at least 0.0 GiB, and 0.0 are there; try --zero")
+        with refused if bytes_of_gpu == 2**20 else contextlib.nullcontext():
+            memory.check_memory(cfg, make_mesh(pair, groups=False), 100, pair)
 
 
 # -----------------------------------------------------------------------------

@@ -395,6 +395,15 @@ def test_what_a_resume_may_change_is_printed_and_kept(tmp_path):
 # -----------------------------------------------------------------------------
 # The best checkpoint
 
+def test_a_best_checkpoint_whose_save_failed_is_not_remembered():
+    saver = mock.Mock(step=4, **{"wait.return_value": False})
+    for step, best in ((4, {}), (2, {"step": 2})):
+        state = resume.State(best={"step": step})
+        with contextlib.suppress(TypeError):  # there is no Config: nothing is saved
+            resume.save(None, None, None, None, saver, state)
+        assert state.best == best
+
+
 def test_the_checkpoint_with_the_lowest_validation_loss_is_kept(toy, tmp_path):
     flags = [f"--data={toy}", "--vocab-size=0", "--lr=0.1", "--warmup=0", "--eval-every=2", "--eval-iters=4",
              "--save-every=9", "--keep=1", "--decay-steps=99", "--clip=0", "--inject-spike=10", "--steps"]
