@@ -154,14 +154,17 @@ def print_samples(model, vocabulary, flags):
         show("\n")
 
 
-def new_ids(model, prompt, flags):
-    """Return an iterator of the tokens that follow a prompt, a list of ids."""
+def new_ids(model, prompt, flags, share=lambda token: token):
+    """Yield the tokens that follow a prompt, a list of ids. share: see answer()."""
     import torch
 
     from pipeline import Cache, stream
+    tokens = list(prompt)
     rng = torch.Generator().manual_seed(flags.seed)
-    return stream(model, list(prompt), flags.max_new_tokens, Cache(), temperature=flags.temperature,
-                  top_k=flags.top_k, rng=rng)
+    for token in stream(model, tokens, flags.max_new_tokens, Cache(), temperature=flags.temperature,
+                        top_k=flags.top_k, rng=rng):
+        tokens[-1] = share(token)
+        yield tokens[-1]
 
 
 # -----------------------------------------------------------------------------
@@ -262,44 +265,20 @@ def total_loss(model, ids):
 # -----------------------------------------------------------------------------
 # --chat
 
-class Chat:
-    """A conversation: its tokens so far, and the keys and values of the tokens that the model has seen.
+def answer(model, vocabulary, flags, said, share=lambda token: token):
+    """Return the pieces of the answer to a conversation: what the user and the assistant said, in turn.
 
-    share: a function that gives rank 0's token on all ranks.
+    share: a function that gives rank 0's token on all ranks. ValueError: the vocabulary lacks a character.
     """
-
-    def __init__(self, model, vocabulary, flags, share=lambda token: token):
-        import torch
-
-        from pipeline import Cache
-        self.model = model
-        self.vocabulary = vocabulary
-        self.flags = flags
-        self.share = share
-        self.template = Template(vocabulary)
-        self.rng = torch.Generator().manual_seed(flags.seed)
-        self.cache = Cache()
-        self.tokens = list(self.template.begin)
-        if flags.system:
-            self.tokens += self.template.message("system", flags.system)
-
-    def answer(self, question):
-        """Add the question. Return an iterator of the answer's pieces. ValueError: it lacks a character."""
-        self.tokens += self.template.question(question)
-        return self.vocabulary.whole_characters(self.answer_ids())
-
-    def answer_ids(self):
-        """Yield the ids of the answer. <|end|> follows it in the conversation, also where it is cut short."""
-        from pipeline import stream
-        flags = self.flags
-        for token in stream(self.model, self.tokens, flags.max_new_tokens, self.cache,
-                            temperature=flags.temperature, top_k=flags.top_k, rng=self.rng):
-            token = self.tokens[-1] = self.share(token)
-            if token in self.vocabulary.special.values():
-                self.tokens.pop()
-                break
-            yield token
-        self.tokens.append(self.template.end)
+    template = Template(vocabulary)
+    messages = [{"role": role, "content": content}
+                for role, content in zip(itertools.cycle(("user", "assistant")), said, strict=False)]
+    if flags.system:
+        messages = [{"role": "system", "content": flags.system}, *messages]
+    prompt, _ = template.conversation(messages)
+    ids = new_ids(model, [*prompt, template.role_ids["assistant"]], flags, share)
+    ends = vocabulary.special.values()
+    return vocabulary.whole_characters(itertools.takewhile(lambda token: token not in ends, ids))
 
 
 def share_out(cfg, flags, world):
@@ -315,16 +294,20 @@ def share_out(cfg, flags, world):
 def converse(model, vocabulary, flags, world):
     """Answer questions that rank 0 reads until there are no more; rank 0 prints."""
     share = world.everyone.broadcast  # a few bytes over the world
-    chat = Chat(model, vocabulary, flags, share)
     say = show if world.rank == 0 else len
+    said = []
     while (question := share(read_line() if world.rank == 0 else None)) is not None:
+        pieces = []
         try:
             if question == "/reset":
-                chat = Chat(model, vocabulary, flags, share)
+                said = []
             elif question:
-                for piece in chat.answer(question):
+                drawn = dataclasses.replace(flags, seed=flags.seed + len(said))
+                for piece in answer(model, vocabulary, drawn, [*said, question], share):
                     say(piece)
+                    pieces.append(piece)
                 say("\n")
+                said += [question, "".join(pieces)]
         except ValueError as e:  # a character that the vocabulary lacks, on all ranks alike
             say(f"nanoshard: {e}\n")
 
@@ -354,14 +337,11 @@ def serve(model, vocabulary, flags, name):
 def reply(asked, model, vocabulary, flags, seed):
     """Return the pieces of the answer to what the page interface/serve.html asks."""
     flags = dataclasses.replace(flags, temperature=asked["temperature"], seed=seed)
-    *before, question = asked["messages"]
-    if asked["mode"] == "text":
-        prompt = encode_prompt(question, vocabulary)
-        return vocabulary.whole_characters(new_ids(model, prompt, flags), prompt[-1:])
-    chat = Chat(model, vocabulary, flags)
-    for role, message in zip(itertools.cycle(("user", "assistant")), before, strict=False):
-        chat.tokens += chat.template.message(role, message)
-    return chat.answer(question)
+    if asked["mode"] == "chat":
+        return answer(model, vocabulary, flags, asked["messages"])
+    *_, text = asked["messages"]
+    prompt = encode_prompt(text, vocabulary)
+    return vocabulary.whole_characters(new_ids(model, prompt, flags), prompt[-1:])
 
 
 if __name__ == "__main__":

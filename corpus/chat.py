@@ -44,10 +44,6 @@ class Template:
     def message(self, role, content):
         return [self.role_ids[role], *self.vocab.encode(content), self.end]
 
-    def question(self, content):
-        """Return the ids of a user's message and of the role after which the assistant speaks."""
-        return [*self.message("user", content), self.role_ids["assistant"]]
-
     def conversation(self, messages):
         """Return the ids of messages, [{"role", "content"}], and for each id 1 if it is trained, else 0."""
         ids = list(self.begin)

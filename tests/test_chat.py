@@ -1,6 +1,5 @@
 """Fine-tuning: conversations as windows with masks, --init-from, the one division, and sample.py --chat."""
 import contextlib
-import dataclasses
 import io
 import json
 import math
@@ -370,39 +369,37 @@ def tuned(data, pretrained):
     return data / "tuned"
 
 
-def talk(world, run, questions, dtype="fp64", tokens=12, **layout):
-    """Return the pieces of each answer, the tokens of the conversation and the length of its cache."""
+def talk(run, questions):
+    """Return what is said, in fp64."""
     cfg, vocab_size, weights, _, _ = sample.read_run(run)
-    cfg = dataclasses.replace(cfg, **layout)
-    torch.set_default_dtype(train.DTYPES[dtype])
+    torch.set_default_dtype(torch.float64)
     try:
-        model = sample.load_model(cfg, vocab_size, weights, world)
+        model = sample.load_model(cfg, vocab_size, weights)
     finally:
         torch.set_default_dtype(torch.float32)
-    flags = sample.Flags(str(run), chat=True, max_new_tokens=tokens, temperature=0, system="Be brief.")
-    talk = sample.Chat(model, tokenizer.load(run), flags, world.everyone.broadcast)
-    return [list(talk.answer(q)) for q in questions], talk.tokens, talk.cache.length
+    flags = sample.Flags(str(run), chat=True, max_new_tokens=12, temperature=0, system="Be brief.")
+    said = []
+    for question in questions:
+        said.append(question)
+        said.append("".join(sample.answer(model, tokenizer.load(run), flags, said)))
+    return said
 
 
-def test_answers_with_the_cache_are_those_without(tuned, monkeypatch):
+def test_answers_with_the_cache_are_those_without_also_when_the_window_is_full(tuned, monkeypatch):
     seen, real = [], pipeline.next_logits
 
     def next_logits(model, tokens, cache):
         seen.append((model, tokens[0].tolist(), cache.length, real(model, tokens, cache)))
         return seen[-1][-1]
     monkeypatch.setattr("pipeline.next_logits", next_logits)
-    _, tokens, _ = talk(World(), tuned, QUESTIONS[:2])
-    given = [t for _, new, _, _ in seen for t in new]
-    assert given == tokens[: len(given)] and sum(len(new) > 1 for _, new, _, _ in seen) == 2
+    said = talk(tuned, QUESTIONS * 4)
+    assert len(tokenizer.load(tuned).encode("".join(said))) > 2 * SEQ and all(said)
+    whole = []
     for model, new, length, logits in seen:
-        whole = given[: length + len(new)]
-        torch.testing.assert_close(logits, real(model, torch.tensor([whole]), pipeline.Cache()), rtol=0,
-                                   atol=1e-10)
-
-
-def test_a_long_conversation_goes_on_when_the_window_is_full(tuned):
-    answers, tokens, length = talk(World(), tuned, QUESTIONS * 4)
-    assert len(tokens) > 2 * SEQ and length <= SEQ and len(answers) == 12
+        whole[length:] = new
+        alone = real(model, torch.tensor([whole]), pipeline.Cache())
+        torch.testing.assert_close(logits, alone, rtol=0, atol=1e-10)
+    assert max(length + len(new) for _, new, length, _ in seen) == SEQ
 
 
 def chat_session(world, argv, lines):

@@ -145,9 +145,9 @@ def answers(asked, talks):
 def test_the_model_reads_the_whole_conversation_that_a_page_sends(talks, monkeypatch):
     talks = {**talks, "flags": dataclasses.replace(talks["flags"], system="abc")}
     asked = {"mode": "chat", "messages": ["a?"], "temperature": 0.8}
-    first = sample.Chat(talks["model"], talks["vocabulary"],
-                        sample.Flags("run", max_new_tokens=8, seed=5, system="abc"))
-    assert answers(asked, talks) == "".join(first.answer("a?")) != ""
+    flags = sample.Flags("run", max_new_tokens=8, seed=5, system="abc")
+    first = sample.answer(talks["model"], talks["vocabulary"], flags, ["a?"])
+    assert answers(asked, talks) == "".join(first) != ""
     seen = []
 
     def stream(model, tokens, most, cache, **how):
@@ -158,7 +158,7 @@ def test_the_model_reads_the_whole_conversation_that_a_page_sends(talks, monkeyp
     roles = zip(("system", "user", "assistant", "user"), ("abc", "a", "b", "c"), strict=True)
     ids, _ = chat.Template(talks["vocabulary"]).conversation([{"role": r, "content": c} for r, c in roles])
     (tokens, most, how), = seen
-    assert tokens[:-1] == [*ids, talks["vocabulary"].special["<|assistant|>"]] and most == 8
+    assert tokens == [*ids, talks["vocabulary"].special["<|assistant|>"]] and most == 8
     assert how["temperature"] == 0 and how["top_k"] == 50 and how["rng"].initial_seed() == 5
 
 
