@@ -146,15 +146,16 @@ def tune(name, dtype, device):
     T, E, F, C, K, _ = SHAPES[name]
     shapes = (T * K, C), (T * K, F), (E, F, C)
     x, g, w = (torch.randn(*shape, device=device, dtype=dtype) for shape in shapes)
-    ends = torch.bincount(torch.randint(E, (T * K,)), minlength=E).cumsum(0).to(device, torch.int32)
+    ends = torch.bincount(torch.randint(E, (T * K,)), minlength=E).cumsum(0).to(device)
+    bounds = grouped_mm.row_bounds(ends)
     flop = 2 * T * K * C * F
 
     def products():  # forward; the gradient of x
-        grouped_mm.experts_mm(x, w.transpose(1, 2), ends)
-        grouped_mm.experts_mm(g, w, ends)
+        grouped_mm.experts_mm(x, w.transpose(1, 2), bounds)
+        grouped_mm.experts_mm(g, w, bounds)
 
     def gradient():
-        grouped_mm.experts_wgrad(g, x, ends)
+        grouped_mm.experts_wgrad(g, x, bounds)
     for f, n in ((products, 2), (gradient, 1)):
         print(f"{name} {dtype}, {f.__name__}: {gpu_milliseconds(f):.3f} ms today; rows, columns, depth, "
               "warps, stages:", flush=True)

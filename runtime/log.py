@@ -311,8 +311,11 @@ class Log:
             self.after_row()
             self.after_row = None
         if self.tracker is not None:
-            with best_effort(WANDB, Exception):
+            try:
                 self.tracker.log(values, step=values["step"])
+            except Exception as e:  # an outage of wandb must not stop a run
+                warn(f"{WANDB}: {e}; going on without it")
+                self.tracker = None
 
     def close(self):
         for rows in (self.metrics, self.experts, self.notes):

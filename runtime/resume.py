@@ -26,6 +26,7 @@ from skip import skipped_ranges
 
 # What --out must not hold besides a run: prepared data, other runs, models of other programs, sources
 FOREIGN = "*_[0-9]*.bin", "*/metrics.jsonl", "*.safetensors", "*.md", "*.py", ".git"
+SCHEDULE = {"lr", "min_lr", "warmup", "lr_schedule", "decay_steps", "decay_ratio"}  # besides steps
 
 
 # -----------------------------------------------------------------------------
@@ -229,8 +230,11 @@ def start_from(found, skip, model, opt, data_id):
         steps, _ = state.changed.get("steps", (cfg.steps, 0))
         as_before = dataclasses.replace(cfg, steps=steps)
         old, new = (learning_rate(flags, state.step) for flags in (as_before, cfg))
-        if abs(new - old) > 0.01 * cfg.lr:
+        is_meant = state.changed.keys() & SCHEDULE
+        if abs(new - old) > 0.01 * cfg.lr and not is_meant:
             said.append(f"resume: lr jumps from {old:.3g} to {new:.3g}; --decay-steps {steps} keeps it")
+        if cfg.dump_grads or cfg.init_from and not cfg.lora:
+            said.append(f"goes on from {found}: --init-from and --dump-grads are for a start, and not used")
         skip = sorted({*skip, *skipped_ranges(state.skip)})  # a resume inside a range goes on skipping it
     if model.mesh.world.rank == 0:
         for line in said:

@@ -122,7 +122,7 @@ def test_dump_grads_replaces_and_removes_nothing(tmp_path):
     assert not (tmp_path / "new").exists() and not (tmp_path / "nowhere").exists()
 
 
-def test_a_run_that_goes_on_writes_no_gradients(tmp_path):
+def test_a_run_that_goes_on_writes_no_gradients_and_says_so(tmp_path):
     flags = [*TINY, f"--out={tmp_path / 'run'}", f"--dump-grads={tmp_path / 'g.st'}"]
     first = session(World(), [*flags, "--steps=1", "--save-every=1"])
     assert first["code"] == 0 and "--dump-grads" not in first["out"], first["err"]
@@ -131,6 +131,7 @@ def test_a_run_that_goes_on_writes_no_gradients(tmp_path):
     gone.mkdir()
     again = session(World(), [*flags, "--steps=2", "--resume=auto", f"--init-from={gone}"])
     assert again["code"] == 0 and not (tmp_path / "g.st").exists(), again["err"]
+    assert "are for a start, and not used" in again["out"]
 
     for nodes, starts in ((1, "torchrun --nproc-per-node 4"), (2, "mpiexec -n 4 python")):
         config = {"argv": ["train.py", "tiny"], "world": 4, "nodes": nodes, "launcher": "torchrun"}
