@@ -27,7 +27,7 @@ if __name__ == "__main__":
 
 from interface.command_line import wrong_input
 from interface.files import best_effort, load_json, remove_folder, sync, write_whole
-from interface.paths import meant_run, steps_of
+from interface.paths import meant_run, steps
 from interface.terminal import one_line, say
 
 OUR_FILES = re.compile(r"index\.json|rank_[0-9]+\.(json|safetensors)")  # all that a save writes
@@ -52,11 +52,11 @@ def write_safetensors(path, tensors):
     """
     import torch
     # The widest elements come first: so all are aligned.
-    tensors = dict(sorted(tensors.items(), key=lambda item: -item[1].element_size()))
+    tensors = dict(sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize))
     header = {"__metadata__": {"format": "pt"}}  # which transformers 4 asks for
     begin = 0
     for key, tensor in tensors.items():
-        end = begin + tensor.numel() * tensor.element_size()
+        end = begin + tensor.nbytes
         header[key] = {"dtype": SAFETENSORS_DTYPE[dtype_name(tensor)], "shape": list(tensor.shape),
                        "data_offsets": [begin, end]}
         begin = end
@@ -163,11 +163,6 @@ def recover(root):
 
 # -----------------------------------------------------------------------------
 # Finding and verifying
-
-def steps(root):
-    """Return the paths of the committed checkpoints under root, newest first."""
-    return sorted(steps_of(root), key=step_of, reverse=True)
-
 
 def step_of(path):
     return int(path.name.removeprefix("step_"))

@@ -175,7 +175,7 @@ def export_model(flags, folder):
 
 def write_weights(folder, layout, most):
     """Write {name: Lazy} as files of at most `most` bytes. A larger tensor has a file of its own."""
-    sizes = {name: tensor.numel() * tensor.element_size() for name, tensor in layout.items()}
+    sizes = {name: tensor.nbytes for name, tensor in layout.items()}
     split = require("huggingface_hub", "convert.py export").split_state_dict_into_shards_factory(
         sizes, get_storage_size=int, filename_pattern="model{suffix}.safetensors", max_shard_size=most)
     for file, names in split.filename_to_tensors.items():

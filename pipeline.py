@@ -271,7 +271,6 @@ class Cache:
     """Keys and values of the positions so far, per attention layer, (B, g, length, D) each."""
 
     def __init__(self):
-        self.seen = 0  # how many tokens of the list that stream() continues have been read
         self.length = 0
         self.kv = {}
 
@@ -304,27 +303,27 @@ def next_logits(model, tokens, cache):
     return model.mesh.pp.broadcast(logits, model.mesh.pp.size - 1).cpu()
 
 
-def stream(model, tokens, max_new_tokens, cache, *, temperature, top_k, rng):
+def stream(model, tokens, max_new_tokens, *, temperature, top_k, rng):
     """Append up to max_new_tokens to tokens, a list of int, and yield each of them.
 
-    cache: a Cache, new or from an earlier call on the same list, to which the caller may have
-    appended since. When the window is full, it is rebuilt from the last seq_len / 2 tokens.
-    Temperature 0 takes the likeliest token. All ranks call this together.
+    The caller may put another token in the place of a new one. When the window is full, the cache
+    is rebuilt from the last seq_len / 2 tokens. Temperature 0 takes the likeliest token. All ranks
+    call this together.
     """
     device = next(model.parameters()).device
     window = model.cfg.seq_len
+    cache = Cache()
+    new = tokens[-window:]
     for _ in range(max_new_tokens):
-        new = tokens[cache.seen:][-window:]
         if cache.length + len(new) > window:
-            cache.length = 0
-            cache.kv = {}
+            cache = Cache()
             new = tokens[-max(1, window // 2):]
-        cache.seen = len(tokens)
         # One token cannot be split over the tp ranks, so they run a copy of the sequence each.
         x = torch.tensor([new] * model.mesh.tp.size, device=device)  # (tp, t)
         logits = next_logits(model, x, cache)
         tokens.append(sample_token(logits, temperature, top_k, rng))
         yield tokens[-1]
+        new = tokens[-1:]
 
 
 def generate(model, tokens, max_new_tokens, temperature=1.0, top_k=None, seed=0):
@@ -337,8 +336,8 @@ def generate(model, tokens, max_new_tokens, temperature=1.0, top_k=None, seed=0)
     was_training = model.training
     model.eval()
     with eager:
-        for _ in stream(model, tokens, max_new_tokens, Cache(), temperature=temperature,
-                        top_k=top_k, rng=rng):
+        for _ in stream(model, tokens, max_new_tokens, temperature=temperature, top_k=top_k,
+                        rng=rng):
             pass
     model.train(was_training)
     return tokens

@@ -147,8 +147,8 @@ def describe(run):
     with contextlib.suppress(Exception):  # some other program's file
         asked = load_json(run / "config.json")["steps"]
     last = max((row["step"] for row in rows), default=0)
-    saved = paths.steps_of(run)
-    state = saved[-1].name if saved else "no checkpoint"
+    saved = paths.steps(run)
+    state = saved[0].name if saved else "no checkpoint"
     if in_use(run):
         state = "running"
     losses = [f"{values[-1][1]:.5g}" if values else "-"

@@ -158,10 +158,10 @@ def new_ids(model, prompt, flags, share=lambda token: token):
     """Yield the tokens that follow a prompt, a list of ids. share: see answer()."""
     import torch
 
-    from pipeline import Cache, stream
+    from pipeline import stream
     tokens = list(prompt)
     rng = torch.Generator().manual_seed(flags.seed)
-    for token in stream(model, tokens, flags.max_new_tokens, Cache(), temperature=flags.temperature,
+    for token in stream(model, tokens, flags.max_new_tokens, temperature=flags.temperature,
                         top_k=flags.top_k, rng=rng):
         tokens[-1] = share(token)
         yield tokens[-1]

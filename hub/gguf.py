@@ -144,8 +144,7 @@ def write(writer, tensors, cfg, kind):
     types = {torch.float32: GGMLQuantizationType.F32, torch.float16: GGMLQuantizationType.F16,
              torch.bfloat16: GGMLQuantizationType.BF16}
     for name, tensor in tensors.items():
-        size = tensor.numel() * tensor.element_size()
-        writer.add_tensor_info(name, tensor.shape, np.dtype(np.float32), size, types[tensor.dtype])
+        writer.add_tensor_info(name, tensor.shape, np.dtype(np.float32), tensor.nbytes, types[tensor.dtype])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()

@@ -49,13 +49,12 @@ def byte_pair_steps(tokenizer):
 
 
 def byte_pairs(tokenizer):
-    """Return ({token: id}, [[left, right]]): the tokens of a BpeTokenizer, printable, and its merges."""
+    """Return ({token: id}, [(left, right)]): the tokens of a BpeTokenizer, printable, and its merges."""
     require_transformers()
     from transformers.convert_slow_tokenizer import TikTokenConverter
     converter = TikTokenConverter()
     converter.load_tiktoken_bpe = lambda _: tokenizer.encoding._mergeable_ranks
-    vocab, merges = converter.extract_vocab_merges_from_model("")
-    return vocab, [list(pair) for pair in merges]
+    return converter.extract_vocab_merges_from_model("")
 
 
 def split(pattern):

@@ -41,11 +41,9 @@ class Lazy:
         shape = (sum(part.size[0] for part in self.parts), *columns)
         return shape[::-1] if self.transposed else shape
 
-    def numel(self):
-        return math.prod(self.shape)
-
-    def element_size(self):
-        return self.dtype.itemsize
+    @property
+    def nbytes(self):
+        return math.prod(self.shape) * self.dtype.itemsize
 
     def detach(self):
         import torch

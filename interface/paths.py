@@ -8,12 +8,13 @@ FROM_HUB = ("a model of the Hugging Face hub: hf download OWNER/NAME --local-dir
 
 
 def is_run(folder):
-    return (folder / "metrics.jsonl").exists() or bool(steps_of(folder))
+    return (folder / "metrics.jsonl").exists() or bool(steps(folder))
 
 
-def steps_of(run):
-    """Return the checkpoints of a run, the newest last."""
-    return sorted(path for path in Path(run).glob("step_*") if re.fullmatch("step_[0-9]+", path.name))
+def steps(run):
+    """Return the committed checkpoints of a run, newest first."""
+    found = [path for path in Path(run).glob("step_*") if re.fullmatch("step_[0-9]+", path.name)]
+    return sorted(found, key=lambda path: int(path.name.removeprefix("step_")), reverse=True)
 
 
 def make_data(folder, source="FILE..."):
@@ -36,6 +37,6 @@ def meant_data(folder):
 
 def meant_run(run):
     """Return what to type for the run, or the checkpoint of one, `run`, which is not there."""
-    if steps_of(run):
-        return f"its newest checkpoint is {steps_of(run)[-1]}"
+    if steps(run):
+        return f"its newest checkpoint is {steps(run)[0]}"
     return f"give the --out of a run (python train.py --list shows those in out); {FROM_HUB}"

@@ -150,7 +150,7 @@ def test_the_model_reads_the_whole_conversation_that_a_page_sends(talks, monkeyp
     assert answers(asked, talks) == "".join(first) != ""
     seen = []
 
-    def stream(model, tokens, most, cache, **how):
+    def stream(model, tokens, most, **how):
         seen.append((tokens, most, how))
         return iter(())
     monkeypatch.setattr("pipeline.stream", stream)
