@@ -16,7 +16,7 @@ import plot
 from config import Config, Outcome
 from interface.command_line import INTERRUPTED, given, parse, wrong_input
 from interface.layout import check_alone, check_flags
-from interface.terminal import Stream, clock, one_line
+from interface.terminal import Stream, clock, one_line, warn
 from runtime import launch
 
 STOPPING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
@@ -82,13 +82,13 @@ def start_program():
 def parse_flags(argv):
     """Return (flags, None), or (default flags, what is wrong with files) on a rank, which tells the others.
 
-    All ranks have the same words, so that wrong ones end each rank at once, as --help and --list do; rank 0
-    prints. Only files may be missing on some ranks alone.
+    All ranks have the same words, so that wrong ones end each rank, as --help and --list do; rank 0 prints.
+    It alone looks for files. Those may be missing on some ranks alone, but where its end ends all it need not
+    meet the others.
     """
     with wrong_input():
         start = launch.started_by()
     signals.rank = start.rank
-    same_files = start.size == 1 or launch.on_one_node(start)
     printed = sys.stdout if start.rank == 0 else io.StringIO()
     with wrong_input(quiet=start.rank != 0), contextlib.redirect_stdout(printed):
         reads_files = given(argv, "config") or given(argv, "init_from")
@@ -100,29 +100,21 @@ def parse_flags(argv):
                 check_alone(cfg, argv)
             elif start.size > 1:
                 check_flags(cfg, start.size)
-            reads_files = True
-            if start.rank == 0 or same_files:
+            if start.rank == 0:
+                reads_files = True
                 check_paths(cfg)
         except (ValueError, OSError) as e:
-            is_alone = start.rank != 0 and not rank_0_ends(start)
-            if reads_files and (is_alone or not same_files):
+            if start.rank > 0:  # rank 0 says it first, and most launchers then end this rank
+                signal.signal(signal.SIGTERM, lambda *_: os._exit(Outcome.WRONG_INPUT))
+                time.sleep(3)
+            ends_all = start.rank == 0 and start.launcher in ("single", "hydra")
+            if reads_files and not ends_all:
                 return Config(), one_line(e)
-            raise
+            if start.rank == 0:
+                warn(e)
+                launch.end_others(start)
+            raise SystemExit(Outcome.WRONG_INPUT) from None
     return cfg, None
-
-
-def rank_0_ends(start):
-    """Wait until rank 0 has printed what is wrong and has ended. False: it goes on, it sees other files."""
-    signal.signal(signal.SIGTERM, lambda *_: os._exit(Outcome.WRONG_INPUT))  # most launchers now end all
-    siblings = Path(f"/proc/{os.getppid()}/task/{os.getppid()}/children")  # under mpiexec there are fewer
-    until = time.monotonic() + 3
-    while time.monotonic() < until:
-        if start.launcher == "hydra" and not siblings.exists():
-            return True
-        if start.launcher == "hydra" and len(siblings.read_text().split()) < start.size:
-            return True
-        time.sleep(0.05)
-    return False
 
 
 def check_paths(cfg):
