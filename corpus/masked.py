@@ -13,7 +13,7 @@ MASK = "[MASK]"  # in a text for sample.py or transformers; no training text is 
 
 
 class Masked:
-    """The samples of a source (samples.Tokens, Blend, Synthetic), masked."""
+    """The samples of a source (samples.Blend or Synthetic), masked."""
 
     def __init__(self, source, seed):
         self.source = source
@@ -60,13 +60,3 @@ class Masked:
 
     def n_targets(self, first, n):
         return n * self.n_masked
-
-
-def mask_sources(cfg, train, val):
-    """Return a run's sources, masked under --objective mlm. ValueError: they are conversations."""
-    if cfg.objective == "causal":
-        return train, val
-    if not train.all_trained:
-        raise ValueError(f"--data {cfg.data} has conversations, --objective mlm would mask their padding; "
-                         "prepare them as text")
-    return Masked(train, cfg.seed), Masked(val, cfg.seed + 1)

@@ -4,7 +4,7 @@ Sample i of a run is a pure function of (seed, i), so any number of ranks, and a
 samples. A split of a data set is one stream of tokens (corpus/shards.py), cut into windows of seq_len tokens.
 
     1) one data set       Tokens; Synthetic has samples without files
-    2) several data sets  Blend: --data A:0.7,B:0.3, or A,B in proportion to their tokens
+    2) --data             Blend: A, or A:0.7,B:0.3, or A,B in proportion to their tokens
     3) a run              open_data, batch_size, trained_tokens, micro_batches
 """
 import json
@@ -17,7 +17,7 @@ import numpy as np
 
 from config import ceil_div
 from corpus.chat import END
-from corpus.masked import mask_sources
+from corpus.masked import Masked
 from corpus.order import draw_keys, permute, splitmix64
 from corpus.shards import load_meta, open_shards
 
@@ -112,7 +112,7 @@ class Tokens:
                              f" use --seq-len {max(1, self.n_tokens - 1)} or prepare more text")
 
     def open_masks(self, folder, meta):
-        """Open the masks of conversations and count the trained tokens of each window, (windows,) int64."""
+        """Open the masks of conversations, which stay in the windows of prepare.py."""
         if meta["seq_len"] != self.seq_len:
             raise ValueError(f"{folder} has windows of {meta['seq_len']} tokens, --seq-len is {self.seq_len};"
                              f" give --seq-len {meta['seq_len']}, or prepare the conversations again")
@@ -122,8 +122,6 @@ class Tokens:
         spec = json.loads(Path(folder, "tokenizer.json").read_text())
         theirs = spec.get("json", {}).get("added_tokens", [])  # of Hugging Face, which may have END itself
         self.end = ({token["content"]: token["id"] for token in theirs} | spec.get("special", {}))[END]
-        trained = np.concatenate(self.masks).reshape(-1, self.stride)  # (windows, T+1)
-        self.counts = trained[:, 1:].sum(1, dtype=np.int64)
 
     def batch(self, first, n):
         """Return samples first .. first+n-1 of the run as x, y, (n, T) int64 each: new tensors."""
@@ -161,8 +159,8 @@ class Tokens:
         """Return how many tokens of samples first .. first+n-1 are trained; a rank may ask about any."""
         if self.all_trained:
             return n * self.seq_len
-        windows = self.window_starts(first, n) // self.stride
-        return int(self.counts[windows].sum())
+        starts = self.window_starts(first, n).tolist()
+        return int(self.read(self.masks, starts)[:, 1:].sum())
 
     def window_starts(self, first, n):
         """Return the positions in the stream where samples first .. first+n-1 start, (n,) int64."""
@@ -184,9 +182,9 @@ class Tokens:
 
 
 # -----------------------------------------------------------------------------
-# 2) Several data sets by weight. The weights become whole numbers that sum to a period P. Within every P
-# samples, each data set gives exactly its number of them. The j-th sample that a data set gives to a blend is
-# its sample j when it is used alone.
+# 2) One data set, or several by weight. The weights become whole numbers that sum to a period P. Within every
+# P samples, each data set gives exactly its number of them. The j-th sample that a data set gives to a blend
+# is its sample j when it is used alone.
 
 def parse_blend(spec):
     """Return the data sets of --data, [(folder, weight)]. The weights are Fractions, or all are None."""
@@ -211,14 +209,14 @@ def first_folder(spec):
     return parse_blend(spec)[0][0]
 
 
-def samples_per_period(spec, metas):
-    """Return how many samples each data set of --data gives per period, [int]. metas: the meta.json of each.
+def samples_per_period(spec):
+    """Return how many samples each data set of --data gives per period, [int].
 
     They are the smallest whole numbers in the ratio of the weights or, without weights, of training tokens.
     """
-    weights = [weight for _, weight in parse_blend(spec)]
+    folders, weights = zip(*parse_blend(spec), strict=True)
     if None in weights:
-        tokens = [meta["tokens"]["train"] for meta in metas]
+        tokens = [load_meta(folder)["tokens"]["train"] for folder in folders]
         weights = [Fraction(max(1, round(WEIGHT_STEPS * n / sum(tokens)))) for n in tokens]
     shares = [weight / sum(weights) for weight in weights]
     period = lcm(*(share.denominator for share in shares))
@@ -229,8 +227,9 @@ def samples_per_period(spec, metas):
 
 
 def sample_schedule(counts):
-    """Return which data set gives each sample of a period P, (P,) int64. counts: samples of each, sum P.
+    """Return which data set gives each sample of a period P, and how many it gave before: (2, P) int64.
 
+    counts: the samples of each data set, whose sum is P.
     Sample c of a data set with n of the P samples may come once c P / n samples are given in all, and must
     come before (c + 1) P / n are. The one with the earliest deadline comes. So no count is ever a whole
     sample off its share (the chairman assignment problem, Tijdeman 1980).
@@ -238,12 +237,12 @@ def sample_schedule(counts):
     counts = np.array(counts)
     period = counts.sum()
     given = np.zeros_like(counts)  # by each data set so far
-    schedule = np.empty(period, np.int64)
+    schedule = np.empty((2, period), np.int64)
     for i in range(period):
         may_come = given * period < (i + 1) * counts
         deadline = ceil_div((given + 1) * period, counts)
         chosen = np.argmin(np.where(may_come, deadline, 2 * period))
-        schedule[i] = chosen
+        schedule[:, i] = chosen, given[chosen]
         given[chosen] += 1
     return schedule
 
@@ -272,7 +271,7 @@ def load_blend_meta(spec):
                          "tested on what another trains on: leave one out")
     identity = [file["sha256"][:16] for file in train + val + masks]
     if len(metas) > 1:
-        identity.append(":".join(map(str, samples_per_period(spec, metas))))
+        identity.append(":".join(map(str, samples_per_period(spec))))
     return {**metas[0], "identity": " ".join(identity)}
 
 
@@ -286,31 +285,19 @@ def settled_doc_mask(spec, doc_mask):
     return "on" if answers.pop() else "off"
 
 
-def open_tokens(spec, split, seq_len, seed=0, doc_mask="auto"):
-    """Return the samples of one split of --data: Tokens of one data set, or a Blend of several."""
-    if len(parse_blend(spec)) == 1:
-        return Tokens(first_folder(spec), split, seq_len, seed, doc_mask)
-    return Blend(spec, split, seq_len, seed, doc_mask)
-
-
 class Blend:
-    """One split of several data sets by weight, with the interface of Tokens."""
+    """One split of the data sets of --data, by weight, with the interface of Tokens."""
 
     def __init__(self, spec, split, seq_len, seed=0, doc_mask="auto"):
         self.seq_len = seq_len
-        folders = [folder for folder, _ in parse_blend(spec)]
-        self.parts = [Tokens(folder, split, seq_len, seed, doc_mask) for folder in folders]
+        self.parts = [Tokens(folder, split, seq_len, seed, doc_mask) for folder, _ in parse_blend(spec)]
         self.vocab_size = self.parts[0].vocab_size
         self.all_trained = all(part.all_trained for part in self.parts)
         self.has_documents = any(part.has_documents for part in self.parts)
 
-        per_period = samples_per_period(spec, [load_meta(folder) for folder in folders])
+        per_period = samples_per_period(spec)
         self.per_period = np.array(per_period)  # (data sets,)
-        self.schedule = sample_schedule(per_period)  # (P,) which data set gives each sample
-        self.given = np.empty_like(self.schedule)  # (P,) how many samples it gave earlier in the period
-        for part, count in enumerate(per_period):
-            self.given[self.schedule == part] = np.arange(count)
-
+        self.schedule, self.given = sample_schedule(per_period)
         # Until the first data set begins its second epoch.
         self.n_samples = min(max(1, part.n_samples * len(self.schedule) // count)
                              for part, count in zip(self.parts, per_period, strict=True))
@@ -368,10 +355,15 @@ def open_data(cfg):
         if vocab_size < needed:
             raise ValueError(f"--vocab-size {vocab_size} is less than the {needed} symbols that {cfg.data} "
                              f"needs; try --vocab-size {needed}")
-        train = open_tokens(cfg.data, "train", cfg.seq_len, cfg.seed, cfg.doc_mask)
-        val = open_tokens(cfg.data, "val", cfg.seq_len, cfg.seed, cfg.doc_mask)
+        train = Blend(cfg.data, "train", cfg.seq_len, cfg.seed, cfg.doc_mask)
+        val = Blend(cfg.data, "val", cfg.seq_len, cfg.seed, cfg.doc_mask)
         identity = meta["identity"]
-    train, val = mask_sources(cfg, train, val)
+    if cfg.objective == "mlm":
+        if not train.all_trained:
+            raise ValueError(f"--data {cfg.data} has conversations, --objective mlm would mask their padding; "
+                             "prepare them as text")
+        train = Masked(train, cfg.seed)
+        val = Masked(val, cfg.seed + 1)
     return train, val, vocab_size, identity
 
 

@@ -41,7 +41,8 @@ def load_meta(folder):
     meta = load_json(path)
     shards = {split: [{"file": str, "tokens": int, "sha256": str}] for split in SPLITS}
     check_schema(meta, {"version": Literal[VERSION], "vocab_size": int, "dtype": Literal["uint16", "uint32"],
-                        "eod": int | None, "tokenizer_sha256": str, "shards": shards}, path)
+                        "eod": int | None, "tokenizer_sha256": str, "shards": shards,
+                        "tokens": dict.fromkeys(SPLITS, int)}, path)
     return meta
 
 
@@ -69,21 +70,13 @@ def write_shards(folder, tokens, most, kind=""):
     shards = {split: [] for split in SPLITS}
     for split in SPLITS:
         for first in range(0, len(tokens[split]), most):
-            path = folder / f"{split}{kind}_{first // most:05d}.bin"
-            shards[split].append(write_shard(path, tokens[split][first : first + most]))
+            part = tokens[split][first : first + most]
+            content = pack_header(part.itemsize, len(part)) + part.tobytes()
+            name = f"{split}{kind}_{first // most:05d}.bin"
+            (folder / name).write_bytes(content)
+            digest = hashlib.sha256(content).hexdigest()
+            shards[split].append({"file": name, "tokens": len(part), "sha256": digest})
     return shards
-
-
-def write_shard(path, tokens):
-    """Write tokens, (n,), as one shard; return what meta.json says of it."""
-    header = pack_header(tokens.itemsize, len(tokens))
-    tokens = np.ascontiguousarray(tokens)
-    with open(path, "wb") as f:
-        f.write(header)
-        f.write(tokens)
-    digest = hashlib.sha256(header)
-    digest.update(tokens)
-    return {"file": path.name, "tokens": len(tokens), "sha256": digest.hexdigest()}
 
 
 def verify(folder):

@@ -139,12 +139,12 @@ def test_every_conversation_is_in_one_window(data):
 
 
 def test_sample_i_of_conversations_is_a_pure_function_of_seed_and_i(data):
-    ds = samples.open_tokens(str(data / "qa"), "train", SEQ, seed=3)
+    ds = samples.Blend(str(data / "qa"), "train", SEQ, seed=3)
     n = ds.n_samples
     x, y = ds.batch(0, 3 * n)  # three epochs: each window once in each
     for e in range(3):
         assert len({tuple(row) for row in x[e * n : (e + 1) * n].tolist()}) == len({*map(tuple, x.tolist())})
-    assert not torch.equal(x[:n], x[n : 2 * n]) and not torch.equal(ds.batch(0, n)[0], samples.open_tokens(
+    assert not torch.equal(x[:n], x[n : 2 * n]) and not torch.equal(ds.batch(0, n)[0], samples.Blend(
         str(data / "qa"), "train", SEQ, seed=4).batch(0, n)[0])
     for first, count in ((n - 2, 5), (7, 1), (0, 3)):
         got = ds.batch(first, count)
@@ -280,13 +280,13 @@ def test_a_blend_with_conversations_counts_on_the_device_in_every_step(data):
     Every token of the text is a target."""
     assert run_prepare(data / "text.txt", "--name", "qa-text", "--tokenizer", data / "qa",
                        "--out", data)[0] == 0
-    blend = samples.open_tokens(f"{data}/qa:0.1,{data}/qa-text:0.9", "train", SEQ)
+    blend = samples.Blend(f"{data}/qa:0.1,{data}/qa-text:0.9", "train", SEQ)
     counts = [trained_tokens(blend, i, 1, torch.device("cpu")) for i in range(10)]
     assert all(isinstance(count, torch.Tensor) for count in counts) and SEQ in [c.item() for c in counts]
-    both = samples.open_tokens(f"{data}/qa:0.5,{data}/qa-text:0.5", "train", SEQ, seed=3)
+    both = samples.Blend(f"{data}/qa:0.5,{data}/qa-text:0.5", "train", SEQ, seed=3)
     _, y = both.batch(3, 20)
     assert both.n_targets(3, 20) == (y != IGNORE).sum() and (y != IGNORE).all(1).sum() == 10
-    text = samples.open_tokens(f"{data}/qa-text", "train", SEQ)
+    text = samples.Blend(f"{data}/qa-text", "train", SEQ)
     assert trained_tokens(text, 0, 2, torch.device("cpu")) == 2 * SEQ
 
 

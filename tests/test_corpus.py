@@ -305,16 +305,16 @@ def test_shares_are_exact_within_one_sample_at_every_moment():
         w = rng.integers(1, 40, k)
         w[: k // 2] *= 30  # two small ones among large ones: here the greedy rule falls more than one behind
         w //= np.gcd.reduce(w)
-        given = np.cumsum(samples.sample_schedule(w)[:, None] == np.arange(k), 0)
+        given = np.cumsum(samples.sample_schedule(w)[0][:, None] == np.arange(k), 0)
         off = given - np.arange(1, w.sum() + 1)[:, None] * w / w.sum()
         assert np.abs(off).max() < 1 and (given[-1] == w).all()
     pinned = [0, 0, 1, 0, 0, 1, 0, 0, 0, 1]
-    assert samples.sample_schedule([7, 3]).tolist() == pinned, "resumed runs rely on it"
+    assert samples.sample_schedule([7, 3])[0].tolist() == pinned, "resumed runs rely on it"
 
 
 def test_sample_i_is_a_pure_function_of_seed_and_i(folders):
     spec = f"{folders}/a:0.5,{folders}/b:0.3,{folders}/c:0.2"
-    ds = samples.open_tokens(spec, "train", 16, seed=3)
+    ds = samples.Blend(spec, "train", 16, seed=3)
     alone = [samples.Tokens(folders / name, "train", 16, seed=3) for name in "abc"]
     n = 50 * max(one.n_samples for one in alone)  # each begins another epoch
     which, number = ds.locate(np.arange(n))
@@ -330,7 +330,7 @@ def test_sample_i_is_a_pure_function_of_seed_and_i(folders):
         assert ds.n_targets(first, count) == x.numel()
         ones = [ds.batch(first + k, 1)[0] for k in range(count)]
         assert x.shape == (count, 16) and torch.equal(x, torch.cat(ones))
-    assert not torch.equal(samples.open_tokens(spec, "train", 16, seed=4).batch(0, 40)[0], ds.batch(0, 40)[0])
+    assert not torch.equal(samples.Blend(spec, "train", 16, seed=4).batch(0, 40)[0], ds.batch(0, 40)[0])
     # n_samples: until the first one begins its second epoch
     counts = [Counter(which[: ds.n_samples].tolist())[d] / one.n_samples for d, one in enumerate(alone)]
     assert 0.97 < max(counts) <= 1.03
@@ -338,8 +338,8 @@ def test_sample_i_is_a_pure_function_of_seed_and_i(folders):
 
 def test_blend_of_one_is_that_data_set(folders):
     for spec in (f"{folders}/a", f"{folders}/a:1"):
-        ds, alone = samples.open_tokens(spec, "val", 16, 5), samples.Tokens(folders / "a", "val", 16, 5)
-        assert type(ds) is samples.Tokens and torch.equal(ds.batch(3, 9)[0], alone.batch(3, 9)[0])
+        ds, alone = samples.Blend(spec, "val", 16, 5), samples.Tokens(folders / "a", "val", 16, 5)
+        assert ds.n_samples == alone.n_samples and torch.equal(ds.batch(3, 9)[0], alone.batch(3, 9)[0])
     meta = shards.load_meta(folders / "a")
     want = " ".join(s["sha256"][:16] for split in meta["shards"].values() for s in split)
     assert samples.load_blend_meta(f"{folders}/a")["identity"] == want, "checkpoints know their data by it"
@@ -350,7 +350,7 @@ def test_blend_of_one_is_that_data_set(folders):
 def test_without_weights_shares_follow_the_tokens(folders):
     spec = f"{folders}/a,{folders}/b"
     tokens = [shards.load_meta(folders / name)["tokens"]["train"] for name in "ab"]
-    counts = samples.open_tokens(spec, "train", 16).per_period
+    counts = samples.Blend(spec, "train", 16).per_period
     assert abs(counts[0] / sum(counts) - tokens[0] / sum(tokens)) < 1e-3
     identity = {samples.load_blend_meta(f"{folders}/a:{w},{folders}/b:1")["identity"] for w in (1, 2, "0.5")}
     assert len(identity | {samples.load_blend_meta(spec)["identity"]}) == 4, "other weights are other data"

@@ -272,7 +272,7 @@ def data(tmp_path_factory):
 
 
 def opened(folder, names, doc_mask="auto"):
-    return samples.open_tokens(",".join(str(folder / name) for name in names), "train", WIDTH, 3, doc_mask)
+    return samples.Blend(",".join(str(folder / name) for name in names), "train", WIDTH, 3, doc_mask)
 
 
 def test_conversations_have_documents_and_text_has_on_demand(data, tmp_path):
@@ -291,7 +291,7 @@ def test_conversations_have_documents_and_text_has_on_demand(data, tmp_path):
         assert row[0] == eod and row.count(eod) > 2, "several conversations in a window"
         expected = [place for first, end in documents_of(row, eod) for place in range(1, end - first + 1)]
         for i in range(1, len(row)):
-            if row[i] == row[i - 1] == source.end:
+            if row[i] == row[i - 1] == source.parts[0].end:
                 expected[i] = 0  # padding
         assert places == expected
 
@@ -319,7 +319,7 @@ def test_steps_and_evaluations_see_each_conversation_alone(data):
     def loop(source, n):
         total, count = 0.0, 0
         for x, y in zip(*source.batch(0, n), strict=True):
-            for first, end in documents_of(x.tolist(), source.eod):
+            for first, end in documents_of(x.tolist(), source.parts[0].eod):
                 total += model(x[None, first:end], y[None, first:end])[0].item()
                 count += (y[first:end] != IGNORE).sum().item()
         return total / count

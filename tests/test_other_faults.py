@@ -22,7 +22,7 @@ from runs import TINY, session
 from shared import parameters
 
 import prepare
-from corpus.samples import open_tokens
+from corpus.samples import Blend
 from layers import vocab_cross_entropy
 from parallel import make_mesh
 from pipeline import Cache
@@ -230,7 +230,7 @@ def toy(tmp_path_factory):
     argv = [str(folder / "text.txt"), "--name", "toy", "--tokenizer", "char", "--out", str(folder),
             "--val-fraction", "0.2"]
     assert prepare.main(argv) == 0
-    assert open_tokens(str(folder / "toy"), "train", 16, 0).n_samples == 4 * LAST
+    assert Blend(str(folder / "toy"), "train", 16, 0).n_samples == 4 * LAST
     return folder / "toy"
 
 
