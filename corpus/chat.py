@@ -51,14 +51,10 @@ class Template:
         for message in messages:
             new = self.message(message["role"], message["content"])
             ids += new
+            is_trained = message["role"] == "assistant" and message.get("weight", 1) == 1
             trained.append(0)  # the role itself
-            trained += [int(is_trained(message))] * (len(new) - 1)  # the words and the end
+            trained += [int(is_trained)] * (len(new) - 1)  # the words and the end
         return ids, trained
-
-
-def is_trained(message):
-    """Whether a message is trained: the assistant's, without a weight of 0."""
-    return message["role"] == "assistant" and message.get("weight", 1) == 1
 
 
 # -----------------------------------------------------------------------------

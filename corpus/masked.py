@@ -34,7 +34,9 @@ class Masked:
 
         from ops.cross_entropy import IGNORE
         tokens = self.source.batch(first, n)[0].numpy()  # (n, T)
-        draws = self.draw(first, n)  # (n, T)
+        samples = np.arange(first, first + n, dtype=np.uint64)[:, None]  # (n, 1)
+        positions = np.arange(1, self.seq_len + 1, dtype=np.uint64)  # (T,)
+        draws = splitmix64(splitmix64(samples + self.key) + splitmix64(positions))  # (n, T)
         # The chosen places are those of the smallest draws.
         places = np.argpartition(draws, self.n_masked, axis=1)[:, :self.n_masked]  # (n, n_masked)
         chosen = np.take_along_axis(tokens, places, axis=1)  # (n, n_masked)
@@ -44,12 +46,6 @@ class Masked:
         np.put_along_axis(targets, places, chosen, axis=1)
         np.put_along_axis(tokens, places, replaced, axis=1)
         return torch.from_numpy(tokens), torch.from_numpy(targets)
-
-    def draw(self, first, n):
-        """Return a random number for each token of samples first .. first+n-1, (n, T) uint64."""
-        samples = np.arange(first, first + n, dtype=np.uint64)
-        positions = np.arange(1, self.seq_len + 1, dtype=np.uint64)
-        return splitmix64(splitmix64(samples[:, None] + self.key) + splitmix64(positions))
 
     def replace(self, tokens, draws):
         """Return what stands in the place of the chosen tokens: (n, n_masked) -> (n, n_masked) int64."""

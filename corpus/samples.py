@@ -36,15 +36,6 @@ def inputs_and_targets(windows):
     return x, y
 
 
-def masks_documents(doc_mask, folder, meta):
-    """Return whether --doc-mask lets a token of a data set attend to its own document alone."""
-    if doc_mask == "on" and meta["eod"] is None:
-        raise ValueError(f"--doc-mask on: the vocabulary of {folder} has no <|endoftext|> to separate its "
-                         "documents; leave it out, or prepare the text with another --tokenizer")
-    is_chat = "masks" in meta
-    return meta["eod"] is not None and (doc_mask == "on" or (doc_mask == "auto" and is_chat))
-
-
 def document_places(tokens, eod):
     """Return the place of each token in its document, counted from 1: (n, T) -> (n, T) int64.
 
@@ -96,7 +87,12 @@ class Tokens:
         self.seed = seed
         self.vocab_size = meta["vocab_size"]
         self.eod = meta["eod"]
-        self.has_documents = masks_documents(doc_mask, folder, meta)
+        self.all_trained = "masks" not in meta  # else they are conversations
+        if doc_mask == "on" and self.eod is None:
+            raise ValueError(f"--doc-mask on: the vocabulary of {folder} has no <|endoftext|> to separate its "
+                             "documents; leave it out, or prepare the text with another --tokenizer")
+        is_asked = doc_mask == "on" or (doc_mask == "auto" and not self.all_trained)
+        self.has_documents = self.eod is not None and is_asked
         self.shards = open_shards(folder, split, meta)
         ends = np.cumsum([len(shard) for shard in self.shards]).tolist()
         self.starts = [0, *ends[:-1]]  # the position in the stream where each shard starts
@@ -104,7 +100,6 @@ class Tokens:
         # From a window's start to the next window's: windows of text overlap by one token.
         self.stride = seq_len
         self.n_samples = (self.n_tokens - 1) // seq_len  # windows per epoch
-        self.all_trained = "masks" not in meta
         if not self.all_trained:
             self.open_masks(folder, meta)
         if self.n_samples < 1:
@@ -273,16 +268,6 @@ def load_blend_meta(spec):
     if len(metas) > 1:
         identity.append(":".join(map(str, samples_per_period(spec))))
     return {**metas[0], "identity": " ".join(identity)}
-
-
-def settled_doc_mask(spec, doc_mask):
-    """Return what --doc-mask does with --data: "on" or "off", or "auto" if its data sets differ."""
-    if spec == "synthetic":
-        return "off"
-    answers = {masks_documents(doc_mask, folder, load_meta(folder)) for folder, _ in parse_blend(spec)}
-    if len(answers) > 1:
-        return "auto"
-    return "on" if answers.pop() else "off"
 
 
 class Blend:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import checkpoint
 from config import FLAGS, MEANING, SHAPE, Config, flags_of_kind, has_effect, pad_vocab, typed, unknown_flags
-from corpus.samples import first_folder, settled_doc_mask
+from corpus.samples import first_folder
 from corpus.tokenizer import refuse_other_tokens
 from ddp import frozen_parameters
 from runtime.adapters import base_path, reference
@@ -55,10 +55,6 @@ def changed_flags(cfg, path, meta, n_ranks, data_id, vocab_size):
     # The moments of one optimizer are not those of the other.
     refuse_other_model(cfg, path, before, ["norm"], (*SHAPE, "optimizer"))
     now = flags_of(cfg)
-    if before["doc_mask"] != now["doc_mask"]:
-        for flags in (before, now):
-            if flags["doc_mask"] == "auto":
-                flags["doc_mask"] = settled_doc_mask(cfg.data, "auto")
     before.update(seed=meta["seed"], ranks=meta["world"], vocab_size=meta.get("vocab_size") or vocab_size)
     now.update(ranks=n_ranks, vocab_size=vocab_size or before["vocab_size"])
     if meta["data"] == data_id:

@@ -314,11 +314,12 @@ def test_refused_starts(data, pretrained, tmp_path):
 # -----------------------------------------------------------------------------
 # Planted faults, as in test_faults.py: each must fail a comparison.
 
-def but_the_system(original, message):
-    return message["role"] != "system"
+def every_word(original, template, messages):
+    ids, trained = original(template, messages)
+    return ids, [1] * len(trained)
 
 
-@pytest.mark.parametrize("faults", [[], [("corpus.chat.is_trained", but_the_system)]],
+@pytest.mark.parametrize("faults", [[], [("corpus.chat.Template.conversation", every_word)]],
                          ids=["right", "the user's words trained"])
 def test_a_fault_of_the_masks_is_caught(faults, data, tmp_path):
     (tmp_path / "base").symlink_to(data / "base")

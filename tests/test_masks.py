@@ -280,7 +280,6 @@ def test_conversations_have_documents_and_text_has_on_demand(data, tmp_path):
             ("chat", "auto", True), ("chat", "off", False), ("chat", "on", True), ("text", "auto", False),
             ("text", "on", True), ("characters", "auto", False)]:
         assert opened(data, [name], doc_mask).has_documents == has_documents
-        assert samples.settled_doc_mask(str(data / name), doc_mask) == ("on" if has_documents else "off")
     for name in ("synthetic", f"{data}/characters"):
         said = session(World(), [f"--data={name}", "--doc-mask=on", f"--out={tmp_path}/x"])
         assert_refused(said, "--doc-mask on", "leave")
@@ -298,7 +297,7 @@ def test_conversations_have_documents_and_text_has_on_demand(data, tmp_path):
 
 def test_a_blend_separates_the_documents_of_its_conversations_alone(data):
     source = opened(data, ["chat", "more"])
-    assert source.has_documents and samples.settled_doc_mask(f"{data}/chat,{data}/more", "auto") == "auto"
+    assert source.has_documents
     x, y = source.batch(5, 24)
     whole = [*range(1, WIDTH + 1)]
     for row, targets, places in zip(x.tolist(), y.tolist(), source.places(5, x).tolist(), strict=True):
@@ -338,8 +337,8 @@ def test_steps_and_evaluations_see_each_conversation_alone(data):
 
 @pytest.mark.parametrize("name,there,here,is_refused", [
     ("chat", None, "auto", True),  # a checkpoint from before the flag
-    ("chat", None, "off", False), ("text", None, "auto", False), ("text", None, "on", True),
-    ("chat", "auto", "on", False), ("chat", "auto", "off", True), ("text", "auto", "off", False),
+    ("chat", None, "off", False), ("text", None, "auto", True), ("text", None, "on", True),
+    ("chat", "auto", "on", True), ("chat", "auto", "off", True), ("chat", "auto", "auto", False),
     ("chat,more", None, "auto", True), ("chat,more", "auto", "auto", False)])
 def test_a_resume_goes_on_with_the_same_attention(name, there, here, is_refused, data):
     """With None the checkpoint does not name the flag."""
