@@ -258,8 +258,8 @@ def prepare_chat(flags, files, val_files, work):
     val = chat.read_conversations(val_files)
     vocab = make_tokenizer(flags, ()).with_special(chat.MARKERS)
     vocab.save(work / "tokenizer.json")
-    packed, counts = chat.pack(conversations, chat.Template(vocab), flags.seq_len, flags.val_fraction,
-                               flags.seed, val)
+    fraction = 0 if val_files else flags.val_fraction
+    packed, counts = chat.pack(conversations, val, chat.Template(vocab), flags.seq_len, fraction, flags.seed)
     tokens = {split: ids.astype(token_dtype(vocab)).reshape(-1) for split, (ids, _) in packed.items()}
     masks = {split: trained.reshape(-1) for split, (_, trained) in packed.items()}
     about = {"sources": {"conversations": len(conversations + val), "cut": counts["cut"],

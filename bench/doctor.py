@@ -240,7 +240,7 @@ def tokens(data):
     said = []
     folder = data
     try:
-        for folder, _ in parse_blend(str(data)):
+        for folder in parse_blend(str(data)):
             meta = shards.load_meta(folder)
             files = shards.verify(folder)
             n_tokens = meta["tokens"]["train"]

@@ -88,12 +88,12 @@ def messages_of(record, where):
 # -----------------------------------------------------------------------------
 # Conversations -> windows
 
-def pack(conversations, template, seq_len, val_fraction, seed, val=()):
+def pack(conversations, val, template, seq_len, val_fraction, seed):
     """Return {split: (ids, trained) of windows, (windows, seq_len + 1) int64 and uint8}, and counts.
 
     Whole conversations, in an order that the seed determines, fill a window; padding that is not trained
     fills the rest. A longer one is cut. One without a trained token is dropped. counts: the conversations
-    that are cut, dropped, in train and in val. val: those of --val; then no others are val.
+    that are cut, dropped, in train and in val. val: conversations that are all in val.
     """
     width = seq_len + 1
     pairs = {split: [] for split in SPLITS}  # (ids, trained) of each conversation
@@ -104,11 +104,8 @@ def pack(conversations, template, seq_len, val_fraction, seed, val=()):
         if not any(trained[:width]):
             counts["dropped"] += 1
             continue
-        if len(ids) > width:
-            counts["cut"] += 1
-        split = split_of(everything[i], val_fraction)
-        if val:
-            split = "train" if i < len(conversations) else "val"
+        counts["cut"] += len(ids) > width
+        split = "val" if i >= len(conversations) else split_of(everything[i], val_fraction)
         pairs[split].append((ids[:width], trained[:width]))
         counts[split] += 1
     return {split: fill_windows(pairs[split], width, template.end) for split in SPLITS}, counts

@@ -4,7 +4,7 @@ Sample i of a run is a pure function of (seed, i), so any number of ranks, and a
 samples. A split of a data set is one stream of tokens (corpus/shards.py), cut into windows of seq_len tokens.
 
     1) one data set       Tokens; Synthetic has samples without files
-    2) --data             Blend: A, or A:0.7,B:0.3, or A,B in proportion to their tokens
+    2) --data             Blend: A, or A:0.7,B:0.3 by weight
     3) a run              open_data, batch_size, trained_tokens, micro_batches
 """
 import json
@@ -22,7 +22,6 @@ from corpus.order import draw_keys, permute, splitmix64
 from corpus.shards import load_meta, open_shards
 
 MAX_PERIOD = 100_000  # the most entries of a blend's schedule; that many take 0.6 s to compute
-WEIGHT_STEPS = 10_000  # weights in proportion to the tokens are multiples of 1 / WEIGHT_STEPS
 
 
 # -----------------------------------------------------------------------------
@@ -89,8 +88,8 @@ class Tokens:
         self.eod = meta["eod"]
         self.all_trained = "masks" not in meta  # else they are conversations
         if doc_mask == "on" and self.eod is None:
-            raise ValueError(f"--doc-mask on: the vocabulary of {folder} has no <|endoftext|> to separate its "
-                             "documents; leave it out, or prepare the text with another --tokenizer")
+            raise ValueError(f"--doc-mask on: the vocabulary of {folder} has no <|endoftext|> to separate "
+                             "its documents; leave it out, or prepare the text with another --tokenizer")
         is_asked = doc_mask == "on" or (doc_mask == "auto" and not self.all_trained)
         self.has_documents = self.eod is not None and is_asked
         self.shards = open_shards(folder, split, meta)
@@ -182,37 +181,34 @@ class Tokens:
 # is its sample j when it is used alone.
 
 def parse_blend(spec):
-    """Return the data sets of --data, [(folder, weight)]. The weights are Fractions, or all are None."""
-    if Path(spec).is_dir() or not ("," in spec or ":" in spec):
-        return [(spec, None)]
+    """Return the data sets of --data, {folder: weight}. The weights are Fractions."""
+    if "," not in spec and ":" not in spec:
+        return {spec: Fraction(1)}
 
-    blend = []
+    blend = {}
     for item in spec.split(","):
         folder, _, weight = item.partition(":")
         try:
-            weight = Fraction(weight) if ":" in spec else None
+            weight = Fraction(weight)
         except (ValueError, ZeroDivisionError):
             weight = 0
-        if not folder or folder in dict(blend) or weight is not None and weight <= 0:
-            raise ValueError(f"--data {spec}: write it as A,B or A:0.7,B:0.3, each folder once with a weight "
+        if not folder or folder in blend or weight <= 0:
+            raise ValueError(f"--data {spec}: write it as A:0.7,B:0.3, each folder once with a weight "
                              "above 0")
-        blend.append((folder, weight))
+        blend[folder] = weight
     return blend
 
 
 def first_folder(spec):
-    return parse_blend(spec)[0][0]
+    return next(iter(parse_blend(spec)))
 
 
 def samples_per_period(spec):
     """Return how many samples each data set of --data gives per period, [int].
 
-    They are the smallest whole numbers in the ratio of the weights or, without weights, of training tokens.
+    They are the smallest whole numbers in the ratio of the weights.
     """
-    folders, weights = zip(*parse_blend(spec), strict=True)
-    if None in weights:
-        tokens = [load_meta(folder)["tokens"]["train"] for folder in folders]
-        weights = [Fraction(max(1, round(WEIGHT_STEPS * n / sum(tokens)))) for n in tokens]
+    weights = parse_blend(spec).values()
     shares = [weight / sum(weights) for weight in weights]
     period = lcm(*(share.denominator for share in shares))
     if period > MAX_PERIOD:
@@ -247,16 +243,16 @@ def load_blend_meta(spec):
 
     identity: a str that other data or other weights would change; checkpoints keep it.
     """
-    folders = [folder for folder, _ in parse_blend(spec)]
-    metas = [load_meta(folder) for folder in folders]
-    for folder, meta in zip(folders, metas, strict=True):
-        if meta["tokenizer_sha256"] != metas[0]["tokenizer_sha256"]:
-            raise ValueError(f"{folders[0]} and {folder} have different tokenizers; prepare the second again "
-                             f"with --tokenizer {folders[0]} and another --name")
+    blend = parse_blend(spec)
+    first = load_meta(first_folder(spec))
     train = []
     val = []
     masks = []
-    for meta in metas:
+    for folder in blend:
+        meta = load_meta(folder)
+        if meta["tokenizer_sha256"] != first["tokenizer_sha256"]:
+            raise ValueError(f"{folder} has another tokenizer than {first_folder(spec)}; prepare it again "
+                             f"with --tokenizer {first_folder(spec)} and another --name")
         train += meta["shards"]["train"]
         val += meta["shards"]["val"]
         if "masks" in meta:
@@ -265,9 +261,9 @@ def load_blend_meta(spec):
         raise ValueError(f"--data {spec}: a train and a val shard have equal sha256; one data set would be "
                          "tested on what another trains on: leave one out")
     identity = [file["sha256"][:16] for file in train + val + masks]
-    if len(metas) > 1:
+    if len(blend) > 1:
         identity.append(":".join(map(str, samples_per_period(spec))))
-    return {**metas[0], "identity": " ".join(identity)}
+    return {**first, "identity": " ".join(identity)}
 
 
 class Blend:
@@ -275,7 +271,7 @@ class Blend:
 
     def __init__(self, spec, split, seq_len, seed=0, doc_mask="auto"):
         self.seq_len = seq_len
-        self.parts = [Tokens(folder, split, seq_len, seed, doc_mask) for folder, _ in parse_blend(spec)]
+        self.parts = [Tokens(folder, split, seq_len, seed, doc_mask) for folder in parse_blend(spec)]
         self.vocab_size = self.parts[0].vocab_size
         self.all_trained = all(part.all_trained for part in self.parts)
         self.has_documents = any(part.has_documents for part in self.parts)
@@ -345,8 +341,8 @@ def open_data(cfg):
         identity = meta["identity"]
     if cfg.objective == "mlm":
         if not train.all_trained:
-            raise ValueError(f"--data {cfg.data} has conversations, --objective mlm would mask their padding; "
-                             "prepare them as text")
+            raise ValueError(f"--data {cfg.data} has conversations, --objective mlm would mask their "
+                             "padding; prepare them as text")
         train = Masked(train, cfg.seed)
         val = Masked(val, cfg.seed + 1)
     return train, val, vocab_size, identity

@@ -41,8 +41,7 @@ def load_meta(folder):
     meta = load_json(path)
     shards = {split: [{"file": str, "tokens": int, "sha256": str}] for split in SPLITS}
     check_schema(meta, {"version": Literal[VERSION], "vocab_size": int, "dtype": Literal["uint16", "uint32"],
-                        "eod": int | None, "tokenizer_sha256": str, "shards": shards,
-                        "tokens": dict.fromkeys(SPLITS, int)}, path)
+                        "eod": int | None, "tokenizer_sha256": str, "shards": shards}, path)
     return meta
 
 

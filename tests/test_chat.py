@@ -109,7 +109,7 @@ def test_equal_conversations_are_in_one_split_wherever_they_stand():
     vocab = tokenizer.train_char(["ab 0123456789"]).with_special(chat.MARKERS)
     different = [[{"role": "user", "content": f"a {i}"}, {"role": "assistant", "content": f"b {i}"}]
                  for i in range(20)]
-    packed, counts = chat.pack([*different, *different[::-1]], chat.Template(vocab), 16, 0.4, seed=1)
+    packed, counts = chat.pack([*different, *different[::-1]], [], chat.Template(vocab), 16, 0.4, seed=1)
     found = {}
     for split, (ids, _) in packed.items():  # a conversation fills more than half of a window
         found[split] = sorted(map(vocab.decode, ids))

@@ -344,23 +344,19 @@ def test_blend_of_one_is_that_data_set(folders):
     want = " ".join(s["sha256"][:16] for split in meta["shards"].values() for s in split)
     assert samples.load_blend_meta(f"{folders}/a")["identity"] == want, "checkpoints know their data by it"
     assert samples.first_folder(f"{folders}/a:1") == f"{folders}/a"
-    assert samples.parse_blend("data/x") == [("data/x", None)]
+    assert samples.parse_blend("data/x") == {"data/x": 1}
 
 
-def test_without_weights_shares_follow_the_tokens(folders):
-    spec = f"{folders}/a,{folders}/b"
-    tokens = [shards.load_meta(folders / name)["tokens"]["train"] for name in "ab"]
-    counts = samples.Blend(spec, "train", 16).per_period
-    assert abs(counts[0] / sum(counts) - tokens[0] / sum(tokens)) < 1e-3
+def test_other_weights_are_other_data(folders):
     identity = {samples.load_blend_meta(f"{folders}/a:{w},{folders}/b:1")["identity"] for w in (1, 2, "0.5")}
-    assert len(identity | {samples.load_blend_meta(spec)["identity"]}) == 4, "other weights are other data"
+    assert len(identity) == 3
 
 
 @pytest.mark.parametrize("spec, say", [
-    ("{0}/a:0.7,{0}/other:0.3", ["different tokenizers", "--tokenizer {0}/a"]),
+    ("{0}/a:0.7,{0}/other:0.3", ["another tokenizer than", "--tokenizer {0}/a"]),
     *((spec, ["each folder once with a weight"]) for spec in (
-        "{0}/a:0.7,{0}/b", "{0}/a:x,{0}/b:1", "{0}/a:1/0,{0}/b:1", "{0}/a:0,{0}/b:1", "{0}/a:1,:1",
-        "{0}/a:1,{0}/a:2")),
+        "{0}/a:0.7,{0}/b", "{0}/a,{0}/b", "{0}/a:x,{0}/b:1", "{0}/a:1/0,{0}/b:1", "{0}/a:0,{0}/b:1",
+        "{0}/a:1,:1", "{0}/a:1,{0}/a:2")),
     ("{0}/a:0.12345678,{0}/b:1", ["round them"]), ("{0}/a:1,{0}/none:1", ["no prepared data"])])
 def test_wrong_blends_are_refused(spec, say, folders):
     say = [s.format(folders) for s in say]

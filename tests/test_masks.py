@@ -272,7 +272,7 @@ def data(tmp_path_factory):
 
 
 def opened(folder, names, doc_mask="auto"):
-    return samples.Blend(",".join(str(folder / name) for name in names), "train", WIDTH, 3, doc_mask)
+    return samples.Blend(",".join(f"{folder / name}:1" for name in names), "train", WIDTH, 3, doc_mask)
 
 
 def test_conversations_have_documents_and_text_has_on_demand(data, tmp_path):
