@@ -19,7 +19,9 @@ from typing import NamedTuple
 
 from interface.terminal import warn
 
-DOC_CHARS = 4_000  # characters of a text file per document: so few that a small text has both splits
+# A document of a text file: 4,000 characters, so few that a small text has both splits, and on to a blank
+# line that comes soon, or to the end of the line, or to that of the text
+PIECE = re.compile(r"(?s).{4000}.{0,3998}?\n\n|.{4000}[^\n]*\n|.+")
 GZIP = b"\x1f\x8b"  # the first bytes of such a file
 ZSTD = b"\x28\xb5\x2f\xfd"
 HUB = {  # name -> repository, files in it
@@ -113,7 +115,7 @@ def documents(file, key, split_at=""):
         if split_at:
             yield from filter(str.strip, text.split(split_at))
         elif file.kind == "text":
-            yield from paragraphs(text)
+            yield from (piece[0] for piece in PIECE.finditer(text))
         elif text:
             yield text
 
@@ -138,21 +140,6 @@ def texts(file, key):
             if file.kind == "text":
                 raise ValueError(f"{file.path} is not utf-8 ({e}); convert it with iconv") from None
             warn(f"{file.path} is not utf-8 at byte {e.start}: it is left out")  # it tests Python's decoders
-
-
-def paragraphs(text):
-    """Yield a text in documents that end after a blank line, or a line."""
-    start = 0
-    while start < len(text):
-        end = len(text)
-        blank = text.find("\n\n", start + DOC_CHARS, start + 2 * DOC_CHARS)
-        line = text.find("\n", start + DOC_CHARS)
-        if blank >= 0:
-            end = blank + 2
-        elif line >= 0:
-            end = line + 1
-        yield text[start:end]
-        start = end
 
 
 def json_lines(path):
