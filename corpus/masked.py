@@ -40,19 +40,16 @@ class Masked:
         # The chosen places are those of the smallest draws.
         places = np.argpartition(draws, self.n_masked, axis=1)[:, :self.n_masked]  # (n, n_masked)
         chosen = np.take_along_axis(tokens, places, axis=1)  # (n, n_masked)
-        replaced = self.replace(chosen, np.take_along_axis(draws, places, axis=1))
+        draws = np.take_along_axis(draws, places, axis=1)  # (n, n_masked)
+
+        kind = splitmix64(draws) % np.uint64(10)  # 0 to 7: [MASK]; 8: a random token; 9: the token stays
+        other = splitmix64(draws ^ self.key) % np.uint64(self.mask_token)  # never [MASK]
+        replaced = np.select([kind < 8, kind == 8], [self.mask_token, other.astype(np.int64)], chosen)
 
         targets = np.full_like(tokens, IGNORE)
         np.put_along_axis(targets, places, chosen, axis=1)
         np.put_along_axis(tokens, places, replaced, axis=1)
         return torch.from_numpy(tokens), torch.from_numpy(targets)
-
-    def replace(self, tokens, draws):
-        """Return what stands in the place of the chosen tokens: (n, n_masked) -> (n, n_masked) int64."""
-        kind = splitmix64(draws) % np.uint64(10)  # 0 to 7: [MASK]; 8: a random token; 9: the token stays
-        other = splitmix64(draws ^ self.key) % np.uint64(self.mask_token)  # never [MASK]
-        replaced = np.where(kind < 8, self.mask_token, tokens)
-        return np.where(kind == 8, other.astype(np.int64), replaced)
 
     def n_targets(self, first, n):
         return n * self.n_masked
