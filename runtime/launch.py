@@ -134,11 +134,8 @@ class World:
     @functools.cached_property
     def axis(self):
         """All ranks as a parallel.Axis, for collectives before there is a mesh."""
-        import torch.distributed as dist
-
-        from parallel import Axis
-        group = dist.group.WORLD if self.size > 1 else None
-        return Axis("world", self.rank, self.size, group, tuple(range(self.size)), self.calls, self.everyone)
+        from parallel import make_mesh
+        return make_mesh(self).world
 
 
 # -----------------------------------------------------------------------------
