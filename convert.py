@@ -69,17 +69,15 @@ def read_run(run_dir):
     Return (Config, vocabulary size, Reader, directory of the run, its tokenizer or None).
     """
     run = Path(run_dir)
-    step = None
     if run.name.startswith("step_") and not (run / "config.json").exists():
-        step = run
-        run = step.parent
+        run = run.parent
     if not (run / "config.json").exists():
         raise FileNotFoundError(f"{run} holds no config.json; {paths.meant_run(run)}")
     found = load_json(run / "config.json")
     if isinstance(found, dict) and "model_type" in found:
         weights = HuggingFace(run)
         return weights.cfg, weights.vocab_size, weights, run, tokenizer.load_if_there(run, weights.vocab_size)
-    step = step or choose_step(run)
+    step = choose_step(Path(run_dir))
     weights = checkpoint.Reader(step, checkpoint.check(step))
     cfg, vocab_size = read_run_config(run / "config.json")
     from runtime.init_from import refuse_other_model  # not at the top: it imports torch
@@ -90,7 +88,9 @@ def read_run(run_dir):
 
 
 def choose_step(run):
-    """Return the checkpoint with the lowest validation loss, or else the newest."""
+    """Return a run's checkpoint with the lowest validation loss, or else the newest; a checkpoint itself."""
+    if not (run / "config.json").exists():
+        return run
     from runtime.everyone import Everyone
     from runtime.pieces import first_sound  # not at the top: it imports torch
     newest = first_sound(Everyone(), checkpoint.steps(run))
@@ -110,9 +110,7 @@ def import_adapter(flags, folder):
         raise ValueError(f"{theirs} holds adapters; give --base RUN, the run or what import wrote to whose "
                          "weights they belong")
     rank, alpha = peft.read_adapter(theirs)
-    step = Path(flags.base)
-    if not step.name.startswith("step_"):
-        step = choose_step(step)
+    step = choose_step(Path(flags.base))
     base = adapters.reference(step, adapters.check_import(flags.base, step))
     cfg, vocab_size = read_run_config(step.parent / "config.json")
     pieces = peft.from_peft(theirs, dataclasses.replace(cfg, lora=0), rank, vocab_size)
