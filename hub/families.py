@@ -7,7 +7,6 @@
 A config.json is read by the class of transformers for its model_type. Our flags of it are written as a
 config.json and read by the same class: a field that then differs is a part that our model has not.
 """
-import copy
 import dataclasses
 from typing import Literal, NamedTuple
 
@@ -260,7 +259,7 @@ def by_transformers(path, kind, fields):
     """Return the fields that a class of transformers has after it has read a config.json."""
     transformers = require_transformers()
     transformers.logging.set_verbosity(transformers.logging.CRITICAL)
-    fields = copy.deepcopy({**fields, "dtype": None, "torch_dtype": None})  # the class changes them
+    fields = {**fields, "dtype": None, "torch_dtype": None}
     try:
         return transformers.CONFIG_MAPPING[kind].from_dict(fields).to_dict()
     except Exception as e:  # whatever its validators raise, and its arithmetic on odd values

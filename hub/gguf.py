@@ -127,10 +127,9 @@ def add_tokenizer(writer, vocabulary, vocab_size):
         add_id(vocabulary.eod)
     writer.add_add_bos_token(False)
     writer.add_add_space_prefix(False)
-    if set(chat.MARKERS) <= vocabulary.special.keys():
+    if template := tokenizer.chat_template(vocabulary):
         writer.add_eot_token_id(vocabulary.special[chat.END])
-        begin = vocabulary.decode(chat.Template(vocabulary).begin)
-        writer.add_chat_template(tokenizer.jinja(begin))
+        writer.add_chat_template(template)
 
 
 # -----------------------------------------------------------------------------

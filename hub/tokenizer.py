@@ -26,7 +26,9 @@ def export_tokenizer(tokenizer, seq_len):
             settings |= {"eos_token": EOD, "bos_token": EOD, "pad_token": EOD}
     if MASK in tokenizer.special:
         settings["mask_token"] = MASK
-    return {"tokenizer.json": whole, "tokenizer_config.json": {**settings, **chat_template(tokenizer)}}
+    if template := chat_template(tokenizer):
+        settings["chat_template"] = template
+    return {"tokenizer.json": whole, "tokenizer_config.json": settings}
 
 
 def character_steps(tokenizer):
@@ -65,9 +67,9 @@ def split(pattern):
 # Conversations
 
 def chat_template(tokenizer):
-    """Return {"chat_template": Jinja that writes a conversation as chat.Template does}, or {}: it cannot."""
+    """Return Jinja that writes a conversation as chat.Template does, or "": this tokenizer cannot."""
     if not set(chat.MARKERS) <= tokenizer.special.keys():
-        return {}
+        return ""
     template = chat.Template(tokenizer)
     begin = tokenizer.decode(template.begin)
     if tokenizer.kind == "hf":
@@ -77,12 +79,7 @@ def chat_template(tokenizer):
         library = type(tokenizer.library).from_str(tokenizer.library.to_str())
         ids = library.encode(f"{begin}<|user|>{word}{chat.END}", add_special_tokens=False).ids
         if ids != [*template.begin, *template.message("user", word)]:
-            return {}
-    return {"chat_template": jinja(begin)}
-
-
-def jinja(begin):
-    """Return a conversation as Jinja writes it, after the text `begin`."""
+            return ""
     message = "{{ '<|' + m['role'] + '|>' + m['content'] + '<|end|>' }}"
     refuse = "{{ raise_exception(m['role'] + ' is no role of this model') }}"
     return (f"{{{{ {json.dumps(begin)} }}}}{{% for m in messages %}}"
