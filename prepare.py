@@ -151,17 +151,17 @@ def make_tokenizer(flags, files):
 # Documents to tokens
 
 @functools.lru_cache(1)  # a vocabulary of 100,000 takes 0.1 s
-def load_tokenizer(path, sha256):
-    return tokenizer.load(path)
+def load_tokenizer(folder, sha256):
+    return tokenizer.load(folder)
 
 
-def encode(path, sha256, job):
+def encode(folder, sha256, job):
     """Return a document's split, its tokens and their end, its characters, how often it spells the end.
 
-    path, sha256: of the tokenizer. job: the share of val, the document.
+    folder, sha256: of the tokenizer. job: the share of val, the document.
     """
     val_fraction, document = job
-    vocab = load_tokenizer(path, sha256)
+    vocab = load_tokenizer(folder, sha256)
     digest = hashlib.blake2b(document.encode(), digest_size=8).digest()
     uniform = int.from_bytes(digest, "little") / 2**64
     split = "val" if uniform < val_fraction else "train"
@@ -196,8 +196,7 @@ def write_tokens(encoded, work):
         for split, tokens, characters, spelled in encoded:
             lengths[split].append(len(tokens))
             files[split].write(tokens)
-            total["characters"] += characters
-            total["spelled"] += spelled
+            total.update(characters=characters, spelled=spelled)
             if time.time() - shown > 2:
                 shown = time.time()
                 millions = total["characters"] / 1e6
@@ -230,7 +229,7 @@ def prepare_text(flags, files, val_files, work):
     fraction = 0 if val_files or vocab.eod is None else flags.val_fraction
     jobs = itertools.chain(zip(itertools.repeat(fraction), documents(files, flags)),
                            zip(itertools.repeat(1), documents(val_files, flags)))
-    encode_one = functools.partial(encode, work / "tokenizer.json", vocab.sha256)
+    encode_one = functools.partial(encode, work, vocab.sha256)
     lengths, total = write_tokens(encode_all(jobs, flags.workers, encode_one), work)
 
     are_records = any(file.kind not in ("whole", "text") for file in files)

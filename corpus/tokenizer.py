@@ -206,14 +206,11 @@ def from_tiktoken(name):
 # -----------------------------------------------------------------------------
 # Saved ones
 
-def load(path):
-    """Return the tokenizer saved at `path`, a tokenizer.json or its folder. ValueError, OSError: none."""
-    path = Path(path)
-    if path.is_dir():
-        path = path / "tokenizer.json"
-    spec = load_json(path)
+def load(folder):
+    """Return the tokenizer saved in a folder. ValueError, OSError: none."""
+    spec = load_json(Path(folder, "tokenizer.json"))
     if "model" in spec and "kind" not in spec:
-        spec = spec_of_theirs(spec, path)
+        spec = spec_of_theirs(spec, Path(folder))
     kind = {"char": CharTokenizer, "hf": HfTokenizer}.get(spec["kind"], BpeTokenizer)
     return kind(spec)
 
@@ -229,14 +226,12 @@ def load_if_there(folder, vocab_size):
     return vocabulary
 
 
-def spec_of_theirs(content, path):
-    """Return the spec of an HfTokenizer from the content of Hugging Face's tokenizer.json at `path`."""
-    beside = {}
-    for name in ("tokenizer_config.json", "config.json"):
-        file = path.with_name(name)
-        beside[name] = load_json(file) if file.is_file() else {}
-    config = beside["tokenizer_config.json"]
-    of_model = beside["config.json"]
+def spec_of_theirs(content, folder):
+    """Return the spec of an HfTokenizer from the content of Hugging Face's tokenizer.json in a folder."""
+    path = folder / "tokenizer_config.json"
+    config = load_json(path) if path.exists() else {}
+    path = folder / "config.json"
+    of_model = load_json(path) if path.exists() else {}
     name = config.get("tokenizer_class") or of_model.get("model_type") or ""
     if name.removesuffix("Fast") in SET_PREFIX_SPACE:
         first = content.get("pre_tokenizer") or {}

@@ -316,8 +316,9 @@ def test_a_tokenizer_of_theirs_is_ours(hf, trained, tmp_path):
     library(hf, trained, tmp_path)
     read, n = tokenizer.load(tmp_path), trained.n_vocab
     assert (read.n_vocab, read.eod, read.kind) == (n, trained.eod, "hf")
-    read.save(tmp_path / "saved.json")
-    again = tokenizer.load(tmp_path / "saved.json")
+    (tmp_path / "saved").mkdir()
+    read.save(tmp_path / "saved/tokenizer.json")
+    again = tokenizer.load(tmp_path / "saved")
     library(hf, again, tmp_path)
     back = tokenizer.load(tmp_path)
     for text in texts()[:100]:
