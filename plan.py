@@ -38,7 +38,7 @@ from cost.advice import idle_warnings
 from cost.gpus import GPUS
 from cost.memory import GIB, memory, saved_activations
 from cost.parameters import Rank, count_parameters, flops_per_token, stage_mesh
-from cost.step_time import MOST_UNEVEN, max_load_factor, stage_time, step_time
+from cost.step_time import MOST_UNEVEN, stage_time, step_time
 from cost.traffic import bytes_between_nodes, reductions, traffic
 from fast.choose import needs_row_limit
 from interface.layout import check_layout
@@ -78,7 +78,7 @@ def estimate(cfg, gpus, gpu, vocab, uneven=False):
     fullest = max(map(memory, ranks.values()), key=lambda parts: sum(parts.values()))
     used = sum(fullest.values())
 
-    saved, _ = saved_activations(first, max_load_factor(cfg, first.mesh, uneven=uneven))
+    saved, _ = saved_activations(first)
     sent = Counter()  # of the stage that sends the most over an axis
     between = 0
     seconds = {}  # of a micro-batch

@@ -5,14 +5,6 @@ from cost.step_time import matmul_shapes, waves
 
 def idle_warnings(rank, gpu, stage_ms):
     """Return all warnings. gpu: a cost.gpus.Gpu. stage_ms: of each stage."""
-    lines = [*shape_warnings(rank, gpu), *network_warnings(rank.cfg, gpu.node)]
-    slowest = max(stage_ms) * len(stage_ms) / sum(stage_ms)
-    if slowest > 1.05:
-        lines.append(f"stages of unequal work: the slowest takes {slowest:.2f} times the mean")
-    return lines
-
-
-def shape_warnings(rank, gpu):
     cfg = rank.cfg
     widths = {"n-embd": cfg.n_embd, f"ffn-hidden / tp {cfg.tp}": cfg.ffn_hidden // cfg.tp,
               "head dim": head_width(cfg)}
@@ -27,14 +19,13 @@ def shape_warnings(rank, gpu):
     if cfg.n_kv_head % cfg.tp:
         lines.append(f"tp {cfg.tp} exceeds n-kv-head {cfg.n_kv_head}: key/value weights are replicated, "
                      f"{cfg.tp // cfg.n_kv_head} ranks compute each head")
-    return lines
-
-
-def network_warnings(cfg, node):
-    lines = []
-    if cfg.ep > node:
-        lines.append(f"ep {cfg.ep} reaches over the node's {node} GPUs: rows travel by all_to_all on the "
-                     f"slow network, not through symmetric memory; try --ep {node}")
-    if cfg.cp * cfg.tp > node:
-        lines.append(f"cp {cfg.cp} * tp {cfg.tp} reaches over the node's {node} GPUs, on the slow network")
+    if cfg.ep > gpu.node:
+        lines.append(f"ep {cfg.ep} reaches over the node's {gpu.node} GPUs: rows travel by all_to_all on the "
+                     f"slow network, not through symmetric memory; try --ep {gpu.node}")
+    if cfg.cp * cfg.tp > gpu.node:
+        lines.append(f"cp {cfg.cp} * tp {cfg.tp} reaches over the node's {gpu.node} GPUs, on the slow "
+                     "network")
+    slowest = max(stage_ms) * len(stage_ms) / sum(stage_ms)
+    if slowest > 1.05:
+        lines.append(f"stages of unequal work: the slowest takes {slowest:.2f} times the mean")
     return lines

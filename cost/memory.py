@@ -17,22 +17,17 @@ from zero import uses_slot
 GIB = 2**30
 CONTEXT = 1.2 * GIB  # CUDA context, buffers of cuBLAS and NCCL: on the card, but not torch's
 FRAGMENTS = 0.05  # of what a step allocates and frees, what torch's allocator reserves without using it
-IMBALANCE = 1.44  # rows of the fullest rank's experts over the mean, in exact messages
 GRADIENTS = 1 / 3  # of what a block keeps for backward, the largest gradients that are alive at once
 
 # -----------------------------------------------------------------------------
 # What a block keeps for backward: functions that return (saved, remains), bytes of one micro-batch.
 # saved: tensors that backward needs. remains: of them under --recompute, and what selective keeps instead.
 
-def saved_activations(rank, load_factor=0.0):
-    """Return (saved, remains) of one block. A test compares them with what autograd keeps.
-
-    load_factor: rows of this rank's experts over the balanced number, dropless with ep > 1. 0 takes the
-    largest number that there has to be memory for.
-    """
+def saved_activations(rank):
+    """Return (saved, remains) of one block. A test compares them with what autograd keeps."""
     parts = [_attention_activations(rank), _mlp_activations(rank)]
     if rank.cfg.n_experts:
-        parts.append(_expert_activations(rank, load_factor))
+        parts.append(_expert_activations(rank))
     saved, remains = map(sum, zip(*parts, strict=True))
     if rank.cfg.dropout > 0:
         saved += 2 * rank.split_rows * rank.cfg.n_embd  # the masks of both branches, a byte per element
@@ -91,13 +86,12 @@ def _mlp_activations(rank):  # of the MLP or of the shared experts, with norm2's
     return rank.weight_bytes * saved, rank.weight_bytes * remains
 
 
-def _expert_activations(rank, load_factor):  # of the router and the routed experts alone
+def _expert_activations(rank):  # of the router and the routed experts alone
     cfg = rank.cfg
     n = rank.split_rows
     held = rank.expert_rows()  # rows of this rank's experts
     if needs_row_limit(cfg, rank.mesh):
-        allocated = allocated_row_factor(cfg, rank.mesh) if rank.choice.graph else IMBALANCE
-        held *= load_factor or max(IMBALANCE, allocated)
+        held *= allocated_row_factor(cfg, rank.mesh)
     # Of the router: its tensors, their input widened, and which copy goes where, in int64
     router = 2 * n * cfg.n_experts * rank.sum_bytes + 8 * n * cfg.top_k * 3
     if rank.sum_bytes > rank.weight_bytes:

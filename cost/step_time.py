@@ -18,6 +18,7 @@ from pipeline import timetable
 # Matrix products
 RAMP = 64  # elements of the inner dimension until a tile's pipeline is full
 MISALIGNED = 0.78  # of a product's rate, a width that is no multiple of 64: 14,400 over 8, in BLOOM's table
+ADAPTED = 2.3  # passes of a frozen weight with adapters, which has no gradient: fitted to the row with --lora
 GROUPED = 0.5  # of peak, experts: 445 TFLOP/s at 1024 rows each, less the time of the weights' bytes
 
 # Other kernels
@@ -29,25 +30,19 @@ GROWTH = 0.16  # exponent: for all heads the rate at 8192 tokens is 1.25 times t
 SEGMENT = 0.18  # of peak, segments of 4096 tokens
 SEGMENTS = 4096, 16384  # tokens of a segment, between which the rate grows
 SEGMENT_GROWTH = 0.25  # exponent: the rate at 16384 tokens is 1.41 times that at 4096
+KERNEL_GAP = 1.5e-3 / 1223  # s between two kernels of a CUDA graph: W1's trace
 TOUCHES = 3  # times a saved tensor passes through memory outside products: write, read, gradient
-STREAM = 0.95  # of hbm, kernels over flat buffers: AdamW 4.17, gradients to fp32 4.0 of 4.28 TB/s
 ADAM = 32  # bytes per parameter: the gradient twice; two moments, and weight with master, both ways
-ENTROPY = 0.82  # of hbm, cross-entropy: 2.43 ms for W1's 8.4 GB
 
 # Messages
 LATENCY = 20e-6  # s per collective: 18 us at 1 MB on h200
 HOP = 2.16e-6  # s per rank of a ring: in NCCL's table 1.9 us inside a node and 4 us over the network
-DISPATCH = 0.84  # of link, experts' rows: 250 GB/s by all_to_all, 280 to 320 through symmetric memory
 HIDDEN = 0.5  # of the possible overlap of compute and NCCL: 0.504 ms beside 1.865 ms took 2.125
 COPIED = 0.85  # the same where copy engines carry the bytes: it took 1.936
 
-# Kernels in a CUDA graph
-GAP = 63e-6  # s per block between them: 1,223 kernels, 1.5 ms in W1's trace
-KERNEL_GAP = 1.5e-3 / 1223  # s between two of them
-
-# The fullest of `ep` ranks has 1 + SKEW sqrt((ep - 1) / E) times the mean number of rows in the worst layer:
-# the row limits on which W2b had settled on text after 200 steps. The mean layer has a third of the excess.
-SKEW = 3.05
+# The fullest of `ep` ranks has 1 + SKEW sqrt((ep - 1) / E) times the mean number of rows in the mean layer, a
+# third of the excess in the worst layer: the row limits on which W2b had settled on text after 200 steps.
+SKEW = 1.02
 # While routing is young the mean layer's fullest rank has this part of the rows beyond its share, and that of
 # the worst layer all: W2b on text, steps 30 to 60 (bench/results/young-loads-h100.jsonl).
 UNEVEN = 0.425
@@ -63,8 +58,8 @@ def peak_flops(device):
 # -----------------------------------------------------------------------------
 # The experts' rows, over the balanced number
 
-def max_load_factor(cfg, mesh, worst=False, uneven=False):
-    """Return the rows of the fullest ep rank over the mean: in the mean layer, or in the worst one.
+def max_load_factor(cfg, mesh, uneven=False):
+    """Return the rows of the fullest ep rank over the mean, in the mean layer.
 
     uneven: while routing is young, not what it settles to.
     """
@@ -72,21 +67,16 @@ def max_load_factor(cfg, mesh, worst=False, uneven=False):
         return 1.0
     most = mesh.ep.size - 1
     excess = SKEW * math.sqrt(most / cfg.n_experts)
-    young = most if uneven else 0
-    if not worst:
-        excess /= 3
-        young *= UNEVEN
-    return 1 + min(max(excess, young), most)
+    if uneven:
+        excess = max(excess, UNEVEN * most)
+    return 1 + min(excess, most)
 
 
 def allocated_row_factor(cfg, mesh):
-    """Return the rows for which there are buffers: --ep-slack, or as many as a step needed, if that is more.
-
-    That is while routing is young; over more ranks than it was measured on, what it settles to.
+    """Return the rows for which there are buffers: all of them over up to MOST_UNEVEN ranks; over more, for
+    which there are no loads, as many times the mean as over those, or --ep-slack.
     """
-    is_measured = mesh.ep.size <= MOST_UNEVEN
-    limit = 1.1 * max_load_factor(cfg, mesh, worst=True, uneven=is_measured)  # as fast/graph.py sets it
-    return min(max(cfg.ep_slack, limit), mesh.ep.size)
+    return min(max(cfg.ep_slack, MOST_UNEVEN), mesh.ep.size)
 
 
 # -----------------------------------------------------------------------------
@@ -142,7 +132,7 @@ def product_seconds(rank, gpu, load):
     """
     cfg = rank.cfg
     dense, experts = matmul_shapes(rank)
-    passes = 2 if cfg.lora else 3  # a weight that is not trained has no gradient
+    passes = ADAPTED if cfg.lora else 3
     if cfg.recompute == "full":
         passes += 1
     seconds = sum(matmul_seconds(*shape, gpu, count) for *shape, count in dense)
@@ -179,7 +169,6 @@ def other_seconds(rank, gpu, saved):
     """
     cfg = rank.cfg
     seconds = attention_seconds(rank, gpu) + TOUCHES * saved / gpu.hbm
-    seconds += GAP * (2 if cfg.n_experts else 1)  # twice for experts: a guess, not in a trace
     if not cfg.compile:  # torch's kernels go over a block's rows more often: measured for W1, G2, W2b
         passes = 12 if cfg.norm == "layer" else 47
         seconds += passes * (2 * rank.split_rows * cfg.n_embd * rank.weight_bytes / gpu.hbm + KERNEL_GAP)
@@ -193,7 +182,7 @@ def head_seconds(rank, gpu):
     products = matmul_seconds(rows, rank.vocab, cfg.n_embd, gpu)
     passes = 14 * 4  # 14 passes in fp32 (layers.vocab_cross_entropy)
     if rank.mesh.tp.size == 1 and not cfg.logit_softcap:
-        passes = 2 * rank.weight_bytes / ENTROPY  # the cross-entropy reads and writes logits
+        passes = 2 * rank.weight_bytes  # the cross-entropy reads and writes logits
     times = 2 if cfg.lora else 3
     return times * products + rows * rank.vocab * passes / gpu.hbm
 
@@ -217,7 +206,7 @@ def communication_seconds(rank, gpu, sent):
     sent: {axis name: bytes of the micro-batch}, the experts' rows those of the fullest rank.
     """
     mesh = rank.mesh
-    ep_rate = DISPATCH * gpu.link if mesh.ep.size <= gpu.node else gpu.net
+    ep_rate = gpu.link if mesh.ep.size <= gpu.node else gpu.net
     pp_rate = gpu.link if mesh.pp.size * mesh.stage.size <= gpu.node else gpu.net
     messages = {  # axis name: (B/s, calls)
         "tp": (ring_bandwidth(mesh.tp, 1, gpu), 8 * rank.blocks),
@@ -240,16 +229,14 @@ def exposed_seconds(mesh, gpu, reductions, slowest, overlap):
     exposed = 0.0
     for kind, share in (("gradients", 2 / 3), ("weights", 1 / 3)):  # beside backward, beside forward
         whole = 0.0
-        tail = 0.0
         for name, reduction in reductions.items():
             axis = mesh.axes()[name]
             nbytes = getattr(reduction, kind)
             if nbytes:
                 trip = LATENCY + HOP * (axis.size - 1)
-                transfer = nbytes / ring_bandwidth(axis, axis.ranks[1] - axis.ranks[0], gpu)
-                whole += transfer + reduction.calls * trip
-                tail += transfer * reduction.last + trip
-        exposed += whole - overlap * min(whole - tail, slowest * share)
+                rate = ring_bandwidth(axis, axis.ranks[1] - axis.ranks[0], gpu)
+                whole += nbytes / rate + reduction.calls * trip
+        exposed += whole - overlap * min(whole, slowest * share)
     return exposed
 
 
@@ -294,27 +281,17 @@ def step_time(rank, gpu, slowest, reductions):
     cfg = rank.cfg
     num_micro_batches = micro_batches(cfg, rank.mesh)
     compute = num_micro_batches * slowest
-    gradients = summed_bytes(rank) / (STREAM * gpu.hbm)
+    # The first micro-batch reads the gradients and writes the sums. The others read the sums, too.
+    later = (num_micro_batches - 1) * (rank.weight_bytes + 2 * rank.sum_bytes)
+    trained = sum(bucket.elements for bucket in rank.trained)
+    gradients = trained * (rank.weight_bytes + rank.sum_bytes + later) / gpu.hbm
     # Each backward adds its gradients to the sums, and the next stage waits for that, too.
     idle = bubble(rank.mesh.pp.size, cfg.pp_chunks, num_micro_batches) * (compute + gradients)
     # From ZeRO-2 on gradients are sent in every micro-batch, before that in the last one.
     beside = compute if cfg.zero > 1 else slowest
-    overlap = COPIED if "copied" in map(rank.gradient_kind, rank.trained) else HIDDEN
+    overlap = COPIED if rank.choice.peer_copies else HIDDEN
     return {"compute": compute,
             "bubble": idle,
             "gradients": gradients,
             "reduce": exposed_seconds(rank.mesh, gpu, reductions, beside, overlap),
-            "optimizer": rank.owned() * ADAM / (STREAM * gpu.hbm)}
-
-
-def summed_bytes(rank):
-    """Return the bytes that move through memory while a step's gradients are summed."""
-    # The first micro-batch reads the gradient and writes the sum. The others read the sum, too.
-    later = (micro_batches(rank.cfg, rank.mesh) - 1) * (rank.weight_bytes + 2 * rank.sum_bytes)
-    nbytes = 0
-    for bucket in rank.trained:
-        kind = rank.gradient_kind(bucket)
-        kept = rank.sum_bytes if kind == "summed" else rank.weight_bytes
-        if kind != "lone":
-            nbytes += bucket.elements * (rank.weight_bytes + kept + later)
-    return nbytes
+            "optimizer": rank.owned() * ADAM / gpu.hbm}

@@ -46,16 +46,14 @@ def share_between_nodes(axis, node_of):
     """
     places = [node_of(rank) for rank in axis.ranks]
     here = places[axis.rank]
-    if axis.size == 1:
-        return 0.0
     if axis.name == "ep":
-        return sum(place != here for place in places) / (axis.size - 1)
-    if axis.name == "pp":
-        neighbours = places[max(0, axis.rank - 1):axis.rank] + places[axis.rank + 1:axis.rank + 2]
-        return sum(place != here for place in neighbours) / len(neighbours)
-    after = places[1:] + places[:1]
-    leaving = [following != place for place, following in zip(places, after, strict=True) if place == here]
-    return sum(leaving) / len(leaving)
+        reached = places[:axis.rank] + places[axis.rank + 1:]
+    elif axis.name == "pp":
+        reached = places[max(0, axis.rank - 1):axis.rank] + places[axis.rank + 1:axis.rank + 2]
+    else:
+        after = places[1:] + places[:1]
+        reached = [following for place, following in zip(places, after, strict=True) if place == here]
+    return sum(place != here for place in reached) / max(1, len(reached))
 
 
 def bytes_between_nodes(mesh, sent, node_of):
@@ -130,7 +128,6 @@ class Reduction(NamedTuple):
     gradients: float  # bytes sent while the last backward runs; from ZeRO-2 on, while every backward runs
     weights: float    # bytes sent while the next forward runs: ZeRO-1's all-gathers
     calls: int        # collectives of each kind, one per bucket
-    last: float       # share of the bucket that leaves last and is needed first, which nothing can hide
 
 
 def reductions(rank, batch=0):
@@ -152,7 +149,6 @@ def reductions(rank, batch=0):
         axis = getattr(rank.mesh, name)
         shard, replicas = axis.sharing(cfg.zero)
         n = sum(rank.padded(bucket) for bucket in buckets)
-        last = buckets[-1].elements / n
         if shard.size > 1:
             is_copied = rank.gradient_kind(buckets[0]) == "copied"
             grad_bytes = rank.weight_bytes if is_copied else rank.sum_bytes
@@ -163,10 +159,10 @@ def reductions(rank, batch=0):
             of_zero_1 = sum(rank.padded(bucket) for bucket in buckets if not rank.is_sharded(bucket))
             gathered = of_zero_1 + num_micro_batches * of_zero_3
             found[shard.name] = Reduction(shard.ring * n * grad_bytes * times,
-                                          shard.ring * gathered * rank.weight_bytes, len(buckets), last)
+                                          shard.ring * gathered * rank.weight_bytes, len(buckets))
         if replicas.size > 1:
             gradients = 2 * replicas.ring * n / shard.size * rank.sum_bytes
-            found[replicas.name] = Reduction(gradients, 0, len(buckets), last)
+            found[replicas.name] = Reduction(gradients, 0, len(buckets))
     return found
 
 

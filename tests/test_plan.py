@@ -426,7 +426,7 @@ def test_weak_scaling(capsys):
     assert [p["layout"]["gpus"] for p in plans] == [1, 8, 64]
     assert [p["layout"]["global_batch"] for p in plans] == [8, 64, 512]
     got = [p["efficiency"] for p in plans]
-    assert got[0] == 1 and 0.9 < got[2] < got[1] < 1.02  # ZeRO: each of more GPUs steps less
+    assert got[0] == 1 and 0.9 < got[2] < got[1] < 1.03  # ZeRO: each of more GPUs steps less
     assert plans[1]["ms"] == planned(capsys, "dense-210m", "--zero", "1", "--gpus", "8")["ms"]
     plan.main(["moe-4b", "--ep", "4", "--scaling", "1,2,16"])
     rows = [line.split() for line in capsys.readouterr().out.splitlines() if "%" in line]
@@ -446,16 +446,16 @@ def test_a_plan_says_what_wastes_the_gpu(capsys):
 
 
 def test_buffers_of_experts_are_planned_as_large_as_they_grow():
-    """Over 4 ranks to all rows, while routing is young. Over 16 ranks, of which no loads were summed, to what
-    the routing settles to, or to --ep-slack."""
+    """Over 4 ranks to all rows, while routing is young. Over 16 ranks, of which no loads were summed, to
+    those of 8, or to --ep-slack."""
     def estimate(ep, slack):
         cfg, mesh = plan.check_gpus(parse(["moe-4b", f"--ep={ep}", "--zero=1", f"--ep-slack={slack}"]), ep)
         return step_time.allocated_row_factor(cfg, mesh), plan.estimate(cfg, ep, "h200", cfg.vocab_size)
     (least, small), (more, large) = estimate(4, 1.0), estimate(4, 4.0)
     assert least == more == 4.0
     assert small["memory"] == large["memory"] and small["ms"] == large["ms"]
-    (least, small), (same, also), (more, large) = [estimate(16, slack) for slack in (1.0, 2.0, 8.0)]
-    assert least == same == pytest.approx(2.72, abs=0.05) and more == 8.0
+    (least, small), (same, also), (more, large) = [estimate(16, slack) for slack in (1.0, 2.0, 12.0)]
+    assert least == same == 8.0 and more == 12.0
     assert small["memory"] == also["memory"] < large["memory"]
 
 

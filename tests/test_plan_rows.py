@@ -64,7 +64,7 @@ def bytes_of_whole_masters(row):
 
 
 def predicted_over_measured(row, uneven):
-    longer = bytes_of_whole_masters(row) / (step_time.STREAM * GPUS[row.gpu].hbm) * 1e3
+    longer = bytes_of_whole_masters(row) / GPUS[row.gpu].hbm * 1e3
     return (estimate(row.flags, row.gpus, row.gpu, uneven)["ms"] + longer) / row.ms
 
 
@@ -102,9 +102,9 @@ def test_memory_within_12_percent_of_measured(row):
 # With 32 experts the routing was more even: the sum of settled routing is that of these rows, within 0.2 %.
 @pytest.mark.parametrize("row", [row for row in UNEVEN if "--n-experts 32" not in row.flags], ids=str)
 def test_uneven_routing_takes_longer_than_what_it_settles_to(row):
-    """Predictions of settled routing are 9 to 10 % too low on two GPUs, and 21 to 26 % on four."""
+    """Predictions of settled routing are 10 to 11 % too low on two GPUs, and 16 to 24 % on four."""
     settled = predicted_over_measured(row, False)
-    low, high = (0.89, 0.935) if row.gpus == 2 else (0.735, 0.8)
+    low, high = (0.885, 0.905) if row.gpus == 2 else (0.755, 0.84)
     assert low < settled < high
 
 
@@ -119,7 +119,8 @@ def test_synthetic_tokens_are_as_uneven_as_young_text():
     settled = [line for line in lines if "--data" in line["flags"] and line["slack"] is not None]
     for line in settled:
         rank = rank_0(line["flags"], line["gpus"])
-        limit = 1.1 * step_time.max_load_factor(rank.cfg, rank.mesh, worst=True)
+        in_worst_layer = 1 + 3 * (step_time.max_load_factor(rank.cfg, rank.mesh) - 1)
+        limit = 1.1 * in_worst_layer
         assert limit == pytest.approx(line["slack"], rel=0.07)
     assert len(settled) == 2
 
@@ -169,8 +170,8 @@ def test_what_compute_hides_of_messages(kind, share):
     h200 = GPUS["h200"]
     mesh = stage_mesh(DENSE, 2, 0)
 
-    def exposed(seconds, last):
-        sent = traffic.Reduction(0, 0, 1, last)._replace(**{kind: seconds * h200.link})
+    def exposed(seconds):
+        sent = traffic.Reduction(0, 0, 1)._replace(**{kind: seconds * h200.link})
         return step_time.exposed_seconds(mesh, h200, {"dp": sent}, 1.0, 0.5)
-    assert exposed(10.0, 0.01) == pytest.approx(10 - share / 2, abs=1e-4)  # more than compute could hide
-    assert exposed(0.1, 0.25) == pytest.approx(0.1 - 0.075 / 2, abs=1e-4)  # the last quarter is never hidden
+    assert exposed(10.0) == pytest.approx(10 - share / 2, abs=1e-4)  # more than compute could hide
+    assert exposed(0.1) == pytest.approx(0.1 / 2, abs=1e-4)
