@@ -34,8 +34,6 @@ def arguments(argv):
     cfg = parse(argv, cls=PlanFlags, prog="plan.py", about=about, **no_data)
     if sum(map(bool, (cfg.search, cfg.scaling, cfg.serve))) > 1:
         raise ValueError("--search, --scaling and --serve show different things; give one of them")
-    if cfg.serve and given(argv, "config"):
-        raise ValueError("--serve shows a preset's plan; leave out --config")
     counts = []
     if cfg.scaling:
         counts = [int(word) if word.isdecimal() else 0 for word in cfg.scaling.split(",")]

@@ -32,7 +32,7 @@ def filled(cfg):
     words = [cfg.preset]
     for name in dict.fromkeys([*asked, *vars(cfg)]):
         value = getattr(cfg, name)
-        if value != getattr(usual, name) and name not in ("serve", "port"):
+        if value != getattr(usual, name) and name not in ("serve", "port", "config"):
             words += [typed(name), *map(str, value if isinstance(value, tuple) else [value])]
     values = {typed(name): str(getattr(cfg, name)).lower() for name in asked}
     return {"words": words, "values": {"preset": cfg.preset, **values}}
