@@ -291,10 +291,14 @@ def show(path):
 
 
 def diff(path_a, path_b):
-    """Say which tensors differ, and by how much. Return their number."""
+    """Say which counters and tensors differ, and by how much. Return their number."""
     a = Reader(path_a, check(path_a))
     b = Reader(path_b, check(path_b))
     found = 0
+    for key in sorted(a.index["meta"].keys() - {"world", "flags", "best"}):
+        if a.index["meta"][key] != b.index["meta"].get(key):
+            found += 1
+            say(f"  {key} differs")
     both = a.index["tensors"].keys() & b.index["tensors"].keys()
     for name in sorted(a.index["tensors"].keys() | b.index["tensors"].keys()):
         text = difference(a.whole(name), b.whole(name)) if name in both else "only in one of them"

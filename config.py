@@ -357,7 +357,8 @@ def wrong_values(cfg):
 def must_divide(what, n, flag, parts):
     """Raise ValueError unless `parts`, the value of --flag, divides n."""
     if n % parts:
-        raise ValueError(f"{what} {n} does not divide by {flag} {parts}; try another --{flag}")
+        smaller = next(value for value in range(parts, 0, -1) if n % value == 0)
+        raise ValueError(f"{what} {n} does not divide by {flag} {parts}; try --{flag} {smaller}")
 
 
 # -----------------------------------------------------------------------------

@@ -10,7 +10,6 @@
     3) the tables of a terminal
     4) the program; with --serve a page in the browser draws a plan
 """
-import contextlib
 import dataclasses
 import functools
 import itertools
@@ -43,6 +42,7 @@ from cost.traffic import bytes_between_nodes, reductions, traffic
 from fast.choose import needs_row_limit
 from interface.layout import check_layout
 from interface.serve import Server
+from interface.terminal import warn
 
 # -----------------------------------------------------------------------------
 # 1) The plan of one layout
@@ -141,8 +141,10 @@ def vocabulary(cfg):
     if cfg.data == "synthetic":
         symbols = 256
     elif cfg.data:
-        with contextlib.suppress(FileNotFoundError):
+        try:
             symbols = load_blend_meta(cfg.data)["vocab_size"]
+        except FileNotFoundError:
+            warn(f"{cfg.data} is not here: planned with GPT-2's {symbols:,} symbols, or give --vocab-size")
     if cfg.objective == "mlm":
         symbols += 1  # [MASK]
     return symbols

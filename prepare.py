@@ -14,6 +14,7 @@ together. `char` has no documents: its text is one stream, and the last tenth is
 conversations.
 """
 import functools
+import gzip
 import hashlib
 import itertools
 import json
@@ -25,6 +26,7 @@ import signal
 import sys
 import sysconfig
 import time
+import zlib
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -113,7 +115,10 @@ def list_files(sources, flags):
 
 def documents(files, flags):
     for file in files:
-        yield from text.documents(file, flags.text_key, flags.split_at)
+        try:
+            yield from text.documents(file, flags.text_key, flags.split_at)
+        except (EOFError, zlib.error, gzip.BadGzipFile) as e:  # a .gz that was cut or damaged
+            raise ValueError(f"{file.path}: {e}") from None
 
 
 # -----------------------------------------------------------------------------
@@ -183,7 +188,19 @@ def encode_all(jobs, workers, encode_one):
     context = multiprocessing.get_context("spawn")
     # At Ctrl-C this process ends its workers, which ignore it.
     with context.Pool(workers, signal.signal, (signal.SIGINT, signal.SIG_IGN)) as pool:
-        yield from pool.imap(encode_one, jobs, chunksize=64)
+        parts = iter(lambda: list(itertools.islice(jobs, 64)), [])
+        encoded = pool.imap(functools.partial(encode_part, encode_one), parts)
+        try:
+            while True:
+                yield from encoded.next(timeout=600)
+        except StopIteration:
+            return
+        except multiprocessing.TimeoutError:
+            raise ValueError("no worker has answered for 600 s: was one killed, out of memory?") from None
+
+
+def encode_part(encode_one, jobs):
+    return [encode_one(job) for job in jobs]
 
 
 def write_tokens(encoded, work):
@@ -297,6 +314,8 @@ def make_data(flags, files, val_files, command, work):
 
 def check_made(folder, command, files):
     """Raise ValueError unless a data set stands, sound, and made by this command after its files changed."""
+    if not (folder / "meta.json").is_file():
+        raise ValueError(f"{folder} is there, and is no data set; give another --name")
     made_by = shards.load_meta(folder).get("command", "an older prepare.py")
     newest = max(os.path.getmtime(file.path) for file in files)
     if made_by != command or newest > os.path.getmtime(folder / "meta.json"):

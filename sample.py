@@ -336,7 +336,7 @@ def serve(model, vocabulary, flags, name):
 
 def reply(asked, model, vocabulary, flags, seed):
     """Return the pieces of the answer to what the page interface/serve.html asks."""
-    flags = dataclasses.replace(flags, temperature=asked["temperature"], seed=seed)
+    flags = dataclasses.replace(flags, temperature=max(0.0, asked["temperature"] or 0.0), seed=seed)
     if asked["mode"] == "chat":
         return answer(model, vocabulary, flags, asked["messages"])
     *_, text = asked["messages"]

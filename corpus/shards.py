@@ -4,6 +4,7 @@ Each shard is a header of 4096 bytes, then token ids as little-endian uint16 or 
 form one stream, which corpus/samples.py cuts into windows. Conversations also have masks, shards of a byte
 per token: 1 where it is trained. Errors are ValueError or OSError, and say which command repairs the data.
 """
+import contextlib
 import hashlib
 import struct
 from pathlib import Path
@@ -76,6 +77,16 @@ def write_shards(folder, tokens, most, kind=""):
             digest = hashlib.sha256(content).hexdigest()
             shards[split].append({"file": name, "tokens": len(part), "sha256": digest})
     return shards
+
+
+def verify_once(folder):
+    """verify(), unless no file of the folder has changed since it last found no difference."""
+    stamp = Path(folder) / ".verified"
+    newest = max(path.stat().st_ctime_ns for path in Path(folder).iterdir() if path != stamp)
+    if not stamp.exists() or stamp.stat().st_ctime_ns <= newest:
+        verify(folder)
+        with contextlib.suppress(OSError):  # a folder that is read-only is read each time
+            stamp.touch()
 
 
 def verify(folder):

@@ -198,8 +198,8 @@ def from_tiktoken(name):
     try:
         found = tiktoken.get_encoding(name)
     except Exception as e:  # of the name, requests, ssl, the hash or the file
-        raise ValueError(f"no tokenizer {name!r}; choose char, bpe, a prepared folder, hf:FOLDER, or one of "
-                         f"tiktoken, such as gpt2 ({one_line(e)[:120]})") from e
+        raise ValueError(f"tokenizer {name!r} is not known or not fetched ({one_line(e)[:120]}); choose "
+                         "char, bpe, a folder, hf:FOLDER, or gpt2, with TIKTOKEN_CACHE_DIR offline") from e
     return BpeTokenizer.make(name, found._pat_str, found._mergeable_ranks, found._special_tokens)
 
 

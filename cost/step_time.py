@@ -294,4 +294,12 @@ def step_time(rank, gpu, slowest, reductions):
             "bubble": idle,
             "gradients": gradients,
             "reduce": exposed_seconds(rank.mesh, gpu, reductions, beside, overlap),
-            "optimizer": rank.owned() * ADAM / gpu.hbm}
+            "optimizer": rank.owned() * ADAM / gpu.hbm + muon_seconds(rank, gpu)}
+
+
+def muon_seconds(rank, gpu):
+    """Return the seconds of Muon's products on the busiest rank, beyond what AdamW would take."""
+    work = 0
+    for _, _, owned in rank.muon_shares():
+        work += max(sum(matrix.work for matrix in matrices) for matrices in owned)
+    return 2 * work / (gpu.peak * gpu.sustained)

@@ -137,7 +137,7 @@ def open_slices(path):
     """Return {name: slice} of a .safetensors file; a slice reads from it."""
     from safetensors import SafetensorError, safe_open
     if not path.exists():
-        raise FileNotFoundError(f"{path} is not there; {FROM_HUB}")
+        raise FileNotFoundError(f"{path} is not there (.bin and .pt are not read); {FROM_HUB}")
     try:
         handle = safe_open(path, framework="pt")
         return {key: handle.get_slice(key) for key in handle.keys()}  # noqa: SIM118

@@ -163,7 +163,7 @@ def plain(argv, cls):
         if equals and flag.startswith("--") and not value.startswith("-"):
             found += [flag, os.path.expanduser(value)]  # no shell does it in --out=~/run
         else:
-            found.append(word)
+            found.append(os.path.expanduser(word))
         switch = found[-2].replace("_", "-") if len(found) > 1 else ""
         if switch in switches and found[-1].lower() in ("true", "false"):
             value = found.pop().lower()

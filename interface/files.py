@@ -12,7 +12,7 @@ import time
 import typing
 from pathlib import Path
 
-from interface.terminal import warn
+from interface.terminal import say, warn
 
 LOCK_WAIT = 60.0  # seconds that --resume auto waits for a run that is just leaving
 
@@ -145,6 +145,8 @@ def lock(out, wait=0.0):
     folder.mkdir(parents=True, exist_ok=True)
     file = open(folder / ".lock", "a")
     until = time.monotonic() + wait
+    if wait and in_use(out):
+        say(f"{out} is in use by another run: waiting up to {wait:.0f} s")
     while in_use(out) and time.monotonic() < until:
         time.sleep(0.1)
     try:

@@ -154,7 +154,6 @@ def command_of(config, goes_on=False):
     program, *argv = map(str, config["argv"])
     if goes_on and given(argv, "resume") != "auto":
         argv += ["--resume", "auto"]
-    program = Path(program).name
     if config.get("world", 1) == 1:
         return shlex.join(["python", program, *argv])
     return command(config["world"], argv, config.get("launcher"), program, config.get("nodes", 1))

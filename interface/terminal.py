@@ -54,8 +54,11 @@ class Stream:
         return getattr(self.stream, attribute)
 
     def write(self, text):
-        with contextlib.suppress(OSError, UnicodeError):
-            self.stream.write(text)
+        with contextlib.suppress(OSError):
+            try:
+                self.stream.write(text)
+            except UnicodeError:
+                self.stream.write(text.encode("ascii", "replace").decode())
 
     def flush(self):
         drop_what_fails(self.stream)

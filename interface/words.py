@@ -17,6 +17,7 @@ num_key_value_heads:n-kv-head kv_channels:head-dim ffn_hidden_size:ffn-hidden in
 swiglu:mlp=swiglu norm_epsilon:norm-eps layernorm_epsilon:norm-eps rms_norm_eps:norm-eps
 rotary_base:rope-base rope_theta:rope-base add_qkv_bias:qkv-bias attention_bias:qkv-bias
 qk_layernorm:qk-norm=head hidden_dropout:dropout attention_dropout:dropout tie_word_embeddings:tied
+squared_relu:mlp=relu2 sliding_window:window max_seq_length:seq-len n_layers:n-layer n_heads:n-head
 normalization=RMSNorm:norm=rms normalization:norm position_embedding_type:pos activation:mlp hidden_act:mlp
 
 num_experts:n-experts num_local_experts:n-experts moe_router_topk:top-k num_experts_per_tok:top-k
@@ -37,8 +38,8 @@ dtype=float16:dtype=fp16 bf16:dtype=bf16 dtype=bfloat16:dtype=bf16 dtype=float32
 torch_dtype=bfloat16:dtype=bf16 torch_dtype:dtype precision:dtype torch_compile:compile optim:optimizer
 lr_decay_style:lr-schedule lr_scheduler_type:lr-schedule
 
-dataset:data dataset_name:data data_path:data train_data_path:data out_dir:out output_dir:out save:out
-load:resume resume_from_checkpoint:resume init_from=resume:resume=auto model_name_or_path:init-from
+data_dir:data dataset:data dataset_name:data data_path:data train_data_path:data out_dir:out output_dir:out
+save:out load:resume resume_from_checkpoint:resume init_from=resume:resume=auto model_name_or_path:init-from
 model:FIRST random_seed:seed eval_interval:eval-every eval_steps:eval-every log_interval:log-every
 logging_steps:log-every save_interval:save-every save_steps:save-every save_total_limit:keep
 load_best_model_at_end:keep-best wandb_log:wandb=online use_wandb:wandb=online report_to:wandb=online
@@ -54,6 +55,7 @@ OTHERS = {
 # What is said of words that have no flag here, and these words
 SAID = {
     "give --aux-coef, or --router sigmoid with --router-bias-rate": "moe_router_load_balancing_type",
+    "give --pp-chunks, the parts of each rank": "num_layers_per_virtual_pipeline_stage",
     "give --pp-layers, the blocks of each stage": "pp_partition_method",
     "give --zero 1, 2 or 3": "deepspeed deepspeed_config ds_config_path strategy",
     "give --global-batch, micro-batch * dp * those steps": "gradient_accumulation_steps gas",
@@ -61,7 +63,8 @@ SAID = {
     "give --warmup, that share of --steps": "warmup_ratio lr_warmup_fraction",
     "--min-lr equal to --lr keeps the rate": "decay_lr",
     "--init-from takes the weights alone": "no_load_optim no_load_rng",
-    "python sample.py RUN writes text, with --score FILE it prints a loss": "eval_only do_eval",
+    "python sample.py RUN writes text, with --score FILE it prints a loss":
+        "eval_only do_eval num_samples max_new_tokens temperature start",
     "a GPU is taken if there is one, CUDA_VISIBLE_DEVICES=-1 in front hides it": "device no_cuda use_cpu",
     "it belongs to the data, see python prepare.py --help": "vocab_file merge_file tokenizer tokenizer_type "
         "tokenizer_model append_eod split valid_data_path valid_file_name",

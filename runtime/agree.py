@@ -2,6 +2,8 @@
 import contextlib
 import math
 import os
+import statistics
+import sys
 import time
 import traceback
 
@@ -11,6 +13,7 @@ import torch
 import parallel
 from config import Outcome, typed
 from corpus import samples
+from corpus.shards import verify_once
 from corpus.tokenizer import prompt_tokenizer
 from cost.memory import check_memory
 from interface import files
@@ -32,7 +35,8 @@ PROMPT = ("cpu",)  # devices whose sums the host reads at once
 def started(argv=None):
     """Surround a run of these flags: give (Config, World, Watch) when all ranks have started with equal ones.
     argv: by default this program's. At the end the ranks part, also where the run leaves by SystemExit."""
-    cfg, wrong = session.signals.parsed if argv is None else session.parse_flags(argv)
+    parsed = session.signals.parsed if argv is None else None
+    cfg, wrong = parsed or session.parse_flags(sys.argv[1:] if argv is None else argv)
     launch.deterministic(cfg.deterministic)
     timeout = cfg.timeout if cfg.pdb < 0 else launch.NO_TIMEOUT
     with watch.Watch(session.signals.rank, timeout) as watchdog:
@@ -78,6 +82,9 @@ def make_mesh(cfg, world):
 def open_data(cfg, world, mesh):
     """Return what a run reads: (train, val, vocab_size, identity, tokenizer). Collective.
     identity: words that other data would change. tokenizer: None if the run prints no samples of text."""
+    if world.local_rank == 0 and cfg.data != "synthetic":
+        for folder in samples.parse_blend(cfg.data):
+            verify_once(folder)  # once per node
     train, val, vocab_size, identity = samples.open_data(cfg)
     tokenizer = prompt_tokenizer(cfg)
     check_memory(cfg, mesh, vocab_size, world)
@@ -166,11 +173,13 @@ def replica_differences(model, mesh):
         axis = getattr(mesh, axis_name)
         mine = torch.stack([*tensors.values()])  # (n, 2)
         hashes = axis.all_gather(mine).view(axis.size, -1, 2)  # 2 n int64 from each rank to all
-        differs = (hashes != hashes[0]).any(2).tolist()
         for i, name in enumerate(tensors):
-            others = [rank for rank, its in zip(axis.ranks, differs, strict=True) if its[i]]
-            if axis.rank == 0 and others:
-                lines.append(f"{name} on {watch.format_ranks(others)} differs from rank {axis.ranks[0]}")
+            found = [tuple(hash) for hash in hashes[:, i].tolist()]
+            right = statistics.mode(found)  # what most hold, of equally many the first
+            wrong = [rank for rank, its in zip(axis.ranks, found, strict=True) if its != right]
+            if axis.rank == 0 and wrong:
+                other = axis.ranks[found.index(right)]
+                lines.append(f"{name} on {watch.format_ranks(wrong)} differs from rank {other}")
 
     found = mesh.world.everyone.gather(lines)  # a few lines, or none, from each rank, over the world
     return [line for part in found for line in part]

@@ -236,7 +236,7 @@ def started(run, found):
     say(f"  {run.batch} x {cfg.seq_len} tokens per step, {samples}{skipping}")
     if run.train_data.has_documents:
         say("  each document attends to itself alone (--doc-mask)")
-    preset = Config(**PRESETS[cfg.preset])
+    preset = Config(**PRESETS.get(cfg.preset, {}))
     for name, said in FLAGS.items():
         value = getattr(cfg, name)
         if value != getattr(preset, name) and not has_effect(name, cfg):

@@ -8,6 +8,7 @@ import io
 import os
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -42,10 +43,23 @@ class Signals:
     def catch(self):
         for number in STOPPING:
             if signal.getsignal(number) != signal.SIG_IGN:  # nohup, a script's &
-                signal.signal(number, self._handle)
+                signal.signal(number, self._heard)
+        read, write = os.pipe()
+        os.set_blocking(write, False)
+        signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+        # A thread answers also while the main thread is inside a C call, such as one that waits for others.
+        threading.Thread(target=self._listen, args=(read,), name="signals", daemon=True).start()
         faulthandler.register(signal.SIGUSR2, file=2)
 
-    def _handle(self, number, frame):
+    def _heard(self, number, frame):
+        """Leave the answer to the thread."""
+
+    def _listen(self, read):
+        while number := os.read(read, 1)[0]:
+            if signal.getsignal(number) == self._heard:  # pdb may have set its own
+                self._handle(number)
+
+    def _handle(self, number):
         name = signal.Signals(number).name
         now = time.monotonic()
         since = now - self.came.setdefault(number, now)  # the first time 0

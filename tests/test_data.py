@@ -15,6 +15,7 @@ from corpus import text as readers
 from corpus import tokenizer as tok
 from corpus.samples import micro_batches, open_data
 from parallel import make_mesh
+from runtime import agree
 from runtime.launch import World
 
 SOUNDS = ["ba", "co", "du", "fe", "gi", "ho", "ja", "ki", "lu", "me", "no", "pi", "ta", "vé", "wö", "字", "€"]
@@ -213,7 +214,10 @@ def test_edited_files_are_caught_by_verify(toy, capsys):
     shard = folder / "train_00003.bin"
     assert shards.verify(folder) == len(list(folder.glob("*.bin"))) + 1
     edit(shard, 4096 + 77, b"\1")
-    opens(folder)()  # headers and sizes are right
+    opens(folder)()  # headers and sizes are right; a run also compares the sha256, once per node
+    cfg = Config(data=str(folder))
+    for world in (World(), World(rank=1, size=2)):  # each is the first rank of a node
+        refused(ValueError, lambda world=world: agree.open_data(cfg, world, None), f"{shard} has another sha")
     code, out, err = run(capsys, "--name", "toy", "--out", folder.parent, "--verify")  # without a SOURCE
     assert code == 2 and err.count("\n") == 1 and f"nanoshard: {shard} has another sha256" in err
     shard.unlink()
@@ -222,6 +226,16 @@ def test_edited_files_are_caught_by_verify(toy, capsys):
             call()
     edit(folder / "tokenizer.json", 12, b"!")
     refused(ValueError, lambda: shards.verify(folder), "tokenizer.json", "sha256")
+
+
+def test_a_start_reads_files_again_once_they_have_changed(toy, monkeypatch):
+    folder, _ = toy
+    shards.verify_once(folder)
+    with monkeypatch.context() as patch:
+        patch.setattr(shards, "verify", None)
+        shards.verify_once(folder)
+    edit(folder / "val_00000.bin", 4096, b"\1")
+    refused(ValueError, lambda: shards.verify_once(folder), "val_00000.bin has another sha256")
 
 
 def test_the_data_of_a_run(toy):
@@ -389,7 +403,7 @@ def test_a_failure_leaves_the_old_data(tmp_path, texts, capsys, monkeypatch):
 
 @pytest.mark.parametrize("what,words", [
     ("another data set", "x is there, made by: python prepare.py"), ("a damaged meta.json", "no sound JSON"),
-    ("a folder", "x holds no prepared data"), ("a file", "x holds no prepared data"),
+    ("a folder", "x is there, and is no data set"), ("a file", "x is there, and is no data set"),
     ("x.tmp", "x.tmp is there: another command writes it, or one was killed")])
 def test_nothing_is_replaced_unasked(what, words, tmp_path, texts, capsys):
     argv = [texts[0], "--name", "x", "--out", tmp_path, "--tokenizer", "char"]

@@ -329,13 +329,31 @@ def test_a_second_interrupt_leaves_at_once_and_a_copy_of_the_first_does_not(capf
     term, interrupt = signal.SIGTERM, signal.SIGINT  # after 0.1 and 0.2 s: the launcher's copy of the same
     for seconds, number in ((0, term), (0.1, term), (31, interrupt), (31.2, interrupt)):
         now[0] = 1000.0 + seconds
-        signals._handle(number, None)
+        signals._handle(number)
         said.append(capfd.readouterr().err.count("finishes this step, saves and leaves"))
     assert said == [1, 0, 1, 0] and signals.number == signal.SIGTERM
     now[0] += 1
     with pytest.raises(SystemExit) as e:
-        signals._handle(signal.SIGINT, None)
+        signals._handle(signal.SIGINT)
     assert e.value.code == session.INTERRUPTED and "a second SIGINT" in capfd.readouterr().err
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="waits in the C library")
+def test_a_signal_while_a_start_is_inside_a_c_call():
+    """As in MPI_Init, or while ranks wait for each other: Python runs no handler of the main thread there."""
+    code = ("import ctypes; from runtime.session import signals; signals.catch(); "
+            "mutex = ctypes.create_string_buffer(64); "
+            "lock = ctypes.CDLL(None).pthread_mutex_lock; lock(mutex); print('ready', flush=True); "
+            "lock(mutex)")
+    inside = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env=clean_env(), text=True,
+                              stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert inside.stdout.readline() == "ready\n"
+    inside.send_signal(signal.SIGTERM)
+    try:
+        said = inside.communicate(timeout=20)[1]
+    finally:
+        inside.kill()
+    assert inside.returncode == 85 and "stopped by SIGTERM during start-up" in said, said
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")

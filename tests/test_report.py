@@ -58,7 +58,7 @@ def test_a_page_holds_all_of_a_run_and_no_markup_of_its_texts(tmp_path):
     for words in ("stopped by SIGTERM after step 40", "lowest validation loss 2.6000 at step 40", "a<b",
                   "Once",
                   r"</pre><script>alert(1)</script>\x1b[31m\x00 & \ud800 \u202e",
-                  "mpiexec -n 2 python train.py tiny --prompt '<b>'", "--seed7"):
+                  "mpiexec -n 2 python /a/train.py tiny --prompt '<b>'", "--seed7"):
         assert words in said, words
     titles = [e.text for e in tree.iter(f"{SVG}text") if e.get("class") == "title"]
     assert "<pre>Once</pre>" in text
