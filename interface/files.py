@@ -169,10 +169,15 @@ def in_use(out):
 
 
 def unlock():
-    """Give back what lock() took, if anything."""
+    """Give back what lock() took, if anything. A directory that nothing came into goes, too."""
     global _held
-    if _held is not None:
-        _held.close()
+    if _held is None:
+        return
+    folder = Path(_held.name).parent
+    with contextlib.suppress(OSError):  # somebody renamed or removed it
+        if os.listdir(folder) == [".lock"]:
+            shutil.rmtree(folder)
+    _held.close()
     _held = None
 
 

@@ -62,12 +62,16 @@ def test_a_second_run_in_the_same_directory_is_refused(tmp_path):
     assert got["code"] == 0 and "resumed" in got["out"]
 
 
-def test_the_lock_ends_with_the_run(tmp_path):
+def test_the_lock_ends_with_the_run_and_leaves_no_empty_folder(tmp_path):
     go(1, tmp_path / "run", "--steps=1", "--resume=nowhere", code=2)
-    files.lock(tmp_path / "run")  # would raise
-    assert files.in_use(tmp_path / "run")
+    for name in ("run", "new/run"):  # would raise
+        files.lock(tmp_path / name)
+        files.unlock()
+        assert not (tmp_path / name).exists()
+    files.lock(tmp_path / "run")
+    (tmp_path / "run/kept").touch()
     files.unlock()
-    assert not files.in_use(tmp_path / "run")
+    assert (tmp_path / "run/kept").exists() and not files.in_use(tmp_path / "run")
 
 
 def test_out_may_be_a_link_to_another_disk(tmp_path):
@@ -115,7 +119,7 @@ def test_dump_grads_replaces_and_removes_nothing(tmp_path):
         assert_refused(refused[0], f"--dump-grads {there} is there already and stays; give a new file")
         assert refused[1]["code"] == 2 and refused[1]["err"] == "" and refused[0]["steps"] == []
     assert path.read_bytes() == before
-    assert not (tmp_path / "nowhere").exists()
+    assert not (tmp_path / "new").exists() and not (tmp_path / "nowhere").exists()
 
 
 def test_a_run_that_goes_on_writes_no_gradients_and_says_so(tmp_path):
