@@ -33,6 +33,7 @@ class Signals:
     """
     rank = 0
     parsed = None  # parse_flags() of a program's arguments
+    pipe = None  # its end into which a signal writes
 
     def __init__(self):
         self.came = {}  # {signal: when it came first}
@@ -44,11 +45,12 @@ class Signals:
         for number in STOPPING:
             if signal.getsignal(number) != signal.SIG_IGN:  # nohup, a script's &
                 signal.signal(number, self._heard)
-        read, write = os.pipe()
-        os.set_blocking(write, False)
-        signal.set_wakeup_fd(write, warn_on_full_buffer=False)
-        # A thread answers also while the main thread is inside a C call, such as one that waits for others.
-        threading.Thread(target=self._listen, args=(read,), name="signals", daemon=True).start()
+        if self.pipe is None:
+            read, self.pipe = os.pipe()
+            os.set_blocking(self.pipe, False)
+            # It answers also while the main thread is inside a C call, such as one that waits for others.
+            threading.Thread(target=self._listen, args=(read,), name="signals", daemon=True).start()
+        signal.set_wakeup_fd(self.pipe, warn_on_full_buffer=False)
         faulthandler.register(signal.SIGUSR2, file=2)
 
     def _heard(self, number, frame):

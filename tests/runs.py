@@ -5,6 +5,7 @@ import io
 import json
 import os
 import signal
+import time
 from pathlib import Path
 from unittest import mock
 
@@ -103,6 +104,8 @@ def record_steps(steps, plan):
             planned = plan.get(number)
             if isinstance(planned, int) and is_last(self.world):
                 os.kill(os.getpid(), planned)
+                while signal.getsignal(planned) != signal.SIG_IGN and not signals.number:
+                    time.sleep(0.001)  # its thread answers
             return batches, *rest
     return RecordingRun
 

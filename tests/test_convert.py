@@ -387,7 +387,7 @@ def test_data_by_a_tokenizer_of_theirs(hf, trained, tmp_path):
         (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": eos}))
         assert tokenizer.load(tmp_path).eod == eod
     refused(prepare.main, [*argv, "--name=c", f"--tokenizer=hf:{tmp_path}"], "eos_token")
-    refused(prepare.main, [*argv, "--name=c", f"--tokenizer=hf:{tmp_path}/none"], "no tokenizer 'hf:")
+    refused(prepare.main, [*argv, "--name=c", f"--tokenizer=hf:{tmp_path}/none"], "tokenizer 'hf:")
 
 
 # -----------------------------------------------------------------------------
