@@ -244,7 +244,6 @@ RANGES = {name: said["within"] for name, said in FLAGS.items() if said["within"]
 COMMON = tuple(name for name, said in FLAGS.items() if said["common"])
 SHAPE = flags_of_kind("shape")
 MEANING = flags_of_kind("data") + flags_of_kind("meaning")  # what --resume-changed can allow
-SILENT = flags_of_kind("silent")
 REMOVED = ("kernels",)  # of earlier versions: it changed no model, so files that hold it are read
 
 
@@ -351,7 +350,8 @@ def wrong_values(cfg):
          f"--moments-dtype bf16 needs --beta1 and --beta2 of at most {LARGEST_BF16_DECAY}"),
         (len(ramp) not in (0, 3) or min(ramp, default=1) < 1,
          "--rampup-batch-size is START INCREMENT SAMPLES, each at least 1"),
-        (not has_pairs, "--train-range-to-skip must be pairs of steps from 1, low to high")]
+        (not has_pairs, "--train-range-to-skip must be pairs of steps from 1, low to high"),
+        (cfg.dump_grads and 1 in skipped[::2], "--dump-grads writes step 1, which is skipped")]
 
 
 def must_divide(what, n, flag, parts):

@@ -93,6 +93,7 @@ WRONG = [
     ("train.py --n-head=0", "--n-head 0 must be at least 1"), ("train.py --dropout=1", "at most 0.99999"),
     ("train.py --n-experts 4 --top-k 9", "try --top-k 4"), ("train.py --pp-layers=1,1", "try --pp-layers 4"),
     ("train.py --train-range-to-skip 3 5 9", "--train-range-to-skip must be pairs"),
+    ("train.py --dump-grads g --train-range-to-skip 1 1", "--dump-grads writes step 1, which is skipped"),
     ("train.py --rampup-batch-size 4 2 0", "START INCREMENT SAMPLES"),
     ("train.py --data synthetic --prompt=a", "--prompt"),
     (f"{RESUME} --n-layer=3", "--n-layer 1 (this run: 3)"), (f"{RESUME} --bias", "--bias False (this run:"),
