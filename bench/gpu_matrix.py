@@ -10,8 +10,7 @@
                by itself
 6) attention   with flash-attn-4 (fast/flash.py), bf16 steps give the losses of steps with torch's
                attention
-7) measured    with products by the algorithms that are fastest here (fast/products.py), bf16 steps
-               give the losses of steps with those of cuBLAS, and replicas hold the same bits
+7) quack       with products by quack-kernels, bf16 steps give the losses of steps with torch's
 8) sync        the MoE layer never synchronises GPU and host, torch.cuda.set_sync_debug_mode
                says: with a capacity, dropless on one rank, and dropless over all ranks through
                symmetric memory
@@ -41,7 +40,7 @@ from config import Config
 from fast import symm_mem
 from fast.choose import has_cuda_api
 from interface.presets import PRESETS
-from ops import cublas_lt
+from ops import products
 from ops.checksum import checksum
 from parallel import make_mesh
 
@@ -52,7 +51,7 @@ HEAD_NORMS = dict(qk_norm="head", mlp="relu2", logit_softcap=15.0, rope_scaling=
 NORMS_AFTER = dict(qk_norm="all", norm_place="after")
 # 16 wide heads: the GPU's attention and grouped kernels need rows of a multiple of 16 bytes
 SHAPE = dict(n_embd=64, ffn_hidden=96)
-PARTS = ("fp64", "fp32", "bf16", "replicas", "graph", "flash", "attention", "measured", "sync")
+PARTS = ("fp64", "fp32", "bf16", "replicas", "graph", "flash", "attention", "quack", "sync")
 STEPS = 20
 LAYER = PRESETS["moe-4b"]  # of sync: the flags of its layer, and how many rows go through it
 ROWS = 16384
@@ -83,9 +82,9 @@ MASKED = (  # windows, and whether the samples have documents: more than one of 
     (dict(window=200), False), (dict(window=200, full_every=2), True), (dict(), True))
 UNMASKED = (  # heads of 64 and of 128, causal, and BERT's of 64
     ("llama", {}), ("llama", dict(n_head=2, n_kv_head=1)), ("bert", {}))
-# Of products that are measured. The matrix's own learning rate lets losses jump, which magnifies rounding.
+# Of products by quack-kernels. The matrix's own learning rate lets losses jump, which magnifies rounding.
 LARGER = dict(n_embd=256, ffn_hidden=512, seq_len=256, lr=1e-3)
-MEASURED = (  # a layout with copies between GPUs, products with GELU, and experts
+BY_QUACK = (  # a layout with copies between GPUs, products with GELU, and experts
     ("llama", dict(zero=1)), ("gpt2", dict(bias=False, tp=2, zero=1)), ("dropless", dict(ep=2, zero=1)))
 COMPILED = (False, True)
 MEAN = 100  # tokens of a document
@@ -235,9 +234,7 @@ def check_graphs(world):
         say_begun(world, f"graph {name}")
         seen = []
         for graph in (False, True):
-            # Other algorithms may round in another way: check_measured() has them.
-            without = ["measured"] if graph else ["measured", "graph"]
-            training = Training(Config(**flags), world, without)
+            training = Training(Config(**flags), world, [] if graph else ["graph"])
             losses = []
             for number in range(1, STEPS + 1):
                 batches = training.batches()
@@ -319,37 +316,28 @@ def check_attention(world):
 
 
 # -----------------------------------------------------------------------------
-# Products by the algorithms that are fastest here
+# Products by quack-kernels
 
-def check_measured(world):
-    """Train layouts with measured products and without, and return a line about it.
+def check_quack(world):
+    """Train layouts with products by quack-kernels and by torch, and return a line about it.
 
-    AssertionError: a loss differs by more than rounding, or ranks chose or hold different things.
+    AssertionError: a loss differs by more than the rounding of bf16.
     """
-    worst, n_chosen = 0.0, 0
-    layouts = fitting(world, MEASURED)
+    products.TILES = 0  # The library also takes these small products.
+    worst = 0.0
+    layouts = fitting(world, BY_QUACK)
     for name, flags in layouts:
-        say_begun(world, f"measured {name}")
+        say_begun(world, f"quack {name}")
         losses = []
-        for without in ([], ["measured"]):
+        for without in ([], ["quack"]):
             torch._dynamo.reset()
             training = Training(Config(**{**flags, **LARGER}, compile=True), world, without)
-            if not without and not training.measured:
-                return f"measured: left out, no such products here ({world.device.type})"
+            if not without and not training.quack:
+                return f"quack: left out, quack-kernels is not taken here ({world.device.type})"
             losses.append(np.array([training.step(training.batches()).item() for _ in range(STEPS)]))
-            if without:
-                continue
-            chosen = world.everyone.gather(dict(cublas_lt.choices))  # a few words, over the world
-            assert chosen[0], f"{name}: nothing was measured"
-            assert all(of_a_rank == chosen[0] for of_a_rank in chosen), f"{name}: {chosen}"
-            n_chosen += sum(map(bool, chosen[0].values()))
-            training.wait()
-            ranks = gather_objects(world, weights_of(training))  # two integers per parameter
-            for parameter, (group, bits) in ranks[world.rank].items():
-                assert all(ranks[r][parameter][1] == bits for r in group), f"{name}: {parameter} differs"
         worst = max(worst, difference(*losses, name))
-    return (f"{STEPS} bf16 steps with measured products, {n_chosen} of them by other algorithms: "
-            f"{len(layouts)} runs, losses within {worst:.1e} of those with cuBLAS'")
+    return (f"{STEPS} bf16 steps with quack-kernels: {len(layouts)} runs, losses within {worst:.1e} of those "
+            "with torch's products")
 
 
 # -----------------------------------------------------------------------------
@@ -402,7 +390,7 @@ def run_layer(layer, rows, device):
 
 # By the name of the part; the others are dtypes of check_layouts()
 CHECKS = {"replicas": check_replicas, "graph": check_graphs, "flash": check_flash,
-          "attention": check_attention, "measured": check_measured, "sync": check_sync}
+          "attention": check_attention, "quack": check_quack, "sync": check_sync}
 
 
 def main(argv=None):

@@ -195,7 +195,7 @@ def measure(world, name, train_flags, steps, profile=False, *, make=Training):
             "reserved_gib": reserved, "allocated_gib": allocated, "windows_gib": symmetric,
             "first_step_s": first_step, "loss": losses,
             "parameters": count_parameters(cfg, training.vocab)["total"],
-            "graph": training.graph, "attention": training.attention, "measured": training.measured,
+            "graph": training.graph, "attention": training.attention, "quack": training.quack,
             "redone": redone, "slack": slack,
             "windows": windows,
             "torch": torch.__version__, "time": time.strftime("%Y-%m-%d %H:%M")}

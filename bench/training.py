@@ -42,7 +42,7 @@ class Training:
     without: fields of fast.choose.Choice that are off where train.py would choose them, such as "graph".
     """
     attention = None  # what attends without a mask, in words; another trainer does not say
-    measured = False  # whether dense products take the algorithms that are fastest here
+    quack = False  # whether quack-kernels multiplies
 
     def __init__(self, cfg, world, without=()):
         self.cfg, self.world = cfg, world
@@ -62,7 +62,7 @@ class Training:
         self.model, self.data_parallel, self.opt = train.build(cfg, mesh, self.vocab, device, choice=choice)
         self.train_step = make_step(train.Step(cfg, self.model, self.data_parallel, self.opt), choice)
         self.graph = choice.graph
-        self.measured = choice.graph and choice.measured
+        self.quack = choice.quack
         self.attention = choice.attention_by()
 
     def batches(self):

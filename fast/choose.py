@@ -7,7 +7,7 @@ import torch
 
 from config import draws_random_numbers, head_width
 from ddp import Bucket
-from fast import flash, products, symm_mem
+from fast import flash, symm_mem
 from fast.buckets import PEER, CopyBucket, KernelBucket, LoneBucket
 from fast.flex import FlexAttention
 from fast.padded import PaddedAllToAll
@@ -15,7 +15,7 @@ from interface.packages import version_of
 from interface.terminal import say
 from layers import NORMS, Norm, vocab_cross_entropy
 from model import DTYPES, MLP
-from ops import backend, gelu_mlp, grouped_mm, norms
+from ops import backend, gelu_mlp, grouped_mm, norms, products
 from ops.activations import swiglu_by_kernel
 from ops.cross_entropy import linear_cross_entropy
 
@@ -29,7 +29,7 @@ class Choice(NamedTuple):
     single_microbatch: bool  # nothing is added to bf16 gradients, so they need no fp32 sum
     flex: bool = False       # windows and documents in a flash kernel, not through a mask
     flash: bool = False      # attention without a mask by flash-attn-4
-    measured: bool = False   # products by the algorithms that are fastest here
+    quack: bool = False      # products by quack-kernels: the experts' and, in a graph, those of narrow models
 
     def install(self, model):
         cfg = model.cfg
@@ -37,7 +37,11 @@ class Choice(NamedTuple):
         # A compiled graph would keep, and not compute again, what an autograd.Function in it returns.
         one_graph = cfg.compile and model.mesh.tp.size * model.mesh.cp.size == 1
         recomputes_graph = one_graph and cfg.recompute == "full"
-        grouped_mm.quack = experts_library(cfg, device)
+        library = None
+        if self.quack:
+            from quack import gemm_interface as library
+        grouped_mm.quack = library
+        products.quack = library if self.graph else None  # The host would launch small products late.
         flex = FlexAttention() if self.flex else None
         for block in model.blocks.values():
             block.attn.flex = flex
@@ -111,7 +115,7 @@ def choose(cfg, mesh, device, reach=None):
     graph = static_shapes(cfg, mesh, device)
     one_sided = graph and needs_row_limit(cfg, mesh) and reach(mesh, mesh.ep, device)
     return Choice(graph, one_sided, peer_copies, single, flex_possible(cfg, device),
-                  flash.is_taken(cfg, device), graph and products.is_possible(cfg, device))
+                  flash.is_taken(cfg, device), quack_possible(cfg, device))
 
 
 def has_cuda_api(device):
@@ -142,12 +146,9 @@ def grouped_mm_possible(cfg, device):
     return here and DTYPES[cfg.dtype] in backend.DTYPES
 
 
-def experts_library(cfg, device):
-    """Return the product of quack-kernels, where it is known to be faster than torch's, or None."""
-    if not cfg.n_experts or not backend.is_hopper(device) or version_of("quack-kernels") != QUACK:
-        return None
-    from quack.gemm_interface import gemm
-    return gemm
+def quack_possible(cfg, device):
+    is_here = device.index is not None and version_of("quack-kernels") == QUACK  # plan.py's has no index
+    return is_here and backend.is_hopper(device) and cfg.dtype == "bf16"
 
 
 def flex_possible(cfg, device):

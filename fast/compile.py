@@ -1,11 +1,14 @@
 """--compile: torch.compile of a model's blocks; with tp 1 and cp 1 a dense one is one graph."""
 
+import functools
+
 import torch
 
 import attention
 import moe
 import muon
 import parallel
+from ops import products
 
 
 def compile_blocks(model):
@@ -15,6 +18,7 @@ def compile_blocks(model):
     of the graph. The experts are not compiled, because the number of rows per expert varies.
     """
     prepare_compiler()
+    multiply_by_library(products.quack is not None)
     # Python counts the bytes of collectives, so the collectives stay outside the compiled graphs.
     keep_eager(parallel, "_uncompiled")
     keep_eager(parallel.Axis, "start_all_reduce")
@@ -70,3 +74,41 @@ def prepare_compiler():
 
 def keep_eager(place, name):
     setattr(place, name, torch.compiler.disable(getattr(place, name)))
+
+
+def multiply_by_library(on):
+    """Let what torch.compile compiles from here on multiply by ops/products.py, or by torch."""
+    from torch._dynamo import reset
+    from torch._inductor import config
+    now = library_pass() if on else None
+    if config.post_grad_custom_post_pass is not now:
+        config.post_grad_custom_post_pass = now
+        reset()  # What was compiled otherwise is compiled again.
+
+
+@functools.cache
+def library_pass():
+    from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+    of_torch = torch.ops.aten
+    ours = {of_torch.mm.default: torch.ops.nanoshard.product.default,
+            of_torch.addmm.default: torch.ops.nanoshard.sum_with_product.default}
+
+    class LibraryPass(CustomGraphPass):
+        def __call__(self, graph):
+            for node in graph.nodes:
+                if node.target in ours and not node.kwargs and is_served(node):
+                    node.target = ours[node.target]
+
+        def uuid(self):
+            return get_hash_for_files((__file__, products.__file__))
+
+    return LibraryPass()
+
+
+def is_served(node):
+    """Whether the library is faster in a node, which is in bf16 and adds to a matrix, if to anything."""
+    values = [argument.meta.get("val") for argument in node.args]
+    if any(x is None or x.dtype != torch.bfloat16 or x.dim() != 2 for x in values):
+        return False
+    a, b = values[-2:]
+    return products.is_faster(*a.shape, b.size(1))

@@ -12,10 +12,8 @@ import torch
 from config import ceil_div
 from fast.choose import needs_row_limit
 from fast.compile import compile_blocks
-from fast.products import choose_products, compile_products
 from fast.symm_mem import allocate
 from moe import moe_layers
-from ops import cublas_lt
 from parallel import MAX
 from pipeline import dropout_seeds
 
@@ -27,11 +25,7 @@ def make_step(plain, choice):
     """Return the step to train with: the train.Step `plain`, or a GraphedStep around it. Collective."""
     cfg = plain.cfg
     model = plain.model
-    cublas_lt.forget()
-    # one bool from each rank, over the world
-    cublas_lt.settings.measured = not model.mesh.world.everyone.any(not choice.measured)
     if cfg.compile:
-        compile_products(cublas_lt.settings.measured)
         compile_blocks(model)
     if not choice.graph:
         return plain
@@ -155,9 +149,6 @@ class GraphedStep:
         torch.cuda.synchronize()
         gc.collect()
         torch.cuda.empty_cache()
-        if cublas_lt.settings.measured:
-            choose_products(self.plain.model.mesh.world.everyone)
-            torch.cuda.empty_cache()
         self.inputs = [tuple(t.clone() for t in pair) for pair in batches]
         self.n_trained = n_trained.clone() if torch.is_tensor(n_trained) else n_trained
         self.graph = torch.cuda.CUDAGraph()

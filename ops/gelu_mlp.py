@@ -19,13 +19,13 @@ def is_possible(cfg, device):
 @torch.library.custom_op("nanoshard::product_gelu", mutates_args=())
 def product_gelu(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return gelu(z) and z = x w^T, (n, F) each: x (n, C), w (F, C)."""
-    plan = cublas_lt.plan_for(x, w.T, cublas_lt.GELU_AUX)
+    plan = cublas_lt.plan_for(x, w, cublas_lt.GELU_AUX, transposed=True)
     if plan is None:
         z = x @ w.T
         return F.gelu(z, approximate="tanh"), z
     z = x.new_empty(x.size(0), w.size(0))
     hidden = torch.empty_like(z)
-    plan.multiply(x, w.T, hidden, z)
+    plan.multiply(x, w, hidden, z)
     return hidden, z
 
 
@@ -38,7 +38,7 @@ def _(x, w):
 @torch.library.custom_op("nanoshard::product_gelu_backward", mutates_args=())
 def product_gelu_backward(grad: torch.Tensor, w: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
     """Return the gradient of z (n, F), where y = gelu(z) w^T: w (C, F), and grad (n, C) is that of y."""
-    plan = cublas_lt.plan_for(grad, w, cublas_lt.DGELU, z)
+    plan = cublas_lt.plan_for(grad, w, cublas_lt.DGELU)
     if plan is None:
         return torch.ops.aten.gelu_backward(grad @ w, z, approximate="tanh")
     out = torch.empty_like(z)

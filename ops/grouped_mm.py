@@ -23,7 +23,7 @@ TILES = {
     ("sm90", 2): ((128, 256, 64, 8, 4), (128, 128, 32, 4, 4)),
     ("hip", 2): ((128, 128, 32, 8, 2), (128, 128, 32, 8, 2)),
 }
-quack = None  # the library's product, where fast/choose.py takes it
+quack = None  # the library's functions, where fast/choose.py takes them
 PROGRAMS_PER_SM = 2  # at least what runs at once, so that no program waits for the slowest one
 
 
@@ -84,7 +84,7 @@ def experts_mm(x, w, bounds):
     e, I, O = w.shape
     if use_torch(x, (O, I)):  # w is contiguous, or the transpose of a contiguous one
         if use_quack(x):
-            return quack(x, w, cu_seqlens_m=bounds, tuned=False)
+            return quack.gemm(x, w, cu_seqlens_m=bounds, tuned=False)
         return F.grouped_mm(x, w, offs=bounds[1:])
     from ops import product_kernels
     y = x.new_empty(x.size(0), O)
@@ -105,7 +105,7 @@ def experts_wgrad(grad, x, bounds):
     O, I = grad.size(1), x.size(1)
     if use_torch(x, (O, I)):
         if use_quack(x):
-            return quack(grad.t(), x, cu_seqlens_k=bounds, tuned=False)
+            return quack.gemm(grad.t(), x, cu_seqlens_k=bounds, tuned=False)
         return F.grouped_mm(grad.t(), x, offs=bounds[1:])
     from ops import product_kernels
     e = bounds.numel() - 1
