@@ -89,15 +89,12 @@ def multiply_by_library(on):
 @functools.cache
 def library_pass():
     from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
-    of_torch = torch.ops.aten
-    ours = {of_torch.mm.default: torch.ops.nanoshard.product.default,
-            of_torch.addmm.default: torch.ops.nanoshard.sum_with_product.default}
 
     class LibraryPass(CustomGraphPass):
         def __call__(self, graph):
             for node in graph.nodes:
-                if node.target in ours and not node.kwargs and is_served(node):
-                    node.target = ours[node.target]
+                if node.target is torch.ops.aten.mm.default and is_served(*node.args):
+                    node.target = torch.ops.nanoshard.product.default
 
         def uuid(self):
             return get_hash_for_files((__file__, products.__file__))
@@ -105,10 +102,7 @@ def library_pass():
     return LibraryPass()
 
 
-def is_served(node):
-    """Whether the library is faster in a node, which is in bf16 and adds to a matrix, if to anything."""
-    values = [argument.meta.get("val") for argument in node.args]
-    if any(x is None or x.dtype != torch.bfloat16 or x.dim() != 2 for x in values):
-        return False
-    a, b = values[-2:]
-    return products.is_faster(*a.shape, b.size(1))
+def is_served(*factors):
+    """Whether the library multiplies two factors, nodes of the compiler's graph, faster."""
+    a, b = (factor.meta["val"] for factor in factors)
+    return a.dtype == torch.bfloat16 and products.is_faster(*a.shape, b.size(1))

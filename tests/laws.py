@@ -54,7 +54,7 @@ TEXTS = {"bench": (".py", ".sh", ".js", ".html", ".pbs", ".slurm"),
 # What is larger today: a number here only falls, and what is within its limit leaves the list.
 OVER = {
     "corpus, cost, programs": (5684, 31),
-    "house": (16249, 96)}
+    "house": (16069, 96)}
 LONG_FILES = {}
 
 

@@ -20,7 +20,7 @@ from ops import backend, cublas_lt, gelu_mlp, products
 from ops.activations import ACTIVATIONS
 from ops.cross_entropy import linear_cross_entropy
 from ops.gelu_mlp import GeluMLP, product_gelu
-from ops.products import product, sum_with_product
+from ops.products import product
 from parallel import make_mesh
 from runtime.launch import World
 
@@ -240,8 +240,7 @@ def test_torch_multiplies_what_the_library_cannot_read(stand_in, change):
 
 def test_torch_knows_the_operations():
     x, w1, w2, grad = matrices(torch.float32)
-    inputs = {"product": (x, w1.T), "sum_with_product": (x @ w1.T, x, w1.T), "product_gelu": (x, w1),
-              "product_gelu_backward": (grad, w2, x @ w1.T)}
+    inputs = {"product": (x, w1.T), "product_gelu": (x, w1), "product_gelu_backward": (grad, w2, x @ w1.T)}
     for name, arguments in inputs.items():
         operation = getattr(torch.ops.nanoshard, name).default
         torch.library.opcheck(operation, arguments, test_utils=("test_schema", "test_faketensor"))
@@ -251,7 +250,7 @@ def test_torch_knows_the_operations():
 # Products by quack-kernels
 
 class Quack:
-    """The two functions of the library that ops/products.py calls."""
+    """The function of the library that ops/products.py calls."""
 
     def __init__(self):
         self.shapes = []  # (m, k, n) of each product
@@ -260,9 +259,6 @@ class Quack:
         assert not tuned, "it would time every tile"
         self.shapes.append((*a.shape, b.size(1)))
         return (a.float() @ b.float()).bfloat16()
-
-    def gemm_add(self, a, b, summand, tuned):
-        return (self.gemm(a, b, tuned).float() + summand.float()).bfloat16()
 
 
 @pytest.fixture
@@ -291,12 +287,9 @@ def factors():
 
 
 @pytest.mark.parametrize("which", ["y", "grad_x", "grad_w"])
-@pytest.mark.parametrize("adds", [False, True])
-def test_the_library_multiplies(quack, which, adds):
+def test_the_library_multiplies(quack, which):
     a, b = factors()[which]
-    summand = torch.ones(a.size(0), b.size(1), dtype=HALF)
-    found = sum_with_product(summand, a, b) if adds else product(a, b)
-    torch.testing.assert_close(found, torch.addmm(summand, a, b) if adds else a @ b, rtol=0.02, atol=0.02)
+    torch.testing.assert_close(product(a, b), a @ b, rtol=0.02, atol=0.02)
     assert quack.shapes == [(*a.shape, b.size(1))]
 
 
@@ -304,13 +297,11 @@ def zeros(*shape):
     return torch.zeros(shape, dtype=HALF)
 
 
-@pytest.mark.parametrize("a, b, summand", [
-    (zeros(8, 12), zeros(12, 8), None), (zeros(8, 16).half(), zeros(16, 8).half(), None),
-    (zeros(8, 32)[:, ::2], zeros(16, 8), None), (zeros(1, 16).expand(8, 16), zeros(16, 8), None),
-    (zeros(16, 16), zeros(16, 8), zeros(1, 8))])
-def test_torch_multiplies_what_quack_cannot_read(quack, a, b, summand):
-    found = product(a, b) if summand is None else sum_with_product(summand, a, b)
-    assert torch.equal(found, a @ b) and quack.shapes == []
+@pytest.mark.parametrize("a, b", [
+    (zeros(8, 12), zeros(12, 8)), (zeros(8, 16).half(), zeros(16, 8).half()),
+    (zeros(8, 32)[:, ::2], zeros(16, 8)), (zeros(1, 16).expand(8, 16), zeros(16, 8))])
+def test_torch_multiplies_what_quack_cannot_read(quack, a, b):
+    assert torch.equal(product(a, b), a @ b) and quack.shapes == []
 
 
 def test_the_head_multiplies_by_the_library(quack):
@@ -391,10 +382,8 @@ def test_a_compiled_block_by_the_library_has_the_gradients_of_eager(quack, compi
         return [*both, *torch.autograd.grad(total, [x, *block.parameters()])]
     expected = results(block)
     compiler_of_blocks.multiply_by_library(True)
-    with mock.patch.object(Quack, "gemm_add", autospec=True, side_effect=Quack.gemm_add) as added:
-        found = results(torch.compile(block, backend=passes_alone))
-    assert added.call_count == 1  # x + W x'
-    assert len(quack.shapes) == 6  # two products, and two gradients of each
+    found = results(torch.compile(block, backend=passes_alone))
+    assert len(quack.shapes) == 5  # two products and two gradients of each, but for x + W x'
     for one, other in zip(found, expected, strict=True):
         error = (one.double() - other.double()).norm() / other.double().norm()
         assert error < 0.01
@@ -426,11 +415,11 @@ def test_quack_on_a_gpu(monkeypatch, n, n_in, n_out):
     library = pytest.importorskip("quack.gemm_interface", reason="quack-kernels is not installed")
     monkeypatch.setattr(products, "quack", library)
     monkeypatch.setattr(products, "is_faster", lambda m, k, n: True)
-    x, w, grad, summand = (torch.randn(shape, dtype=HALF, device="cuda:0")
-                           for shape in ((n, n_in), (n_out, n_in), (n, n_out), (n, n_out)))
+    x, w, grad = (torch.randn(shape, dtype=HALF, device="cuda:0")
+                  for shape in ((n, n_in), (n_out, n_in), (n, n_out)))
     with mock.patch.object(library, "gemm", side_effect=library.gemm) as called:
-        found = product(x, w.T), product(grad, w), product(grad.T, x), sum_with_product(summand, x, w.T)
+        found = product(x, w.T), product(grad, w), product(grad.T, x)
     assert called.call_count == 3
     wide = x.double() @ w.double().T, grad.double() @ w.double(), grad.double().T @ x.double()
-    for one, other in zip(found, (*wide, summand.double() + wide[0]), strict=True):
+    for one, other in zip(found, wide, strict=True):
         assert (one.double() - other).norm() / other.norm() < 3e-3
