@@ -211,7 +211,7 @@ def small(steps=2):
     parts = mock.patch.multiple(
         gpu_matrix, STEPS=steps, SHAPE=dict(gpu_matrix.SHAPE, n_layer=2),
         REPLICATED=(("dropless", dict(zero=3)),), CAPTURED=(("dropless", dict(ep=2)),),
-        MEASURED=(("llama", dict(zero=1)),), LARGER={})
+        BY_QUACK=(("llama", dict(zero=1)),), LARGER={})
     few = {name: gpu_matrix.FAMILIES[name] for name in ("llama", "capacity", "dropless")}
     with tables, parts, mock.patch.object(gpu_matrix, "FAMILIES", few):
         yield
