@@ -21,10 +21,7 @@ import zlib
 from contextlib import suppress
 from pathlib import Path
 
-if __name__ == "__main__":
-    from interface.packages import check_packages
-    check_packages()
-
+import interface.packages  # noqa: F401  isort: skip (it says in one line which package is missing)
 from interface.command_line import wrong_input
 from interface.files import best_effort, load_json, remove_folder, sync, write_whole
 from interface.paths import meant_run, steps

@@ -11,7 +11,6 @@
     4) the program; with --serve a page in the browser draws a plan
 """
 import dataclasses
-import functools
 import itertools
 import json
 import math
@@ -19,19 +18,15 @@ import string
 import sys
 from collections import Counter
 
-if __name__ == "__main__":
-    from interface.packages import check_packages
-    check_packages()
-
+import interface.packages  # noqa: F401  isort: skip (it says in one line which package is missing)
 from cost.plan_flags import arguments
 from interface.command_line import wrong_input
 
 if __name__ == "__main__":  # --help and wrong flags are answered before torch is imported.
     with wrong_input():
-        PARSED = arguments(sys.argv[1:])
+        arguments(sys.argv[1:])
 
-from config import ceil_div
-from corpus.samples import batch_size, load_blend_meta
+from corpus.samples import load_blend_meta
 from cost import plan_page
 from cost.advice import idle_warnings
 from cost.gpus import GPUS
@@ -42,7 +37,6 @@ from cost.traffic import bytes_between_nodes, reductions, traffic
 from fast.choose import needs_row_limit
 from interface.layout import check_layout
 from interface.serve import Server
-from interface.terminal import warn
 
 # -----------------------------------------------------------------------------
 # 1) The plan of one layout
@@ -109,28 +103,11 @@ def estimate(cfg, gpus, gpu, vocab, uneven=False):
         "stage_ms": [seconds[kind] * 1e3 for kind in kinds]}
 
 
-@functools.cache
-def batch_schedule(samples, full, ramp=()):
-    """Return {batch: number of steps with it} of a run that consumes at least `samples` sequences."""
-    steps = Counter()
-    done = 0
-    while done < samples:
-        batch = batch_size(done, full, ramp)
-        count = ceil_div(samples - done, full) if batch == full else 1
-        steps[batch] += count
-        done += count * batch
-    return steps
-
-
 def training_cost(cfg, plan):
-    """Return {"steps", "days", "gpu_hours"} of --tokens. plan: what estimate returned for cfg, a PlanFlags.
-
-    The smaller steps of a batch ramp take as long per token as the others.
-    """
-    steps = batch_schedule(math.ceil(cfg.tokens / cfg.seq_len), cfg.global_batch, cfg.rampup_batch_size)
-    sequences = sum(batch * count for batch, count in steps.items())
-    hours = sequences / cfg.global_batch * plan["ms"] / 3.6e6
-    return {"steps": sum(steps.values()), "days": hours / 24, "gpu_hours": hours * cfg.gpus}
+    """Return {"steps", "days", "gpu_hours"} of --tokens in whole global batches: a ramp takes more steps."""
+    steps = math.ceil(cfg.tokens / cfg.seq_len / cfg.global_batch)
+    hours = steps * plan["ms"] / 3.6e6
+    return {"steps": steps, "days": hours / 24, "gpu_hours": hours * cfg.gpus}
 
 
 def vocabulary(cfg):
@@ -141,10 +118,7 @@ def vocabulary(cfg):
     if cfg.data == "synthetic":
         symbols = 256
     elif cfg.data:
-        try:
-            symbols = load_blend_meta(cfg.data)["vocab_size"]
-        except FileNotFoundError:
-            warn(f"{cfg.data} is not here: planned with GPT-2's {symbols:,} symbols, or give --vocab-size")
+        symbols = load_blend_meta(cfg.data)["vocab_size"]
     if cfg.objective == "mlm":
         symbols += 1  # [MASK]
     return symbols
@@ -294,10 +268,9 @@ def print_plan(cfg, plan):
     if cfg.pp > 1:
         print_schedule(cfg)
     if cfg.tokens:
-        ramp = ", with the ramp" if cfg.rampup_batch_size else ""
-        rows = [("steps", f"{plan['steps']:,}"), ("days", f"{plan['days']:,.2f}"),
+        rows = [("steps of a global batch", f"{plan['steps']:,}"), ("days", f"{plan['days']:,.2f}"),
                 ("GPU-hours", f"{plan['gpu_hours']:,.0f}")]
-        print_table(f"{cfg.tokens:.3g} tokens{ramp}", rows)
+        print_table(f"{cfg.tokens:.3g} tokens", rows)
     for line in plan["warnings"]:
         print(f"warning: {line}")
 
@@ -354,11 +327,9 @@ def answer(asked):
 
 
 @wrong_input()
-def main(argv=None, parsed=None):
-    """Print a plan. parsed: arguments(argv), where that was done already."""
-    if argv is None:
-        argv = sys.argv[1:]
-    cfg, counts = parsed or arguments(argv)
+def main(argv=None):
+    """Print a plan. SystemExit(2) after one line on stderr: wrong input."""
+    cfg, counts = arguments(sys.argv[1:] if argv is None else argv)
     if cfg.serve:
         page = plan_page.settings(cfg)
         Server("127.0.0.1", cfg.port).run(answer, page, "plan.html")
@@ -380,4 +351,4 @@ def main(argv=None, parsed=None):
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(parsed=PARSED))
+    raise SystemExit(main())

@@ -13,10 +13,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-if __name__ == "__main__":
-    from interface.packages import check_packages
-    check_packages()
-
+import interface.packages  # noqa: F401  isort: skip (it says in one line which package is missing)
 import tyro
 
 from config import ceil_div

@@ -32,10 +32,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-if __name__ == "__main__":
-    from interface.packages import check_packages
-    check_packages()
-
+import interface.packages  # noqa: F401  isort: skip (it says in one line which package is missing)
 import numpy as np
 import tyro
 

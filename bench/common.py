@@ -11,11 +11,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from interface.packages import check_packages
-
-check_packages()
-
-from runtime.launch import LAUNCHERS, started_by
+from runtime.launch import LAUNCHERS, started_by  # its package says what is not installed
 
 from interface.command_line import command_line, wrong_input
 from interface.layout import check_alone, check_flags

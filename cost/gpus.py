@@ -9,7 +9,6 @@ class Gpu(NamedTuple):
     sms: int          # multiprocessors
     sustained: float  # fraction of the peak that a matrix product reaches, its tail apart
     tail: float       # waves lost per matrix product
-    tiles: tuple      # (rows, columns) of the results that a multiprocessor of cuBLAS' large kernels computes
     link: float       # B/s per GPU inside a node
     net: float        # B/s per GPU between nodes
     rails: int = 1    # GPUs of a node that have a network adapter each; a ring uses all of them
@@ -20,18 +19,17 @@ class Gpu(NamedTuple):
 # Measured on H200 (bench/README.md, "The machine"); h100 has the same share of its memory's rate. fp8 is what
 # steps showed, with rounding; its products alone have 1.57 to 2.03 times bf16's rate. The network is assumed:
 # 80 % of 8 x 400 Gb/s per node.
-HOPPER = dict(peak=989e12, sms=132, sustained=0.735, tail=0.5, link=320e9, net=40e9, rails=8, fp8=1.4,
-              tiles=((128, 256), (256, 128), (192, 192)))
+HOPPER = dict(peak=989e12, sms=132, sustained=0.735, tail=0.5, link=320e9, net=40e9, rails=8, fp8=1.4)
 # sustained, tail and link (what tensor parallelism gets) are the best of a grid for 17 rows of BLOOM's
 # planning table with other models (tests/test_plan.py), with an error of 5 % rms. They describe that cluster
 # and its software of 2022. The network is assumed, 80 % of 4 x 100 Gb/s per node, and one rail: with 4
 # BLOOM's layout would come 5th of 17, not 3rd.
-AMPERE = dict(peak=312e12, sms=108, sustained=0.8, tail=2.0, tiles=((128, 256),), link=80e9, net=5e9)
+AMPERE = dict(peak=312e12, sms=108, sustained=0.8, tail=2.0, link=80e9, net=5e9)
 # a100-40x4: a node of Polaris, with the rates that its users published of nccl-tests in 2026.
 AMPERE_X4 = {**AMPERE, "link": 205e9, "net": 28.5e9 / 4, "rails": 4, "node": 4}
 HOPPER_X4 = {**HOPPER, "rails": 4, "node": 4}
 # Half a card of Frontier and LUMI-G, and of Aurora. Peak and memory are the vendors', all else is assumed.
-ASSUMED = dict(sustained=0.5, tail=0.5, tiles=((128, 256),))
+ASSUMED = dict(sustained=0.5, tail=0.5)
 MI250X = dict(peak=191.5e12, sms=110, link=40e9, net=10e9, rails=4, **ASSUMED)
 PVC = dict(peak=419e12, sms=64, link=20e9, net=13e9, rails=8, node=12, **ASSUMED)
 GPUS = {

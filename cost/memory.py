@@ -112,10 +112,9 @@ def _expert_activations(rank):  # of the router and the routed experts alone
 def gradient_bytes(rank):
     """Return the bytes of the gradients, each as Rank.gradient_kind says.
 
-    From ZeRO-2 on a rank keeps only its slices of the sums, and two slots for whole buckets. Peer copies also
-    need room for the other ranks' part of a bucket.
+    From ZeRO-2 on a rank keeps only its slices of the sums, and two slots for whole buckets.
     """
-    total = slot = arriving = 0
+    total = slot = 0
     for bucket in rank.trained:
         kind = rank.gradient_kind(bucket)
         whole = bucket.elements * (rank.sum_bytes if kind == "summed" else rank.weight_bytes)
@@ -126,9 +125,7 @@ def gradient_bytes(rank):
             total += whole
         if uses_slots or kind == "copied":
             total += bucket.elements / rank.n_slices(bucket) * rank.sum_bytes
-        if kind == "copied":
-            arriving = max(arriving, whole)
-    return total + 2 * slot + arriving
+    return total + 2 * slot
 
 
 def state_bytes(rank):

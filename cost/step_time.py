@@ -16,6 +16,7 @@ from ops.activations import GATED
 from pipeline import timetable
 
 # Matrix products
+TILE = 128, 256  # rows and columns of a result that a multiprocessor computes in cuBLAS' large kernels
 RAMP = 64  # elements of the inner dimension until a tile's pipeline is full
 MISALIGNED = 0.78  # of a product's rate, a width that is no multiple of 64: 14,400 over 8, in BLOOM's table
 ADAPTED = 2.3  # passes of a frozen weight with adapters, which has no gradient: fitted to the row with --lora
@@ -38,7 +39,6 @@ ADAM = 32  # bytes per parameter: the gradient twice; two moments, and weight wi
 LATENCY = 20e-6  # s per collective: 18 us at 1 MB on h200
 HOP = 2.16e-6  # s per rank of a ring: in NCCL's table 1.9 us inside a node and 4 us over the network
 HIDDEN = 0.5  # of the possible overlap of compute and NCCL: 0.504 ms beside 1.865 ms took 2.125
-COPIED = 0.85  # the same where copy engines carry the bytes: it took 1.936
 
 # The fullest of `ep` ranks has 1 + SKEW sqrt((ep - 1) / E) times the mean number of rows in the mean layer, a
 # third of the excess in the worst layer: the row limits on which W2b had settled on text after 200 steps.
@@ -85,16 +85,11 @@ def allocated_row_factor(cfg, mesh):
 def waves(m, n, count, gpu):
     """Return how many waves the output tiles of `count` products (m, n) fill, and how many they take.
 
-    A wave is a tile on each multiprocessor. The tiles are those of gpu.tiles that take the least time.
+    A wave is a tile on each multiprocessor.
     """
-    found = []
-    for height, width in gpu.tiles:
-        tiles = count * math.ceil(m / height) * math.ceil(n / width)
-        filled = count * m * n / (height * width) / gpu.sms
-        taken = max(1, math.ceil(tiles / gpu.sms))
-        found.append((filled / (taken + gpu.tail), filled, taken))
-    _, used, whole = max(found)
-    return used, whole
+    height, width = TILE
+    tiles = count * math.ceil(m / height) * math.ceil(n / width)
+    return count * m * n / (height * width) / gpu.sms, max(1, math.ceil(tiles / gpu.sms))
 
 
 def matmul_seconds(m, n, k, gpu, count=1):
@@ -220,24 +215,18 @@ def communication_seconds(rank, gpu, sent):
     return seconds
 
 
-def exposed_seconds(mesh, gpu, reductions, slowest, overlap):
+def exposed_seconds(mesh, gpu, reductions, beside):
     """Return the seconds of the sums of gradients and gathers of weights that compute does not hide.
 
-    reductions: {axis name: cost.traffic.Reduction}. slowest: seconds of the micro-batches during
-    which they are sent. overlap: the part of what could be hidden that is.
+    reductions: {axis name: cost.traffic.Reduction}. beside: seconds of the micro-batches during which they
+    are sent.
     """
-    exposed = 0.0
-    for kind, share in (("gradients", 2 / 3), ("weights", 1 / 3)):  # beside backward, beside forward
-        whole = 0.0
-        for name, reduction in reductions.items():
-            axis = mesh.axes()[name]
-            nbytes = getattr(reduction, kind)
-            if nbytes:
-                trip = LATENCY + HOP * (axis.size - 1)
-                rate = ring_bandwidth(axis, axis.ranks[1] - axis.ranks[0], gpu)
-                whole += nbytes / rate + reduction.calls * trip
-        exposed += whole - overlap * min(whole, slowest * share)
-    return exposed
+    whole = 0.0
+    for name, (nbytes, calls) in reductions.items():
+        axis = mesh.axes()[name]
+        rate = ring_bandwidth(axis, axis.ranks[1] - axis.ranks[0], gpu)
+        whole += nbytes / rate + calls * (LATENCY + HOP * (axis.size - 1))
+    return whole - HIDDEN * min(whole, beside)
 
 
 def bubble(ranks, chunks, num_micro_batches):
@@ -289,11 +278,10 @@ def step_time(rank, gpu, slowest, reductions):
     idle = bubble(rank.mesh.pp.size, cfg.pp_chunks, num_micro_batches) * (compute + gradients)
     # From ZeRO-2 on gradients are sent in every micro-batch, before that in the last one.
     beside = compute if cfg.zero > 1 else slowest
-    overlap = COPIED if rank.choice.peer_copies else HIDDEN
     return {"compute": compute,
             "bubble": idle,
             "gradients": gradients,
-            "reduce": exposed_seconds(rank.mesh, gpu, reductions, beside, overlap),
+            "reduce": exposed_seconds(rank.mesh, gpu, reductions, beside),
             "optimizer": rank.owned() * ADAM / gpu.hbm + muon_seconds(rank, gpu)}
 
 

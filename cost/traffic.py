@@ -22,7 +22,7 @@ def traffic(rank, batch):
     num_micro_batches = micro_batches(cfg, rank.mesh, batch)
     sent = Counter()
     for axis, reduction in reductions(rank, batch).items():
-        sent[axis] = reduction.gradients + reduction.weights
+        sent[axis] = reduction.nbytes
     sent["tp"] += num_micro_batches * tensor_parallel_bytes(rank)
     sent["cp"] += num_micro_batches * rank.blocks * context_parallel_bytes(rank)
     if cfg.n_experts:
@@ -125,9 +125,8 @@ def dispatch_bytes(rank):
 
 class Reduction(NamedTuple):
     """The sums over one axis in a step, and what follows them."""
-    gradients: float  # bytes sent while the last backward runs; from ZeRO-2 on, while every backward runs
-    weights: float    # bytes sent while the next forward runs: ZeRO-1's all-gathers
-    calls: int        # collectives of each kind, one per bucket
+    nbytes: float  # gradients, which backward sends, and weights, which the next forward sends
+    calls: int     # collectives, of each kind one per bucket
 
 
 def reductions(rank, batch=0):
@@ -158,11 +157,11 @@ def reductions(rank, batch=0):
             of_zero_3 = sum(part[name] for part in parts + parts[1:cfg.n_layer])
             of_zero_1 = sum(rank.padded(bucket) for bucket in buckets if not rank.is_sharded(bucket))
             gathered = of_zero_1 + num_micro_batches * of_zero_3
-            found[shard.name] = Reduction(shard.ring * n * grad_bytes * times,
-                                          shard.ring * gathered * rank.weight_bytes, len(buckets))
+            nbytes = shard.ring * (n * grad_bytes * times + gathered * rank.weight_bytes)
+            found[shard.name] = Reduction(nbytes, 2 * len(buckets))
         if replicas.size > 1:
-            gradients = 2 * replicas.ring * n / shard.size * rank.sum_bytes
-            found[replicas.name] = Reduction(gradients, 0, len(buckets))
+            nbytes = 2 * replicas.ring * n / shard.size * rank.sum_bytes
+            found[replicas.name] = Reduction(nbytes, len(buckets))
     return found
 
 

@@ -1,4 +1,4 @@
-"""What is said where Python is too old, or the environment is not activated."""
+"""Imported first, it says in one line where Python is too old, or the environment is not activated."""
 import importlib.util
 import sys
 
@@ -21,3 +21,6 @@ def version_of(package):
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return ""
+
+
+check_packages()

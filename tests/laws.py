@@ -53,8 +53,8 @@ TEXTS = {"bench": (".py", ".sh", ".js", ".html", ".pbs", ".slurm"),
 
 # What is larger today: a number here only falls, and what is within its limit leaves the list.
 OVER = {
-    "corpus, cost, programs": (5684, 31),
-    "house": (16069, 96)}
+    "corpus, cost, programs": (5622, 31),
+    "house": (16008, 96)}
 LONG_FILES = {}
 
 

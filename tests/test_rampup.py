@@ -8,7 +8,6 @@ from runs import go, rows, same
 from config import Config
 from corpus.samples import batch_size
 from interface.layout import check_batch
-from plan import batch_schedule as schedule
 
 RAMP = ["--global-batch=8", "--rampup-batch-size", 4, 2, 16]
 
@@ -27,15 +26,6 @@ def test_the_schedule_is_megatrons():
             assert batch_size(samples, full, ramp) == megatron(samples, full, *ramp)
     assert [batch_size(s, 8, (4, 2, 16)) for s in (0, 7, 8, 15, 16, 99)] == [4, 4, 6, 6, 8, 8]
     assert batch_size(5, 8) == batch_size(5, 8, (8, 4, 100)) == 8
-    assert [schedule(n, 8, (4, 2, 16)) for n in (0, 4, 15, 44)] == \
-        [{}, {4: 1}, {4: 2, 6: 2}, {4: 2, 6: 2, 8: 3}]
-    for samples in range(1, 3000, 37):
-        done = 0
-        for batch, n in schedule(samples, 384, (32, 32, 2_000)).items():
-            for _ in range(n):
-                assert batch_size(done, 384, (32, 32, 2_000)) == batch and done < samples
-                done += batch
-        assert done >= samples
 
 
 @pytest.mark.parametrize("full,ramp,unit", [
