@@ -222,6 +222,7 @@ class Reader:
 
     def fill(self, name, out, full, offset):
         """Copy into out the rectangle of its shape at offset of tensor `name`, whose full shape is `full`."""
+        from safetensors import safe_open
         entry = self.index["tensors"].get(name, {"shape": None})
         if list(full) != entry["shape"]:
             raise ValueError(f"checkpoint {self.path}: the shape of {name} is {entry['shape']} there, in "
@@ -232,7 +233,10 @@ class Reader:
             if both is None:
                 continue
             here, there = both
-            source = self._read(piece["file"], piece["key"], there)
+            file = piece["file"]
+            if file not in self.handles:
+                self.handles[file] = safe_open(self.path / file, framework="pt")
+            source = self.handles[file].get_slice(piece["key"])[there]
             out[here].copy_(source)
             copied += source.numel()
         if copied != out.numel():
@@ -244,12 +248,6 @@ class Reader:
         out = torch.empty(entry["shape"], dtype=getattr(torch, entry["dtype"]))
         self.fill(name, out, entry["shape"], [0] * out.ndim)
         return out
-
-    def _read(self, file, key, where):
-        from safetensors import safe_open
-        if file not in self.handles:
-            self.handles[file] = safe_open(self.path / file, framework="pt")
-        return self.handles[file].get_slice(key)[where]
 
 
 def overlap(offset, shape, other_offset, other_shape):

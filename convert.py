@@ -88,14 +88,12 @@ def choose_step(run):
     """Return a run's checkpoint with the lowest validation loss, or else the newest; a checkpoint itself."""
     if not (run / "config.json").exists():
         return run
-    from runtime.everyone import Everyone
-    from runtime.pieces import first_sound  # not at the top: it imports torch
-    newest = first_sound(Everyone(), checkpoint.steps(run))
-    if newest is None:
+    saved = checkpoint.steps(run)
+    if not saved:
         raise FileNotFoundError(f"{run} holds no checkpoint; train with --save-every N")
-    lowest = checkpoint.read_index(newest)["meta"].get("best", {})
+    lowest = checkpoint.read_index(saved[0])["meta"].get("best", {})
     best = run / f"step_{lowest.get('step', 0):06d}"
-    return best if best.is_dir() and checkpoint.damage(best) is None else newest
+    return best if best.is_dir() else saved[0]
 
 
 # -----------------------------------------------------------------------------

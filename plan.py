@@ -26,7 +26,7 @@ if __name__ == "__main__":  # --help and wrong flags are answered before torch i
     with wrong_input():
         arguments(sys.argv[1:])
 
-from corpus.samples import load_blend_meta
+from corpus.samples import open_data
 from cost import plan_page
 from cost.advice import idle_warnings
 from cost.gpus import GPUS
@@ -112,16 +112,10 @@ def training_cost(cfg, plan):
 
 def vocabulary(cfg):
     """Return the number of symbols: that of --vocab-size, of the data set, or GPT-2's."""
-    if cfg.vocab_size:
-        return cfg.vocab_size
-    symbols = 50257
-    if cfg.data == "synthetic":
-        symbols = 256
-    elif cfg.data:
-        symbols = load_blend_meta(cfg.data)["vocab_size"]
-    if cfg.objective == "mlm":
-        symbols += 1  # [MASK]
-    return symbols
+    if cfg.vocab_size or not cfg.data:
+        return cfg.vocab_size or 50257
+    _, _, vocab_size, _ = open_data(cfg)
+    return vocab_size
 
 
 # -----------------------------------------------------------------------------

@@ -15,7 +15,6 @@ conversations.
 """
 import functools
 import gzip
-import hashlib
 import itertools
 import json
 import multiprocessing
@@ -37,7 +36,7 @@ import numpy as np
 import tyro
 
 from corpus import chat, shards, text, tokenizer
-from corpus.order import draw_keys, permute
+from corpus.order import draw_keys, permute, split_of
 from corpus.shards import SPLITS
 from interface.command_line import command_line, wrong_input
 from interface.files import set_aside, whole_folder
@@ -164,9 +163,7 @@ def encode(folder, sha256, job):
     """
     val_fraction, document = job
     vocab = load_tokenizer(folder, sha256)
-    digest = hashlib.blake2b(document.encode(), digest_size=8).digest()
-    uniform = int.from_bytes(digest, "little") / 2**64
-    split = "val" if uniform < val_fraction else "train"
+    split = split_of(document, val_fraction)
     tokens = vocab.encode_numpy(document)
     if vocab.eod is not None:
         tokens = np.append(tokens, vocab.eod)

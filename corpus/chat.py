@@ -9,13 +9,13 @@ With a special token for each of ROLES it becomes
 "<|assistant|>" gets the ids of these characters. The assistant's words and the <|end|> after them are
 trained, except in a message with "weight": 0, and nothing else.
 """
-import hashlib
 import json
 from collections import Counter
 from typing import Literal
 
 import numpy as np
 
+from corpus.order import split_of
 from corpus.shards import SPLITS
 from corpus.text import json_lines
 from interface.files import check_schema
@@ -105,18 +105,11 @@ def pack(conversations, val, template, seq_len, val_fraction, seed):
             counts["dropped"] += 1
             continue
         counts["cut"] += len(ids) > width
-        split = "val" if i >= len(conversations) else split_of(everything[i], val_fraction)
+        said = json.dumps([(message["role"], message["content"]) for message in everything[i]])
+        split = "val" if i >= len(conversations) else split_of(said, val_fraction)
         pairs[split].append((ids[:width], trained[:width]))
         counts[split] += 1
     return {split: fill_windows(pairs[split], width, template.end) for split in SPLITS}, counts
-
-
-def split_of(messages, val_fraction):
-    """Return train or val. The hash of a conversation's text alone decides, so equal ones stay together."""
-    said = [{"role": message["role"], "content": message["content"]} for message in messages]
-    digest = hashlib.sha256(json.dumps(said).encode()).digest()
-    uniform = int.from_bytes(digest[:8], "little") / 2**64
-    return "val" if uniform < val_fraction else "train"
 
 
 def fill_windows(conversations, width, padding):

@@ -14,6 +14,13 @@ def splitmix64(z):
     return z ^ (z >> np.uint64(31))
 
 
+def split_of(text, val_fraction):
+    """Return train or val. The hash of a text alone decides, so equal texts stay together."""
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    uniform = int.from_bytes(digest, "little") / 2**64
+    return "val" if uniform < val_fraction else "train"
+
+
 def draw_keys(*what):
     """Return eight random numbers, (8,) uint64, that depend on `what` (strings and numbers) alone."""
     digest = hashlib.blake2b(repr(what).encode(), digest_size=64).digest()

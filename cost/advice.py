@@ -19,12 +19,9 @@ def idle_warnings(rank, gpu, stage_ms):
     if cfg.n_kv_head % cfg.tp:
         lines.append(f"tp {cfg.tp} exceeds n-kv-head {cfg.n_kv_head}: key/value weights are replicated, "
                      f"{cfg.tp // cfg.n_kv_head} ranks compute each head")
-    if cfg.ep > gpu.node:
-        lines.append(f"ep {cfg.ep} reaches over the node's {gpu.node} GPUs: rows travel by all_to_all on the "
-                     f"slow network, not through symmetric memory; try --ep {gpu.node}")
-    if cfg.cp * cfg.tp > gpu.node:
-        lines.append(f"cp {cfg.cp} * tp {cfg.tp} reaches over the node's {gpu.node} GPUs, on the slow "
-                     "network")
+    for name, ranks in ((f"ep {cfg.ep}", cfg.ep), (f"cp {cfg.cp} * tp {cfg.tp}", cfg.cp * cfg.tp)):
+        if ranks > gpu.node:
+            lines.append(f"{name} reaches over the node's {gpu.node} GPUs, on the slow network")
     slowest = max(stage_ms) * len(stage_ms) / sum(stage_ms)
     if slowest > 1.05:
         lines.append(f"stages of unequal work: the slowest takes {slowest:.2f} times the mean")

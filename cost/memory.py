@@ -3,7 +3,6 @@
 Activations are counted tensor by tensor, as model.py and ops/ keep them for backward.
 """
 import itertools
-import os
 
 from cost.parameters import Rank, micro_batches
 from cost.step_time import allocated_row_factor
@@ -175,9 +174,8 @@ def logits_bytes(rank):
     rows = rank.head_rows
     if not cfg.logit_softcap:
         rows = min(rows, rows_per_block(rank.vocab, rank.weight_bytes))
-    logits = rows * rank.vocab * logit_bytes
-    weight_grad = 0 if cfg.lora else rank.vocab * cfg.n_embd * rank.weight_bytes
-    return logits + weight_grad
+    weight_grad = rank.vocab * cfg.n_embd * rank.weight_bytes
+    return rows * rank.vocab * logit_bytes + weight_grad
 
 
 def memory(rank):
@@ -218,15 +216,10 @@ def check_memory(cfg, mesh, vocab_size, world):
     at_best = choose(cfg, mesh, world.device, lambda *_: True)  # no rank is asked what it can reach
     rank = Rank(cfg, mesh, vocab_size, at_best)
     needed = sum(state_bytes(rank).values())
-    have = total_memory(world.device)
     if world.device.type == "cpu":
         parts = memory(rank)
         needed = world.local_size * (sum(parts.values()) - parts["overhead"])
-        have = host_memory()
+    have = total_memory(world.device)
     if needed > have > 0:
         raise ValueError(f"a step takes at least {needed / GIB:,.1f} GiB, and {have / GIB:,.1f} are there; "
                          "try --zero, --tp or --pp on more devices, or a smaller --micro-batch or --n-embd")
-
-
-def host_memory():  # bytes
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

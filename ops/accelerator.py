@@ -1,5 +1,6 @@
 """What torch says about a device, asked in the same way for every kind of accelerator."""
 import contextlib
+import os
 import resource
 import sys
 from functools import cache
@@ -22,6 +23,8 @@ def device_name(device):
 
 
 def total_memory(device):
+    if device.type == "cpu":
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     properties = ask(device, "get_device_properties")
     return getattr(properties, "total_memory", 0)  # bytes
 

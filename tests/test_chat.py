@@ -94,7 +94,9 @@ def test_an_answer_of_weight_0_is_read_and_not_trained(data):
     assert vocab.decode([i for i, t in zip(ids, trained, strict=True) if t]) == "good<|end|>"
     weighted = [[{**plain[0], "content": f"a {i}"}, {**plain[1], "weight": 1}] for i in range(20)]
     bare = [[first, plain[1]] for first, _ in weighted]
-    assert [chat.split_of(a, 0.5) for a in weighted] == [chat.split_of(b, 0.5) for b in bare]
+    template = chat.Template(vocab)
+    one, other = (chat.pack(talks, [], template, 16, 0.5, 0)[1] for talks in (weighted, bare))
+    assert one == other and one["train"] and one["val"], "a weight moves no conversation to the other split"
 
 
 def test_characters_have_special_tokens_too(tmp_path):

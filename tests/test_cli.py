@@ -363,17 +363,17 @@ def test_no_program_takes_a_number_that_is_not_finite():
 def test_a_step_that_exceeds_the_nodes_memory_is_refused(tmp_path, monkeypatch):
     """The kernel would kill the run without a line."""
     flags = ["--n-embd=64", "--n-head=2", "--n-layer=2"]
-    monkeypatch.setattr(memory, "host_memory", lambda: 2**16)
+    monkeypatch.setattr(memory, "total_memory", lambda device: 2**16)
     got = session(World(), [*TINY, f"--out={tmp_path / 'run'}", *flags])
     assert_refused(got, "smaller --micro-batch")
     pair = SimpleNamespace(rank=0, size=4, calls=None, local_rank=0, local_size=2, device=World().device)
-    monkeypatch.setattr(memory, "host_memory", lambda: 2**40)
+    monkeypatch.setattr(memory, "total_memory", lambda device: 2**40)
     cfg = parse(flags)
     choice = choose(cfg, make_mesh(pair, groups=False), pair.device)
     parts = memory.memory(Rank(cfg, make_mesh(pair, groups=False), 100, choice))
     need = sum(parts.values()) - parts["overhead"]
     for enough, more, fits in ((2.0, [], True), (1.9, [], False), (2.0, ["--micro-batch=300"], False)):
-        monkeypatch.setattr(memory, "host_memory", lambda enough=enough: enough * need)
+        monkeypatch.setattr(memory, "total_memory", lambda device, enough=enough: enough * need)
         this = parse([*flags, *more])
         mesh = make_mesh(pair, pp=this.pp, groups=False)
         refused = pytest.raises(ValueError, match="smaller --micro-batch")

@@ -181,7 +181,11 @@ def test_sample_py_takes_the_lowest_validation_loss(run, tmp_path):
         checkpoint.save(tmp_path, step, [("w", torch.ones(2), (2,), (0,))], meta)
     shutil.copy(run / "config.json", tmp_path)
     assert sample.read_run(tmp_path)[2].path.name == "step_000001"
-    (tmp_path / "step_000001" / "index.json").write_text("{}")  # damaged: the newest
+    (tmp_path / "step_000001" / "index.json").write_text("{}")
+    with pytest.raises(ValueError, match="step_000001 was damaged"):
+        sample.read_run(tmp_path)
+    assert sample.read_run(tmp_path / "step_000002")[2].path.name == "step_000002"
+    shutil.rmtree(tmp_path / "step_000001")  # then the newest
     assert sample.read_run(tmp_path)[2].path.name == "step_000002"
 
 
