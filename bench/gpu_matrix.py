@@ -263,12 +263,18 @@ def difference(losses, expected, what, first=1e-4, most=2e-2):
 # Windows and documents: the flash kernel and the mask. Without them: flash-attn-4 and torch's attention
 
 def losses_of(world, flags, has_documents, without, kernel="flex"):
-    """Return the losses of STEPS steps of one rank, and whether its attention has the kernel."""
+    """Return the losses of STEPS steps of one rank, and whether its attention has the kernel.
+
+    If it should have the kernel and does not, it takes no step.
+    """
     training = Training(Config(**flags), World(device=world.device), without)
+    has_kernel = getattr(training.model.blocks["0"].attn, kernel) is not None
+    if not without and not has_kernel:
+        return np.array([]), False
     if has_documents:
         training.source = Documents(training.vocab, training.cfg.seq_len, training.cfg.seed, MEAN)
     losses = [training.step(training.batches(), full=True).item() for _ in range(STEPS)]
-    return np.array(losses), getattr(training.model.blocks["0"].attn, kernel) is not None
+    return np.array(losses), has_kernel
 
 
 def check_flash(world):

@@ -7,18 +7,23 @@ from unittest import mock
 
 import pool  # noqa: F401 sets what the server imports
 import pytest
-import torch
 
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # for test_kernels.py; Triton reads it at its first import
 os.environ["COLUMNS"] = "100"  # the terminal to whose width lines are folded
-with mock.patch.object(os, "cpu_count", lambda: 1):
-    import prepare  # noqa: F401 its --workers is 1 by default: a text of a test needs no process of its own
-forkserver.ensure_running()  # it forks the pool's ranks, and imports torch while pytest collects the tests
 # The files that take longest start first, so that none of them is left for the end.
 LONGEST = ["test_resume", "test_plan", "test_watch", "test_export", "test_corpus", "test_launch",
            "test_faults", "test_layouts", "test_validation", "test_checkpoint", "test_convert", "test_bench",
            "test_symm_mem", "test_graph"]
+
+
+def pytest_configure(config):
+    if config.getoption("numprocesses", None):
+        return  # this process hands the tests to others, and needs no torch
+    import torch
+    if not torch.cuda.is_available():
+        os.environ["TRITON_INTERPRET"] = "1"  # for test_kernels.py; Triton reads it at its first import
+    with mock.patch.object(os, "cpu_count", lambda: 1):
+        import prepare  # noqa: F401 its --workers is 1 by default: a text of a test needs no process of its own
+    forkserver.ensure_running()  # it forks the pool's ranks, and imports torch while pytest collects the tests
 
 
 def pytest_collection_modifyitems(items):

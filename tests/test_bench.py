@@ -19,6 +19,7 @@ sys.path.insert(0, str(ROOT / "bench"))  # also in the ranks of the pool, which 
 import collectives
 import gpu_matrix
 import smoke
+from test_compile import tracing
 from test_graph import graphs_on_a_cpu
 
 from parallel import make_mesh
@@ -220,7 +221,7 @@ def small(steps=2):
 def rehearsed(world, *parts):
     said = io.StringIO()
     ranks = mock.patch.multiple(gpu_matrix, launch=lambda **options: world, shutdown=lambda world: None)
-    with small(), ranks, contextlib.redirect_stdout(said):
+    with small(), tracing(), ranks, contextlib.redirect_stdout(said):
         gpu_matrix.main(list(parts))
     return said.getvalue().splitlines()
 

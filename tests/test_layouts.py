@@ -85,9 +85,10 @@ def flags_of(family, layout=None):
 
 
 def sequences(n, layout):
-    """Return the sequences of a step: two micro-batches on each replica, and four where there is one."""
-    replicas = n // layout.get("pp", 1) // layout.get("tp", 1) // layout.get("cp", 1)
-    return max(8, 4 * replicas)
+    """Return the sequences of a step: two micro-batches on each replica; one pipeline alone has four."""
+    stages = layout.get("pp", 1)
+    replicas = n // stages // layout.get("tp", 1) // layout.get("cp", 1)
+    return max(4 * replicas, 8 if stages > 1 else 4)
 
 
 # -----------------------------------------------------------------------------
