@@ -245,7 +245,7 @@ def test_buckets_are_those_of_data_parallel():
 # Traffic: every byte that parallel.Axis counted
 
 BASE = dict(n_layer=2, n_head=4, n_kv_head=2, n_embd=16, ffn_hidden=24, vocab_size=100, seq_len=8,
-            dtype="fp64", micro_batch=2, global_batch=8)
+            dtype="fp64", micro_batch=2)
 EXPERTS = dict(BASE, n_experts=8, top_k=2)
 WIDE = dict(BASE, n_embd=64, ffn_hidden=256, micro_batch=1)
 LAYOUTS = [dict(BASE, tp=2, pp=2), dict(BASE, tp=4, recompute="full"), dict(BASE, zero=1, tp=2),
@@ -281,18 +281,22 @@ LAYOUTS += [dict(WIDE, zero=3, shard=2), dict(WIDE, zero=2, shard=2, tied=True, 
 LAYOUTS += [dict(EXPERTS, tp=2, ep=2, doc_mask="on", capacity_factor=1.0),
             dict(EXPERTS, tp=2, cp=2, doc_mask="on", router="sigmoid")]
 # What backward gathers again. A causal model over cp refuses --recompute selective: see config.py.
-GATHERED = [dict(shape, objective=objective, cp=2, recompute=recompute, global_batch=4)
+GATHERED = [dict(shape, objective=objective, cp=2, recompute=recompute)
             for shape in (BASE, dict(EXPERTS, ep=2, capacity_factor=1.0))
             for objective, recompute in (("clm", "none"), ("clm", "full"), ("mlm", "none"),
                                          ("mlm", "selective"), ("mlm", "full"))]
 
 
 def sent(world, flags):
+    """Take a step with two micro-batches on each replica, or one on each of four.
+
+    Return {axis: bytes that this rank sent}, and the predicted ones.
+    """
     cfg = Config(**flags)
     mesh = make_mesh(world, cfg.tp, cfg.pp, cfg.ep, cp=cfg.cp, shard=cfg.shard)
     model, data_parallel, opt = train.build(cfg, mesh, cfg.vocab_size, world.device)
     opt.stop = Stop(0.0)  # its votes travel with the statistics of a step
-    batch = cfg.global_batch
+    batch = min(8, 2 * cfg.micro_batch * mesh.dp.size)
     source = (Documents if cfg.doc_mask == "on" else Synthetic)(100, 8, 1)
     batches = train.micro_batches(cfg, mesh, source, 0, batch, world.device)
     train.Step(cfg, model, data_parallel, opt)(batches, 1)
