@@ -22,8 +22,8 @@ def pytest_configure(config):
     if not torch.cuda.is_available():
         os.environ["TRITON_INTERPRET"] = "1"  # for test_kernels.py; Triton reads it at its first import
     with mock.patch.object(os, "cpu_count", lambda: 1):
-        import prepare  # noqa: F401 its --workers is 1 by default: a text of a test needs no process of its own
-    forkserver.ensure_running()  # it forks the pool's ranks, and imports torch while pytest collects the tests
+        import prepare  # noqa: F401 its --workers is 1 by default: no process for a test's text
+    forkserver.ensure_running()  # it forks the pool's ranks, and imports torch while pytest collects tests
 
 
 def pytest_collection_modifyitems(items):

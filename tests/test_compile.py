@@ -109,7 +109,7 @@ def check_same_training(one, other):
     ids=str)
 def test_what_backward_runs_again_is_compiled_between_collectives(flags):
     """Over tp and cp --recompute full has the graphs of a run without it, and the numbers of eager mode."""
-    full = dict(flags, recompute="full", n_layer=2)
+    full = dict(flags, recompute="full", n_layer=1)
     runs = [run_ranks(2, train_traced, more) for more in (full, dict(full, recompute="none"),
                                                           dict(full, compile=False))]
     for compiled, plain, eager in zip(*runs, strict=True):

@@ -155,7 +155,7 @@ FORMS = {
 }
 FLAGS = {
     "ddp-dropout": ACCUMULATED, "zero1-recompute": dict(SMALL, zero=1, recompute="full"),
-    "zero1-tp2-dropout": dict(ACCUMULATED, zero=1, tp=2),
+    "zero1-tp2-dropout": dict(ACCUMULATED, zero=1, tp=2, global_batch=6),
     "experts-accumulated": dict(EXPERTS, global_batch=8),
     "experts-zero1-recompute": dict(EXPERTS, zero=1, recompute="full"),
     "experts-cp2-zero1-dropout": dict(EXPERTS, cp=2, zero=1, dropout=0.2),

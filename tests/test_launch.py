@@ -137,6 +137,7 @@ def test_ranks_with_different_flags_end_together_before_the_first_step(name, tmp
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.long  # "wrong on one" above is the same without a launcher
 def test_a_rank_that_alone_sees_wrong_files_ends_the_others(tmp_path):
     for rank in "01":
         (tmp_path / rank).mkdir()
