@@ -32,7 +32,7 @@ RUN = "train.py tiny --global-batch 16 --steps 100"
 LAYOUTS = ("python $RUN", "mpiexec -n 2 python $RUN", "mpiexec -n 2 python $RUN --tp 2",
            "mpiexec -n 2 python $RUN --pp 2", "mpiexec -n 2 python $RUN --zero 1")
 STEPS = (1, 20, 100)  # of the table
-TERMINAL = os.terminal_size((80, 14))  # plotext draws no larger
+TERMINAL = os.terminal_size((80, 12))  # plotext draws no larger
 
 
 def take(run):
@@ -55,35 +55,32 @@ def run_layouts():
 
 
 def printed(rows):
-    """Return the end of what `make train` prints: the last steps, the curve, the lowest loss."""
-    lines = []
-    for row in rows[-2:]:
-        line = (f"step={row['step']}/{rows[-1]['step']} loss={row['loss']:.4f} "
-                f"lr={row['lr']:.2e} gnorm={row['grad_norm']:.3f} ...")
-        if "val_loss" in row:
-            line += f" val_loss={row['val_loss']:.4f} val_ppl={math.exp(row['val_loss']):.5g}"
-        lines.append(line)
+    """Return the end of what `make train` prints: the last step, the curve, the lowest loss."""
+    row = rows[-1]
+    lines = [f"step={row['step']}/{row['step']} loss={row['loss']:.4f} lr={row['lr']:.2e} "
+             f"gnorm={row['grad_norm']:.3f} ... val_loss={row['val_loss']:.4f} "
+             f"val_ppl={math.exp(row['val_loss']):.5g}"]
     series = [("loss", "", plot.points(rows, "loss")), ("val_loss", "x", plot.points(rows, "val_loss"))]
     with mock.patch("shutil.get_terminal_size", lambda *fallback: TERMINAL):
         lines += [line.rstrip() for line in plot.draw("loss", series).splitlines()]
     loss, step = lowest(rows)
     lines.append(f"lowest validation loss {loss:.4f} in step_{step:06d}")
-    return fenced(lines)
+    return lines
 
 
 def texts(found):
     """Return the beginnings of the first and the last text that a run wrote."""
     first, *_, last = found
-    lines = [f"--- step {first}", *found[first].splitlines()[:3],
-             f"--- step {last}", *found[last].splitlines()[:6]]
-    return fenced([line.rstrip() for line in lines])
+    lines = [f"--- step {first}", *found[first].splitlines()[:1],
+             f"--- step {last}", *found[last].splitlines()[:4]]
+    return [line.rstrip() for line in lines]
 
 
 def step():
     """Return the loop over the micro-batches of a step, as pipeline.py has it."""
     code = inspect.getsource(pipeline.forward_backward)
     loop = code[code.index("    total = zero_loss"):].rstrip()
-    return "\n".join(["```python", *textwrap.dedent(loop).splitlines(), "```"])
+    return fenced(textwrap.dedent(loop).splitlines(), "python")
 
 
 def lowest(rows):
@@ -91,8 +88,8 @@ def lowest(rows):
     return min((row["val_loss"], row["step"]) for row in rows if "val_loss" in row)
 
 
-def fenced(lines):
-    return "\n".join(["```", *lines, "```"])
+def fenced(lines, language=""):
+    return "\n".join([f"```{language}", *lines, "```"])
 
 
 def table(layouts):
@@ -109,7 +106,8 @@ def table(layouts):
 
 def with_pictures(page, results):
     """Return a page (str) in which each picture is the one of the results."""
-    pictures = {"curve": printed(results["first"]["rows"]), "texts": texts(results["first"]["texts"]),
+    first = results["first"]
+    pictures = {"curve": fenced([*printed(first["rows"]), *texts(first["texts"])]),
                 "layouts": table(results["layouts"]), "step": step()}
     for name, picture in pictures.items():
         before, marker, after = page.partition(f"<!-- make picture: {name} -->\n")
