@@ -10,9 +10,10 @@ import pytest
 
 os.environ["COLUMNS"] = "100"  # the terminal to whose width lines are folded
 # The files that take longest start first, so that none of them is left for the end.
-LONGEST = ["test_resume", "test_plan", "test_watch", "test_export", "test_corpus", "test_launch",
-           "test_faults", "test_layouts", "test_validation", "test_checkpoint", "test_convert", "test_bench",
-           "test_symm_mem", "test_graph"]
+LONGEST = ["test_watch", "test_resume", "test_plan", "test_export", "test_launch", "test_layouts",
+           "test_faults", "test_graph", "test_symm_mem", "test_bench", "test_convert", "test_compile",
+           "test_kernels", "test_corpus", "test_checkpoint", "test_validation", "test_import", "test_model",
+           "test_new_flag", "test_fp8", "test_guard"]
 
 
 def pytest_configure(config):
