@@ -22,7 +22,7 @@ import interface.packages  # noqa: F401  isort: skip (it says in one line which 
 import tyro
 
 import checkpoint
-from config import SHAPE, check
+from config import SHAPE, check, flags_of_kind
 from corpus import tokenizer
 from corpus.chat import END, MARKERS
 from corpus.masked import MASK
@@ -77,8 +77,10 @@ def read_run(run_dir):
     step = choose_step(Path(run_dir))
     weights = checkpoint.Reader(step, checkpoint.check(step))
     cfg, vocab_size = read_run_config(run / "config.json")
-    from runtime.init_from import refuse_other_model  # not at the top: it imports torch
-    refuse_other_model(cfg, step, weights.index["meta"]["shape"])
+    from runtime.init_from import flags_of, refuse_other_model  # not at the top: it imports torch
+    meta = weights.index["meta"]
+    there = {**meta.get("flags", flags_of(cfg)), **meta["shape"]}
+    refuse_other_model(cfg, step, there, names=SHAPE + flags_of_kind("meaning"))
     if cfg.lora:
         cfg, weights = adapters.open_merged(cfg, weights)
     return cfg, vocab_size, weights, run, tokenizer.load_if_there(run, vocab_size)

@@ -14,7 +14,6 @@ together. `char` has no documents: its text is one stream, and the last tenth is
 conversations.
 """
 import functools
-import gzip
 import itertools
 import json
 import multiprocessing
@@ -25,7 +24,6 @@ import signal
 import sys
 import sysconfig
 import time
-import zlib
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,6 +42,7 @@ from interface.terminal import say, warn
 
 SHAKESPEARE = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 TRAINING_BYTES = 64 << 20  # amount of text to train a vocabulary on
+ENDS = re.compile(r"<\|end_?of_?text\|>|</s>|<eos>")  # how texts of others spell the end of a document
 # `encodings` and `pydoc_data` are tables and help texts, 18 % of the text, and hardly programs.
 NOT_STDLIB = {"site-packages", "dist-packages", "__pycache__", "encodings", "pydoc_data"}
 TESTS = {"test", "tests", "idle_test"}
@@ -92,6 +91,8 @@ def parse(argv):
     if {"shakespeare", "tinyshakespeare"} & set(flags.sources) and not Path(flags.sources[0]).exists():
         raise ValueError(f"Shakespeare is fetched by: curl -LO {SHAKESPEARE}; then type: python prepare.py "
                          "input.txt --tokenizer char --name shakespeare")
+    if flags.val in flags.sources:
+        raise ValueError(f"--val {flags.val} is a source, too, so a model would be tested on what it learned")
     if flags.sources != ("stdlib",) and not flags.name:
         raise ValueError(f"--name NAME is missing, the folder under {flags.out}/")
     if flags.vocab_size != Flags.vocab_size and flags.tokenizer != "bpe":
@@ -109,14 +110,6 @@ def list_files(sources, flags):
     return [file for source in sources for file in text.list_files(source, flags.text_key)]
 
 
-def documents(files, flags):
-    for file in files:
-        try:
-            yield from text.documents(file, flags.text_key, flags.split_at)
-        except (EOFError, zlib.error, gzip.BadGzipFile) as e:  # a .gz that was cut or damaged
-            raise ValueError(f"{file.path}: {e}") from None
-
-
 # -----------------------------------------------------------------------------
 # The tokenizer
 
@@ -126,7 +119,7 @@ def training_texts(files, flags):
     most = TRAINING_BYTES if size <= TRAINING_BYTES else TRAINING_BYTES // len(files)
     for file in files:
         left = most
-        for document in text.documents(file, flags.text_key, flags.split_at):
+        for document in text.documents([file], flags.text_key, flags.split_at):
             yield document
             left -= len(document.encode())
             if left < 0:
@@ -136,7 +129,7 @@ def training_texts(files, flags):
 def make_tokenizer(flags, files):
     """Return the tokenizer that --tokenizer names. ValueError: it is unknown or has no end-of-document."""
     if flags.tokenizer == "char":
-        return tokenizer.train_char(documents(files, flags))
+        return tokenizer.train_char(text.documents(files, flags.text_key, flags.split_at))
     if flags.tokenizer == "bpe":
         return tokenizer.train_bpe(training_texts(files, flags), flags.vocab_size)
     folder = Path(flags.tokenizer.removeprefix("hf:"))
@@ -157,7 +150,7 @@ def load_tokenizer(folder, sha256):
 
 
 def encode(folder, sha256, job):
-    """Return a document's split, its tokens and their end, its characters, how often it spells the end.
+    """Return a document's split, its tokens and their end, its characters, the ENDS that it spells.
 
     folder, sha256: of the tokenizer. job: the share of val, the document.
     """
@@ -167,7 +160,7 @@ def encode(folder, sha256, job):
     tokens = vocab.encode_numpy(document)
     if vocab.eod is not None:
         tokens = np.append(tokens, vocab.eod)
-    return split, tokens.astype(token_dtype(vocab)), len(document), document.count(tokenizer.EOD)
+    return split, tokens.astype(token_dtype(vocab)), len(document), ENDS.findall(document)
 
 
 def token_dtype(vocab):
@@ -198,20 +191,19 @@ def encode_part(encode_one, jobs):
 
 
 def write_tokens(encoded, work):
-    """Write encoded documents to work/SPLIT. Return {split: their lengths}, {what: its sum over them}."""
+    """Write encoded documents to work/SPLIT. Return {split: their lengths}, {what they hold: how often}."""
     lengths = {split: [] for split in SPLITS}
     total = Counter()
-    start = shown = time.time()
+    shown = time.time()
     with open(work / "train", "wb") as train, open(work / "val", "wb") as val:
         files = {"train": train, "val": val}
         for split, tokens, characters, spelled in encoded:
             lengths[split].append(len(tokens))
             files[split].write(tokens)
-            total.update(characters=characters, spelled=spelled)
+            total.update(spelled, characters=characters)
             if time.time() - shown > 2:
                 shown = time.time()
-                millions = total["characters"] / 1e6
-                say(f"encoded {millions:,.0f} M characters, {millions / (shown - start):.1f} M/s")
+                say(f"encoded {total['characters'] / 1e6:,.1f} M characters")
     return lengths, total
 
 
@@ -238,8 +230,8 @@ def prepare_text(flags, files, val_files, work):
     vocab = make_tokenizer(flags, files + val_files)
     vocab.save(work / "tokenizer.json")
     fraction = 0 if val_files or vocab.eod is None else flags.val_fraction
-    jobs = itertools.chain(zip(itertools.repeat(fraction), documents(files, flags)),
-                           zip(itertools.repeat(1), documents(val_files, flags)))
+    jobs = ((share, document) for share, some in ((fraction, files), (1, val_files))
+            for document in text.documents(some, flags.text_key, flags.split_at))
     encode_one = functools.partial(encode, work, vocab.sha256)
     lengths, total = write_tokens(encode_all(jobs, flags.workers, encode_one), work)
 
@@ -254,11 +246,12 @@ def prepare_text(flags, files, val_files, work):
     if vocab.eod is None and not val_files:  # characters: train and val are the two ends of one stream
         cut = int(len(tokens["train"]) * (1 - flags.val_fraction))
         tokens = {"train": tokens["train"][:cut], "val": tokens["train"][cut:]}
-    if total["spelled"] and vocab.eod is not None:
-        warn(f"the text spells {tokenizer.EOD} {total['spelled']:,} times, which are characters to the "
-             f"model; --split-at '{tokenizer.EOD}' ends a document there")
-    about = {"sources": {"characters": total["characters"]},
+    about = {"sources": {"characters": total.pop("characters", 0)},
              "documents": None if vocab.eod is None else {split: len(lengths[split]) for split in SPLITS}}
+    for end, count in total.items():
+        if vocab.eod is not None:
+            warn(f"the text spells {end} {count:,} times, which are characters to the model; "
+                 f"--split-at '{end}' ends a document there")
     return vocab, tokens, {}, about
 
 

@@ -61,28 +61,22 @@ class Template:
 # A file -> conversations
 
 def read_conversations(files):
-    """Return the conversations of files of records: [messages], each [{"role", "content"}]."""
+    """Return the conversations of files of records: [messages] each. ValueError: one cannot be trained on."""
     found = []
     dropped = set()
     for file in files:
         for where, record in json_lines(file.path):
-            found.append(messages_of(record, where))
+            check_schema(record, RECORD, where)
+            messages = record["messages"]
+            keys = {key for message in messages for key, value in message.items() if value is not None}
+            for key in keys - {"role", "content", "weight"}:
+                raise ValueError(f"{where}: a message has {key!r}, which has no place among the tokens")
+            found.append(messages)
             dropped |= {key for key, value in record.items() if value is not None}
     dropped.discard("messages")
     if dropped:
         warn(f"only the messages of records become tokens, not {', '.join(sorted(dropped))}")
     return found
-
-
-def messages_of(record, where):
-    """Return the messages of a record. ValueError: it is no conversation to train on."""
-    check_schema(record, RECORD, where)
-    messages = record["messages"]
-    for message in messages:
-        for key in message.keys() - {"role", "content", "weight"}:
-            if message[key] is not None:
-                raise ValueError(f"{where}: a message has {key!r}, which has no place among the tokens")
-    return messages
 
 
 # -----------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from config import ceil_div
 from corpus.chat import END
 from corpus.masked import Masked
 from corpus.order import draw_keys, permute, splitmix64
-from corpus.shards import load_meta, open_shards
+from corpus.shards import how_to_fix, load_meta, open_shards
 
 MAX_PERIOD = 100_000  # the most entries of a blend's schedule; that many take 0.6 s to compute
 
@@ -86,7 +86,7 @@ class Tokens:
         self.seed = seed
         self.vocab_size = meta["vocab_size"]
         self.eod = meta["eod"]
-        self.all_trained = "masks" not in meta  # else they are conversations
+        self.all_trained = "seq_len" not in meta  # else they are conversations
         if doc_mask == "on" and self.eod is None:
             raise ValueError(f"--doc-mask on: the vocabulary of {folder} has no <|endoftext|> to separate "
                              "its documents; leave it out, or prepare the text with another --tokenizer")
@@ -113,6 +113,8 @@ class Tokens:
         self.stride = self.seq_len + 1
         self.n_samples = self.n_tokens // self.stride
         self.masks = open_shards(folder, self.split, meta, "masks")
+        if [*map(len, self.masks)] != [*map(len, self.shards)]:
+            raise ValueError(f"{folder}: the masks of {self.split} do not fit its tokens; {how_to_fix(meta)}")
         spec = json.loads(Path(folder, "tokenizer.json").read_text())
         theirs = spec.get("json", {}).get("added_tokens", [])  # of Hugging Face, which may have END itself
         self.end = ({token["content"]: token["id"] for token in theirs} | spec.get("special", {}))[END]

@@ -43,6 +43,8 @@ def load_meta(folder):
     shards = {split: [{"file": str, "tokens": int, "sha256": str}] for split in SPLITS}
     check_schema(meta, {"version": Literal[VERSION], "vocab_size": int, "dtype": Literal["uint16", "uint32"],
                         "eod": int | None, "tokenizer_sha256": str, "shards": shards}, path)
+    if not 0 <= (meta["eod"] or 0) < meta["vocab_size"]:
+        raise ValueError(f"{path}: eod is {meta['eod']}, of {meta['vocab_size']} symbols; {how_to_fix(meta)}")
     return meta
 
 

@@ -1,9 +1,4 @@
-"""Readers: the inputs of prepare.py -> documents (str).
-
-    stdlib               each file is a document
-    records: .jsonl      the value of --text-key on each line
-    .parquet             each row of the column --text-key
-    any other text       about 4,000 characters, cut at a blank line, or what --split-at separates
+"""Readers: the sources of prepare.py, whose docstring names them -> documents (str).
 
 Packed files are known by their first bytes, records of another name by their first words. What cannot be read
 is a ValueError with its file and row.
@@ -12,8 +7,10 @@ import contextlib
 import gzip
 import importlib
 import io
+import itertools
 import json
 import re
+import zlib
 from pathlib import Path
 from typing import NamedTuple
 
@@ -78,46 +75,58 @@ def kind_of(name, path, key):
     if name.endswith(".jsonl"):
         return "records"
     with open_bytes(path) as f:
-        first = next(filter(bytes.strip, f), b"").strip().removeprefix(b"\xef\xbb\xbf")
-    record = None
-    with contextlib.suppress(ValueError, RecursionError):
-        record = json.loads(first)
-    if isinstance(record, dict) and (key in record or "messages" in record):
+        lines = filter(bytes.strip, f)
+        first = next(lines, b"").strip().removeprefix(b"\xef\xbb\xbf")
+        second = next(lines, b"").strip()
+    if kind_of_line(first, key) == "records":
         return "records"
-    is_json = isinstance(record, dict) or re.match(rb'\[?\s*\{\s*("|$)|\[$', first)
-    fields = re.split(rb'"?(?:[,\t]|[;|](?! ))"?', first.strip(b'"'))
-    is_table = len(fields) > 1 and key.encode() in fields
-    if is_table or is_json or name.endswith((".json", ".csv", ".tsv")):
+    is_json = re.match(rb'\[?\s*\{\s*("|$)|\[$', first)
+    if is_json or kind_of_line(first, key) == "table" or name.endswith((".json", ".csv", ".tsv")):
         if not name.endswith(".txt"):
             raise ValueError(f"{path} would be trained on with its brackets or separators; write a JSON "
                              f"object per line (jq -c '.[]'), text under --text-key {key}, or name it .txt")
         warn(f"{path} is JSON or a table, and as its name ends in .txt, its signs are trained on as well")
+    elif kind_of_line(second, key) != "text":
+        warn(f"{path} has records or a table below its first line, whose signs are trained on as well")
     return "text"
 
 
+def kind_of_line(line, key):
+    """Return what a line begins, by its keys: records, a table or text."""
+    with contextlib.suppress(ValueError, RecursionError, AttributeError):
+        if {key, "messages"} & json.loads(line).keys():
+            return "records"
+    fields = re.split(rb'"?(?:[,\t]|[;|](?! ))"?', line.strip(b'"'))
+    return "table" if len(fields) > 1 and key.encode() in fields else "text"
+
+
+@contextlib.contextmanager
 def open_bytes(path):
-    """Open a file to be read, unpacked as its first bytes say."""
+    """Open a file to be read, unpacked as its first bytes say. ValueError: a .gz that was cut or damaged."""
     with open(path, "rb") as f:
-        begin = f.read(4)
-    if begin.startswith(GZIP):
-        return gzip.open(path)
-    if begin == ZSTD:
-        return io.BufferedReader(require("pyarrow", path).input_stream(path, compression="zstd"))
-    return open(path, "rb")
+        if f.peek(4).startswith(GZIP):
+            f = gzip.open(f)
+        elif f.peek(4).startswith(ZSTD):
+            f = io.BufferedReader(require("pyarrow", path).input_stream(path, compression="zstd"))
+        try:
+            yield f
+        except (EOFError, zlib.error, gzip.BadGzipFile) as e:
+            raise ValueError(f"{path}: {e}") from None
 
 
 # -----------------------------------------------------------------------------
 # Documents
 
-def documents(file, key, split_at=""):
-    """Yield the documents of a File, none of them empty. split_at: what ends one in a text, or ""."""
-    for text in texts(file, key):
-        if split_at:
-            yield from filter(str.strip, text.split(split_at))
-        elif file.kind == "text":
-            yield from (piece[0] for piece in PIECE.finditer(text))
-        elif text:
-            yield text
+def documents(files, key, split_at=""):
+    """Yield the documents of Files, none of them empty. split_at: what ends one in a text, or ""."""
+    for file in files:
+        for text in texts(file, key):
+            if split_at:
+                yield from filter(str.strip, text.split(split_at))
+            elif file.kind == "text":
+                yield from (piece[0] for piece in PIECE.finditer(text))
+            elif text:
+                yield text
 
 
 def texts(file, key):
@@ -158,10 +167,8 @@ def json_lines(path):
 def parquet_rows(path, key):
     """Yield (its file and row, {key: value}) of each row; where the key is no column, all columns."""
     parquet = require("pyarrow.parquet", path)
-    row = 0
     with parquet.ParquetFile(path) as f:
         columns = [key] if key in f.schema_arrow.names else None
-        for batch in f.iter_batches(256, columns=columns):
-            for record in batch.to_pylist():
-                row += 1
-                yield f"{path}, row {row:,}", record
+        batches = (batch.to_pylist() for batch in f.iter_batches(256, columns=columns))
+        for row, record in enumerate(itertools.chain.from_iterable(batches), 1):
+            yield f"{path}, row {row:,}", record

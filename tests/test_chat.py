@@ -4,6 +4,7 @@ import io
 import json
 import math
 import re
+import shutil
 import sys
 from unittest import mock
 
@@ -24,6 +25,7 @@ import train
 from config import Config
 from corpus import chat, samples, shards, tokenizer
 from corpus.samples import open_data, trained_tokens
+from corpus.text import File
 from interface import serve
 from ops.cross_entropy import IGNORE
 from parallel import make_mesh
@@ -83,11 +85,12 @@ def test_a_conversation_in_ids_and_which_are_trained(data):
         chat.Template(base)
 
 
-def test_an_answer_of_weight_0_is_read_and_not_trained(data):
+def test_an_answer_of_weight_0_is_read_and_not_trained(data, tmp_path):
     vocab = tokenizer.load(data / "qa")
     talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "bad", "weight": 0},
             {"role": "assistant", "content": "good", "weight": 1, "name": None}]
-    record = chat.messages_of({"messages": talk}, "here")
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": talk}))
+    [record] = chat.read_conversations([File("records", tmp_path / "a.jsonl")])
     ids, trained = chat.Template(vocab).conversation(record)
     plain = [{"role": message["role"], "content": message["content"]} for message in talk]
     assert ids == chat.Template(vocab).conversation(plain)[0]
@@ -152,6 +155,15 @@ def test_sample_i_of_conversations_is_a_pure_function_of_seed_and_i(data):
         got = ds.batch(first, count)
         assert torch.equal(got[0], x[first : first + count]) and torch.equal(got[1], y[first : first + count])
         assert ds.n_targets(first, count) == (got[1] != IGNORE).sum()
+
+
+def test_masks_that_do_not_fit_the_tokens_are_refused(data, tmp_path):
+    shutil.copytree(data / "qa", tmp_path / "qa")
+    meta = shards.load_meta(tmp_path / "qa")
+    meta["masks"]["train"] = meta["masks"]["val"]
+    (tmp_path / "qa/meta.json").write_text(json.dumps(meta))
+    with pytest.raises(ValueError, match="the masks of train do not fit its tokens"):
+        samples.Tokens(tmp_path / "qa", "train", SEQ)
 
 
 def test_fill_windows_opens_no_more_than_it_must():

@@ -120,6 +120,7 @@ WRONG = [
     ("train.py --data data/chars --resume out/rum", "python train.py --list"),
     ("sample.py out/rum", "python train.py --list"), ("plot.py out/rum", "give the --out of a run"),
     ("prepare.py inptu.txt --name x", "inptu.txt is not a file"),
+    ("prepare.py a --val a", "--val a is a source, too"),
     ("prepare.py fineweb_edu", "--name NAME is missing"), ("prepare.py shakespeare", "curl -LO https"),
     ("prepare.py fineweb --name x", "fineweb_edu_10bt"),
     ("train.py --data synthetic --out input.txt", "File exists"),

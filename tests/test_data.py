@@ -345,7 +345,7 @@ def test_same_bytes_for_any_number_of_workers(tmp_path, texts, capsys):
         docs = t.decode(ids).split(tok.EOD)
         assert docs.pop() == "" and len(docs) == one["documents"][split] == (ids == t.eod).sum()
         found += docs
-    wanted = [d for path in texts for d in readers.documents(readers.File("text", path), "text")]
+    wanted = list(readers.documents([readers.File("text", path) for path in texts], "text"))
     assert Counter(found) == Counter(wanted) and len(wanted) > 10
     assert "".join(wanted) == "".join(Path(path).read_text() for path in texts)
     assert sorted(p.name for p in folder.iterdir()) == [
