@@ -43,10 +43,11 @@ UNEVEN = [row for row in ROWS if row.uneven]
 
 
 @cache
-def estimate(flags, gpus, gpu, uneven=False):
-    """What plan.py expects."""
+def estimate(flags, gpus, gpu, uneven=False, blocks=True):
+    """What plan.py expects, of a head that has the logits of some rows at a time, or of all."""
     cfg, _ = plan.check_gpus(parse(flags.split()), gpus)
-    return plan.estimate(cfg, gpus, gpu, cfg.vocab_size, uneven)
+    with mock.patch("cost.memory.rows_per_block", rows_per_block if blocks else lambda *_: 10**9):
+        return plan.estimate(cfg, gpus, gpu, cfg.vocab_size, uneven)
 
 
 @cache
@@ -65,13 +66,12 @@ def bytes_of_whole_masters(row):
 
 def predicted_over_measured(row, uneven):
     longer = bytes_of_whole_masters(row) / GPUS[row.gpu].hbm * 1e3
-    return (estimate(row.flags, row.gpus, row.gpu, uneven)["ms"] + longer) / row.ms
+    return (estimate(row.flags, row.gpus, row.gpu, uneven, row.blocks)["ms"] + longer) / row.ms
 
 
 def predicted_gib(row):
     """Return what plan.py expects of the memory that a row counts."""
-    with mock.patch("cost.memory.rows_per_block", rows_per_block if row.blocks else lambda *_: 10**9):
-        parts = estimate.__wrapped__(row.flags, row.gpus, row.gpu)["memory_gib"]
+    parts = estimate(row.flags, row.gpus, row.gpu, row.uneven, row.blocks)["memory_gib"]
     outside = CONTEXT / GIB if "reserved" in row.counts else parts["overhead"]
     if "symmetric" not in row.counts:
         rank = rank_0(row.flags, row.gpus)

@@ -113,7 +113,7 @@ def test_a_program_ends_well_whatever_its_streams_are(how, tmp_path):
 # plan.py
 
 def test_a_plan_does_not_depend_on_what_lies_in_data(monkeypatch, capsys):
-    monkeypatch.setattr(plan, "load_blend_meta", lambda data: {"vocab_size": 77})
+    monkeypatch.setattr(plan, "open_data", lambda cfg: (None, None, 77, ""))
     plan.main(["gpt2"])
     assert " 50,257\n" in capsys.readouterr().out
     plan.main(["gpt2", "--data", "data/chars"])
