@@ -149,7 +149,7 @@ class Attention(nn.Module):
 
     def forward(self, x, t, cos, sin, cache=None, places=None):  # (n, C) -> (n, C)
         x = gather_rows(x, self.mesh.tp)  # (B*t, C): n rows from each rank to all, over tp
-        x = self.wq(x, self.wk, self.wv)  # (B*t, (h + 2g)*D)
+        x = self.wq(x, self.wk, self.wv)  # (B*t, (h + 2g)*D): one product for all three
         x = x.view(-1, t, self.h + 2 * self.g, self.D)
         if self.rotates and self.q_norm is None:  # queries and keys turn together
             qk, v = x.split([self.h + self.g, self.g], dim=2)

@@ -48,7 +48,7 @@ ALIGNMENT = 128  # each slice begins at a multiple of this, so that loads are al
 COPY_ALONE = 2**22  # from this many elements on, a copy by itself is twice as fast as one for all
 
 
-# Which parameters share a bucket
+# Which parameters share a bucket: those of one axis, decayed or not, about 16 million
 
 def trained_parameters(model):
     """Return [(name, parameter)] of what is trained: all, or with --lora the adapters."""
@@ -138,7 +138,7 @@ class Bucket:
         self.optimizer = optimizer
         first = self.params[0]
         self.decayed = uses_weight_decay(first)
-        self.in_turn = axis.name != "tied"  # whether DataParallel starts its sum, in to_sum's order
+        self.in_turn = axis.name != "tied"  # whether make_hook starts its sum: see wait_sum
         self.shard, self.replicas = axis.sharing(zero)
         self.n_slices = self.shard.size
         ends = list(itertools.accumulate(p.numel() for p in self.params))
@@ -153,8 +153,8 @@ class Bucket:
         for p, window in zip(self.params, self.windows(weights), strict=True):
             window.copy_(p.data)
         self.flat = weights if weights.dtype == dtype else torch.zeros_like(weights, dtype=dtype)
-        self.allocate(weights)
-        self.flat.copy_(weights)
+        self.allocate(weights)  # fast/buckets.py may also move flat
+        self.flat.copy_(weights)  # rounds; in fp32 nothing: both are the same memory
         for p, window in zip(self.params, self.windows(self.flat), strict=True):
             p.data = window
         self.own = self.flat[self.own_slice]

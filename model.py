@@ -94,9 +94,9 @@ class Block(nn.Module):
         else:
             self.mlp = MLP(cfg, mesh, cfg.ffn_hidden)
         if cfg.fp8 or cfg.zero == 3:
-            for layer in self.modules():
-                if isinstance(layer, (ColumnLinear, RowLinear)):
-                    layer.linear = fp8.linear if cfg.fp8 else layers.linear_without_copy
+            for module in self.modules():
+                if isinstance(module, (ColumnLinear, RowLinear)):
+                    module.linear = fp8.linear if cfg.fp8 else layers.linear_without_copy
 
     def forward(self, x, t, cos, sin, cache=None, places=None):
         """(n, C) -> (n, C) and this rank's part of the router loss: (), or None without experts."""
@@ -226,7 +226,7 @@ class GPT(nn.Module):
         return initial_weights(p, name, self, self.cfg.seed)
 
     def provide_weights(self, module, x=None):
-        """Wait for the newest weights of a module before it reads them. x: the module's input."""
+        """Wait for a module's new weights before it reads them. x: its input, for ZeRO-3's hook."""
         if self.data_parallel is not None:
             self.data_parallel.provide_weights(module, x)
 

@@ -80,10 +80,10 @@ class AdamW:
 
         for bucket in reversed(self.buckets):  # roughly the first layers: forward needs them first
             p = bucket.master
-            master = whole(p) if isinstance(p, SplitMaster) else p
+            master = whole(p)  # p itself, unless it is a SplitMaster
             moments = [self.state[p][name] for name in self.moments]
             exp_avg, exp_avg_sq = [moment.to(p.dtype) for moment in moments]  # bf16's are copied
-            # The kernel of nanoGPT's AdamW(fused=True). It does nothing where found_inf is 1.
+            # The kernel of nanoGPT's AdamW(fused=True); [] is amsgrad's. A found_inf of 1 stops it.
             torch._fused_adamw_(
                 [master], [bucket.grad_total.to(p.dtype) / divisor], [exp_avg], [exp_avg_sq], [],
                 [self.step_count], lr=lr, beta1=self.betas[0], beta2=self.betas[1],

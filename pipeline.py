@@ -48,7 +48,7 @@ def forward_backward(model, data_parallel, batches, n_trained, loss_scale=None, 
         total = total + mean_part.detach()
         # The one exception: the router's loss is a mean over each micro-batch, see MoE.route.
         router_part = router_loss / (len(batches) * model.mesh.dp.size)
-        # In the last micro-batch, a bucket's sum starts as soon as its gradients are complete.
+        # In the last micro-batch, ddp.py's hooks start a bucket's sum when it has all gradients.
         data_parallel.completes_grads = i == len(batches) - 1
         with data_parallel.timers("backward"):
             (mean_part + router_part).backward(loss_scale)  # its gradient; None is 1
@@ -151,7 +151,7 @@ def schedule(rank, pp, chunks, micro_batches, backward=True):
         rank 1    F0 B0 F1 B1 F2 B2 F3 B3    (warmup 0)
     """
     order = []
-    # Groups of pp micro-batches go through a chunk, then the next. What is too much goes below.
+    # Groups of pp micro-batches go through a chunk, then the next; `return` leaves out extra ones.
     for first in range(0, micro_batches, pp):
         for chunk in range(chunks):
             order += [(i, chunk) for i in range(first, first + pp)]
@@ -180,7 +180,7 @@ def timetable(pp, chunks, micro_batches, backward=True):
                 before = stage - DIRECTION[op.kind]
                 needed = op.kind, op.micro_batch, before
                 if 0 <= before < pp * chunks and needed not in ended:
-                    break
+                    break  # It waits for its input: the next rank's turn.
                 free[rank] = max(free[rank], ended.get(needed, 0)) + DURATION[op.kind]
                 ended[op.kind, op.micro_batch, stage] = free[rank]
                 table.setdefault(free[rank], [None] * pp)[rank] = ops.popleft()
@@ -208,7 +208,7 @@ class Ring:
     counted from 1, and at time t for times up to t, so no circle of waits can arise.
     """
 
-    def __init__(self, model, n_tokens, timers=contextlib.nullcontext):
+    def __init__(self, model, n_tokens, timers=contextlib.nullcontext):  # n_tokens: B*t
         self.axis = model.mesh.pp
         self.n_chunks = len(model.chunks)
         self.timers = timers

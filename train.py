@@ -40,11 +40,11 @@ def train(run):
     def due(every):  # whether the loop's step `number` is one of these (0: none), or the last
         return every > 0 and (number % every == 0 or number == cfg.steps)
 
-    while state.step < cfg.steps and run.outcome is Outcome.DONE:
+    while state.step < cfg.steps and run.outcome is Outcome.DONE:  # else something has ended it
         begun = time.monotonic()
         number = state.step + 1
         run.is_logged = number == run.first_step or due(cfg.log_every) or due(cfg.eval_every)
-        batches, n_trained, batch = run.next_batch(number)
+        batches, n_trained, batch = run.next_batch(number)  # batch: how many sequences
 
         stats = None
         if any(a <= number <= b for a, b in run.skip):  # --train-range-to-skip
@@ -63,7 +63,7 @@ def train(run):
             run.guard.count_refused()
         if run.is_logged or stats is None or run.guard.reason or run.guard.given_up:
             run.log(batch, stats, evaluates=due(cfg.eval_every))
-        run.outcome = run.judge(begun)
+        run.outcome = run.judge(begun)  # a signal, a time limit, different replicas end the run
         is_best = cfg.keep_best and cfg.save_every > 0 and state.best.get("step") == number
         goes_on = run.outcome is Outcome.DONE
         if run.outcome is Outcome.STOPPED or (goes_on and (due(cfg.save_every) or is_best)):
@@ -84,7 +84,7 @@ class Step:
         self.data_parallel = data_parallel
         self.opt = opt
         self.draws_random_numbers = draws_random_numbers(cfg)
-        self.before_update = None  # a function of the step's number, called between sums and update
+        self.before_update = None  # if a flag asks, Run.before_update: after the sums
 
     def __call__(self, batches, number, full=True, guard=None, n_trained=None):
         """Do step `number`, counted from 1. Return (optim.StepStats, refused).
@@ -114,7 +114,7 @@ class Step:
             seeds = dropout_seeds(cfg, mesh, number, len(batches))
         if cfg.n_experts:
             moe.reset_stats(self.model)
-        # There is no zero_grad: after reset(), the first gradient of each parameter overwrites.
+        # ddp.py's hooks take the gradients. There is no zero_grad: the first of a step overwrites.
         self.data_parallel.reset()
         loss = forward_backward(self.model, self.data_parallel, batches, n_trained,
                                 self.opt.loss_scale, seeds, set_seed)
@@ -123,7 +123,7 @@ class Step:
 
     def update(self, stats, number, guard=None):
         """Clip and update, unless the guard vetoes it. Return `refused`, see __call__()."""
-        if guard is not None and guard.sigma and guard.veto(stats):
+        if guard is not None and guard.sigma and guard.veto(stats):  # --skip-spikes
             return None
         if self.before_update is not None:
             self.before_update(number)
@@ -153,7 +153,7 @@ def evaluate(cfg, model, source, batch, device):
 
 
 def build(cfg, mesh, vocab_size, device, timers=contextlib.nullcontext, choice=None):
-    """Return this rank's (model, data_parallel, optimizer). choice: a fast.choose.Choice."""
+    """Return this rank's (GPT, ddp.DataParallel, Optimizer). choice: a fast.choose.Choice."""
     choice = choice or choose(cfg, mesh, device)
     dtype = DTYPES[cfg.dtype]
     # Weights are drawn in at least fp32. The buckets round them and keep the fp32 masters. A
@@ -202,12 +202,12 @@ class Run:
         skip = skipped_ranges(cfg.train_range_to_skip)
         mesh = agree.make_mesh(cfg, world)
         self.mesh = mesh
-        # the sequences of a step, after the ramp-up
+        # how many sequences all ranks train in a step, after the ramp-up
         self.batch = cfg.global_batch or cfg.micro_batch * mesh.dp.size
         data = agree.open_data(cfg, world, mesh)
         self.train_data, self.val_data, vocab_size, data_id, self.tokenizer = data
         self.metrics = log.Metrics(cfg, mesh, world.device)
-        self.choice = choose(cfg, mesh, world.device)
+        self.choice = choose(cfg, mesh, world.device)  # the fast ways: on a CPU none
         self.model, self.data_parallel, self.opt = build(cfg, mesh, vocab_size, world.device,
                                                          self.metrics.timers, self.choice)
 
@@ -223,14 +223,14 @@ class Run:
         plain = Step(cfg, self.model, self.data_parallel, self.opt)
         if cfg.dump_grads or cfg.log_layers:
             plain.before_update = self.before_update
-        self.step = make_step(plain, self.choice)
+        self.step = make_step(plain, self.choice)  # plain itself, or a CUDA graph of it
         self.metrics.start(self)
         self.log_file = None
         if world.rank == 0:
             self.log_file = log.begin(self, found)
 
     def next_batch(self, number):
-        """Return this rank's micro-batches, the tokens that the step trains, and its sequences."""
+        """Return this rank's micro-batches, and how many tokens and sequences all ranks train."""
         cfg = self.cfg
         first = self.state.samples
         device = self.world.device

@@ -52,7 +52,7 @@ class SlotBucket(Bucket):
 
     def reset(self):
         self.missing = set(range(len(self.params)))  # yet to come in a micro-batch
-        self.pending = len(self.params)  # yet to come in the last one
+        self.pending = len(self.params)  # yet to come in the last one: the hook counts down
         self.total_is_empty = True
         self.sum_handle = self.replica_handle = None
         self.reduces_last = False  # the reduce under way has the last gradients of this step
@@ -139,7 +139,7 @@ class ShardedBucket(SlotBucket):
         super().__init__(*args)
         self.own = self.kept_slice()
         if self.own.dtype == self.master.dtype:
-            self.master = self.own
+            self.master = self.own  # in fp32 one memory, as under ZeRO-1
         self.storage = self.flat.untyped_storage()
         self.nbytes = self.storage.nbytes()
         self.free()
