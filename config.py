@@ -343,7 +343,7 @@ def wrong_values(cfg):
         (cfg.lora and cfg.n_experts, "--lora has no adapters for the matrices of experts"),
         # the optimizer, its numbers and the data
         (cfg.min_lr is not None and cfg.min_lr > cfg.lr, f"--min-lr {cfg.min_lr} is above --lr {cfg.lr}"),
-        (cfg.lora and cfg.optimizer == "muon", "--lora trains narrow matrices; leave out --optimizer muon"),
+        (cfg.lora and cfg.optimizer != "adamw", "--lora trains narrow matrices; leave out --optimizer"),
         (cfg.shard and not cfg.zero, f"--shard {cfg.shard} is a group of --zero, which is 0; add --zero 1"),
         (cfg.fp8 and cfg.dtype == "fp16", "--fp8 does not go with --dtype fp16; try --dtype bf16"),
         (cfg.moments_dtype == "bf16" and largest_decay > LARGEST_BF16_DECAY,

@@ -162,6 +162,13 @@ def check_against_the_written_out_model(cfg, drop=lambda place, x: x):
     torch.testing.assert_close(torch.as_tensor(router_loss, dtype=torch.float64), balance, rtol=1e-12, atol=0)
 
 
+@pytest.mark.parametrize("name", ["qk_norm", "norm_place", "pos", "objective"])
+def test_every_value_is_written_out(name):
+    values = {getattr(config_of(form), name) for form in FORMS}
+    missing = {*typing.get_args(Config.__annotations__[name])} - values
+    assert not missing, f"{missing}: give FORMS a model of it, and tests/plain_model.py its formula"
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_one_process_equals_the_model_written_out(form):
     check_against_the_written_out_model(config_of(form))

@@ -95,7 +95,8 @@ NUMBERS = {"n_layer": 3, "n_head": 16, "n_kv_head": 2, "n_embd": 64, "ffn_hidden
            "norm_eps": 1e-6, "n_experts": 8, "n_shared_experts": 2, "vocab_size": 300, "rope_base": 500.0,
            "top_k": 1, "capacity_factor": 1.5, "router_bias_rate": 0.5, "head_dim": 24,
            "rope_scaling": (2.0, 0.5, 2.0, 16.0), "no_rope_every": 1, "window": 5, "full_every": 1,
-           "logit_softcap": 2.0, "window_rope_base": 77.0, "lora": 3, "lora_alpha": 64.0}
+           "logit_softcap": 2.0, "window_rope_base": 77.0, "lora": 3, "lora_alpha": 64.0, "aux_coef": 0.5,
+           "z_coef": 0.5}
 
 
 def other_values(name, value):
@@ -165,22 +166,30 @@ def test_the_planner_knows_what_a_flag_of_the_model_costs(name):
 def trained(cfg):
     cfg = dataclasses.replace(cfg, lr=0.1, warmup=0, global_batch=2)
     model, data_parallel, opt = train.build(cfg, make_mesh(World()), cfg.vocab_size, torch.device("cpu"))
+    matrices = [(n, p) for n, p in model.named_parameters() if p.requires_grad and p.ndim >= 2]
+    start = {n: p.detach().clone() for n, p in matrices}
     source = Synthetic(cfg.vocab_size, cfg.seq_len, 1)
     if cfg.objective == "mlm":
         source = Masked(Synthetic(cfg.vocab_size - 1, cfg.seq_len, 1), 1)
     step = train.Step(cfg, model, data_parallel, opt)
     for number in (1, 2):
         step([source.batch(2 * number, 2)], number)
+    for n, p in matrices:  # The decay alone moves each.
+        assert not torch.equal(p, start[n]), f"{n} stays as it starts with --optimizer {cfg.optimizer}"
     return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
 SMALL = dict(n_layer=1, n_embd=32, ffn_hidden=32, seq_len=16)
 
 
-@pytest.mark.parametrize("name", [*flags_of_kind("meaning"), "optimizer", "lr_schedule", "qk_norm"])
+WEIGHTS = [name for name in flags_of_kind("free") if name.endswith("_coef")]  # of the router's losses
+
+
+@pytest.mark.parametrize(
+    "name", [*flags_of_kind("meaning"), *WEIGHTS, "optimizer", "lr_schedule", "qk_norm"])
 def test_no_model_ignores_a_flag(name):
-    """AssertionError: a flag that says nothing about sizes leaves the training as it is in some model."""
-    compared = False
+    """AssertionError: two values of a flag that says nothing about sizes train some model alike."""
+    results = {}  # of each base: [(value, weights)]
     for base, *models in changed_models(name):
         before, after = (dataclasses.replace(cfg, **{**SMALL, name: getattr(cfg, name)}) for cfg in models)
         try:
@@ -189,9 +198,12 @@ def test_no_model_ignores_a_flag(name):
             continue
         if not config.has_effect(name, after):
             continue
-        compared = True
-        before, after = trained(before), trained(after)
-        assert before.shape != after.shape or not torch.equal(before, after), (
-            f"{typed(name)} {getattr(models[1], name)} is ignored in a model like {base}: read it there, or "
-            "refuse it in check() of config.py")
-    assert compared, f"no model of BASES in tests/test_new_flag.py can have {typed(name)}"
+        if base not in results:
+            results[base] = [(getattr(before, name), trained(before))]
+        value, weights = getattr(after, name), trained(after)
+        for other, theirs in results[base]:
+            assert weights.shape != theirs.shape or not torch.equal(weights, theirs), (
+                f"{typed(name)} {value} is ignored in a model like {base}, it trains as {other}: read it "
+                "there, or refuse it in check() of config.py")
+        results[base].append((value, weights))
+    assert results, f"no model of BASES in tests/test_new_flag.py can have {typed(name)}"
