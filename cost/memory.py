@@ -111,9 +111,10 @@ def _expert_activations(rank):  # of the router and the routed experts alone
 def gradient_bytes(rank):
     """Return the bytes of the gradients, each as Rank.gradient_kind says.
 
-    From ZeRO-2 on a rank keeps only its slices of the sums, and two slots for whole buckets.
+    From ZeRO-2 on a rank keeps only its slices of the sums, and two slots for whole buckets. Peer copies also
+    need room for the other ranks' part of a bucket.
     """
-    total = slot = 0
+    total = slot = arriving = 0
     for bucket in rank.trained:
         kind = rank.gradient_kind(bucket)
         whole = bucket.elements * (rank.sum_bytes if kind == "summed" else rank.weight_bytes)
@@ -124,7 +125,9 @@ def gradient_bytes(rank):
             total += whole
         if uses_slots or kind == "copied":
             total += bucket.elements / rank.n_slices(bucket) * rank.sum_bytes
-    return total + 2 * slot
+        if kind == "copied":
+            arriving = max(arriving, whole)
+    return total + 2 * slot + arriving
 
 
 def state_bytes(rank):
