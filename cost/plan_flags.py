@@ -12,7 +12,7 @@ from interface.layout import check_flags
 @dataclasses.dataclass(frozen=True)
 class PlanFlags(Config):
     """train.py's flags say what runs; these say where, and what is to be printed."""
-    gpus: int = 1  # GPUs in all
+    gpus: int = 0  # GPUs in all; 0: as few as the layout needs
     # kind of GPU; x4: four to a node. a100-40x4: Polaris; mi250x, pvc: half a card of Frontier, of Aurora
     gpu: Literal[tuple(GPUS)] = "h200"
     tokens: float = 0.0  # tokens to train on: prints the steps and days that they take; 0 prints none
@@ -22,7 +22,7 @@ class PlanFlags(Config):
     serve: bool = False  # show the plan in the browser, at http://127.0.0.1:8000, where its flags are a form
     port: int = 8000  # serve: the port; 0 finds a free one
 
-    RANGES = {"gpus": (1, 2**17), "tokens": (0, 10**18), "port": (0, 65535)}
+    RANGES = {"gpus": (0, 2**17), "tokens": (0, 10**18), "port": (0, 65535)}
 
 
 def arguments(argv):
@@ -37,12 +37,9 @@ def arguments(argv):
     counts = []
     if cfg.scaling:
         counts = [int(word) if word.isdecimal() else 0 for word in cfg.scaling.split(",")]
-        least, most = cfg.RANGES["gpus"]
-        if not all(least <= count <= most for count in counts):
+        if not all(0 < count <= cfg.RANGES["gpus"][1] for count in counts):
             raise ValueError(f"--scaling takes numbers of GPUs such as 1,2,4,8, not {cfg.scaling!r}")
+    cfg = dataclasses.replace(cfg, gpus=cfg.gpus or cfg.pp * math.lcm(cfg.tp * cfg.cp, cfg.ep))
     if not (cfg.search or cfg.scaling or cfg.serve):
-        needed = cfg.pp * math.lcm(cfg.tp * cfg.cp, cfg.ep)
-        if needed > 1 and not given(argv, "gpus"):
-            raise ValueError(f"--gpus is missing, of which this layout needs {needed}; try --gpus {needed}")
         check_flags(cfg, cfg.gpus)
     return cfg, counts

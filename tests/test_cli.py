@@ -110,7 +110,7 @@ WRONG = [
     ("plot.py out/run --every nan", "--every"), ("plot.py out/run --width 1", "20"),
     ("train.py --data synthetic --pdb 3", "--pdb 3: the ranks are 0 to 0"),
     ("plan.py tiny --gpus 2 --pp 2 --zero 3", "--zero 3 gathers a stage anew for each micro-batch of --pp 2"),
-    ("plan.py tiny-moe --tp 2 --ep 4 --pp 2", "--gpus is missing, of which this layout needs 8"),
+    ("plan.py tiny-moe --gpus 4 --tp 2 --ep 4 --pp 2", "a stage, 2 does not divide by ep 4"),
     ("plan.py tiny --gpu a100", "'a100-40x4'"), ("plan.py tiny --scaling 1,x", "numbers of GPUs"),
     ("plan.py tiny --search --scaling 1,2", "give one of them"),
     # Paths

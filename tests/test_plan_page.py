@@ -48,7 +48,8 @@ def test_the_page_has_the_numbers_of_the_terminal(argv, server, capsys):
 
 
 @pytest.mark.parametrize("words", [
-    ["smol-1.7b", "--gpus", "8", "--tp", "3"], ["smol-17b"], ["tiny", "--pp", "2"], ["gpt2", "--gpus", "7"]])
+    ["smol-1.7b", "--gpus", "8", "--tp", "3"], ["smol-17b"],
+    ["tiny", "--gpus", "1", "--pp", "2"], ["gpt2", "--gpus", "7"]])
 def test_wrong_flags_are_the_line_of_the_terminal(words, server):
     line = refused(plan.main, words).removeprefix("nanoshard: ")
     assert ask(server, {"words": words}) == (400, line)
@@ -67,6 +68,7 @@ def test_the_words_of_the_page_give_the_same_flags_in_a_terminal():
     argv = ["gpt2", "--gpus", "2", "--tp", "2", "--no-compile", "--qk-norm", "head", "--data", "data/stdlib",
             "--lr", "1e-3", "--rampup-batch-size", "32", "32", "4800", "--tied", "--min-lr", "0"]
     cfg, _ = arguments(argv)
+    assert arguments(["tiny-moe", "--tp", "2", "--ep", "4", "--pp", "2"])[0].gpus == 8, "as few as it needs"
     found = plan_page.filled(cfg)
     assert arguments(found["words"])[0] == cfg
     del found["values"]["preset"]
