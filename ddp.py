@@ -20,16 +20,16 @@ model. A slot is memory for one bucket. A part is the embedding, a block, or the
     zero 2    n                             grad_total n/4 (+ 2 slots)     n/4
     zero 3    own n/4 (+ flat of 2 parts)   grad_total n/4 (+ 2 slots)     n/4
 
-In an fp32 model, master and own are the same memory.
+In an fp32 model, master and own are the same memory. In a bf16 model, master is the 16 bits that
+own lacks of AdamW's fp32 (ops/split_master.py).
 
 The ranks of bucket.axis hold the same parameters. They form two axes (parallel.Sharing): gradients
 are reduce-scattered over bucket.shard, whose ranks keep different slices. Then the slice is
 all-reduced over bucket.replicas, whose ranks keep the same slice. Only with --shard do both have
 several ranks.
 
-In a bf16 model, master is the 16 bits that own lacks of AdamW's fp32 (ops/split_master.py).
-
-A class of fast/buckets.py may replace a few methods of a Bucket, for less waiting.
+A step calls reset, in backward make_hook's hooks (take, start_sum), finish_grad_sync (wait_sum) and
+after_update. The rest lays out the buckets. fast/buckets.py replaces methods, for less waiting.
 """
 import contextlib
 import itertools
