@@ -139,7 +139,8 @@ def encode_prompt(prompt, vocabulary):
 
 def print_samples(model, vocabulary, flags):
     """Print flags.n samples of each prompt."""
-    prompts = [encode_prompt(prompt, vocabulary) for prompt in flags.prompt or ("\n",)]
+    start = "\n" if "\n" in vocabulary.spec.get("chars", "\n") else vocabulary.decode([0])
+    prompts = [encode_prompt(prompt, vocabulary) for prompt in flags.prompt or (start,)]
     samples = [(prompt, flags.seed + i) for prompt in prompts for i in range(flags.n)]
     for number, (prompt, seed) in enumerate(samples, 1):
         if len(samples) > 1:

@@ -244,7 +244,8 @@ def test_wrong_inputs_are_one_line(run, tmp_path):
     go(1, tmp_path / "run", "--data=synthetic", "--steps=1", "--save-every=1", base=TINY)
     refused(sample.main, [tmp_path / "run", "--prompt", "a"], "no tokenizer.json", "--data data/stdlib")
     tokenizer.train_char(["one line"]).save(tmp_path / "run/tokenizer.json")
-    refused(sample.main, [tmp_path / "run"], "the character '\\n'")
+    refused(sample.main, [tmp_path / "run", "--prompt", "a"], "the character 'a'")
+    sample.main([str(tmp_path / "run"), "--max-new-tokens=1"])  # begins with the first character it has
 
 
 @pytest.mark.parametrize("more", [["--train-range-to-skip", "3", "4"],  # read and dropped
