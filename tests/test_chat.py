@@ -85,12 +85,13 @@ def test_a_conversation_in_ids_and_which_are_trained(data):
         chat.Template(base)
 
 
-def test_an_answer_of_weight_0_is_read_and_not_trained(data, tmp_path):
+def test_an_answer_of_weight_0_is_read_and_not_trained(data, tmp_path, capsys):
     vocab = tokenizer.load(data / "qa")
     talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "bad", "weight": 0},
             {"role": "assistant", "content": "good", "weight": 1, "name": None}]
-    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": talk}))
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": talk, "tools": [], "id": 1, "note": None}))
     [record] = chat.read_conversations([File("records", tmp_path / "a.jsonl")])
+    assert "only the messages of records become tokens, not id, tools" in capsys.readouterr().err
     ids, trained = chat.Template(vocab).conversation(record)
     plain = [{"role": message["role"], "content": message["content"]} for message in talk]
     assert ids == chat.Template(vocab).conversation(plain)[0]

@@ -204,6 +204,12 @@ def test_switches_are_read_in_every_form():
     assert parse(["gpt2", "--tied", "False", "--bias=True"]).tied is False
 
 
+@pytest.mark.parametrize("argv", [["--out", "~/x"], ["--out=~/x"]])
+def test_a_tilde_is_the_home(argv, monkeypatch):
+    monkeypatch.setenv("HOME", "/of/me")
+    assert parse(argv).out == "/of/me/x"
+
+
 def test_names_and_values_are_read_in_every_form():
     want = dataclasses.replace(Config(), n_layer=3, micro_batch=4, lr=1e-4, pp_layers="1,2",
                                train_range_to_skip=(3, 5, 8, 9))

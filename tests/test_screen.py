@@ -1,6 +1,7 @@
 """What a person sees around a run: its first lines and its last, streams that fail, refusals that leave
 nothing."""
 import io
+import json
 import os
 import subprocess
 import sys
@@ -39,11 +40,13 @@ def test_the_time_left_and_the_closing_line_leave_out_the_first_row(tmp_path, mo
     (["--rope-scaling", "8", "1", "4", "64", "--pos=learned"],
      "--rope-scaling (8.0, 1.0, 4.0, 64.0) has no effect without --pos rope"),
     (["--top-k=1", "--n-experts=2"], ""), (["tiny-moe"], "")])
-def test_a_flag_that_changes_nothing_is_named_and_the_run_goes_on(flags, said, tmp_path):
+def test_a_flag_that_changes_nothing_is_named_and_the_run_goes_on(flags, said, tmp_path, monkeypatch):
+    monkeypatch.setenv("PBS_JOBID", "17.server")
     got = session(World(), [*flags, *TINY, "--steps=1", "--save-every=0", f"--out={tmp_path / 'run'}"])
     assert got["code"] == 0
     lines = [line.strip() for line in got["out"].splitlines() if "has no effect" in line]
     assert lines == ([said] if said else [])
+    assert json.loads((tmp_path / "run/config.json").read_text())["job"] == "17.server"
 
 
 def test_a_run_that_is_done_says_what_can_be_typed_next(tmp_path, monkeypatch, capsys):

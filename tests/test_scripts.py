@@ -222,6 +222,15 @@ def test_here_finds_the_allocation_and_runs_what_it_prints(site, name):
         assert all(setting in calls for setting in settings), calls
 
 
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a folder to somebody else")
+def test_in_a_shared_clone_each_user_has_a_folder_of_runs(tmp_path):
+    os.chown(tmp_path, 65534, -1)
+    script = f"source {ROOT}/scripts/common.sh; index_flags gpt2 --lr 1; echo \"${{flags[@]}}\"; id -un"
+    done = subprocess.run(["bash", "-c", script], cwd=tmp_path, capture_output=True, text=True)
+    words, user = done.stdout.splitlines()
+    assert words == f"gpt2 --lr 1 --out out/{user}/gpt2", done.stderr
+
+
 def test_every_script_shows_each_rank_all_gpus():
     """In the order of the ranks' cores; on Frontier cores 0-7 are beside GPU 4 and so on."""
     text = "".join(path.read_text() for path in SCRIPTS)
