@@ -5,7 +5,9 @@ import math
 import os
 import resource
 import shutil
+import time
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -350,6 +352,23 @@ def test_a_full_disk_costs_a_save_and_three_the_run(failing, times, tmp_path):
         assert word in lines[0], lines
     left = ["step_000001", "step_000004"] if times == 2 else ["step_000001"]
     assert sorted(os.listdir(tmp_path)) == left
+
+
+def not_committed(world, root):
+    """Both ranks write their part, and rank 0 cannot commit them."""
+    def commit(*args):
+        time.sleep(0.5)  # all know by then that every part is written
+        raise OSError("no room")
+
+    saver = Saver(root, world.everyone)
+    with mock.patch.object(checkpoint, "commit", commit):
+        saver.start(1, [whole(str(world.rank), torch.ones(2))], {})
+        return saver.wait(), saver.saved, saver.failures
+
+
+def test_every_rank_learns_that_a_save_was_not_committed(tmp_path):
+    """Otherwise rank 0 alone would end after three of them, and the others wait for it."""
+    assert run_ranks(2, not_committed, tmp_path) == [(False, 0, 1)] * 2
 
 
 def test_a_tensor_for_which_the_model_has_no_place_is_refused(tmp_path):

@@ -99,6 +99,13 @@ def test_what_cannot_be_renamed_is_refused(tmp_path, monkeypatch):
     assert_refused(session(World(), [*TINY, "--out=.", "--steps=1"]), "the working directory is in it")
 
 
+def test_a_file_is_on_the_disk_before_it_takes_its_name(tmp_path):
+    (tmp_path / "index.json").write_text("before")
+    with mock.patch.object(files.os, "fsync", side_effect=OSError("no room")), pytest.raises(OSError):
+        files.write_whole(tmp_path / "index.json", "after")
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["before"]
+
+
 # -----------------------------------------------------------------------------
 # Whoever replaces or deletes a file has made it
 
