@@ -397,6 +397,8 @@ def test_search_cuts_long_sequences(capsys):
     cfg = preset("dense-210m", seq_len=4096, global_batch=1)
     assert {this.cp for this in plan.layouts(cfg, 4, "h200")} == {1, 2}  # 4 would leave 1,024 positions
     assert {this.cp for this in plan.layouts(dataclasses.replace(cfg, seq_len=2048), 4, "h200")} == {1}
+    wide = dataclasses.replace(cfg, n_head=16, n_kv_head=16)
+    assert max(this.tp for this in plan.layouts(wide, 16, "h200")) == 8  # all GPUs of a node, no more
 
 
 def planned(capsys, *flags):

@@ -49,6 +49,13 @@ def elements_of(text):
     return tree
 
 
+def test_a_long_curve_is_thinned_and_drawn_to_its_end():
+    values = [(step, step % 7) for step in range(5 * report.MOST_POINTS)]
+    points = re.search(r'points="(.*?)"', report.chart("loss", [values]))[1].split()
+    assert len(points) <= report.MOST_POINTS
+    assert float(points[-1].split(",")[0]) == pytest.approx(report.RIGHT, abs=5)
+
+
 def test_a_page_holds_all_of_a_run_and_no_markup_of_its_texts(tmp_path):
     run = make_run(tmp_path / "a<b", seed=7)
     report.write_report(tmp_path / "x.html", [report.Run(run, "stopped by SIGTERM after step 40")])
