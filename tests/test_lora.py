@@ -40,7 +40,8 @@ BASES = {"qwen": dict(LLAMA, qk_norm="head", **FLAGS), "gpt2": dict(GPT2, **FLAG
 # -----------------------------------------------------------------------------
 # The numbers
 
-@pytest.mark.parametrize("batch,layout", [(4, dict(tp=2, pp=2)), (8, dict(zero=3, shard=2)), (4, dict(tp=4))], ids=str)
+@pytest.mark.parametrize("batch,layout", [
+    (4, dict(tp=2, pp=2)), (8, dict(zero=3, shard=2)), (4, dict(tp=4))], ids=str)
 def test_layout_equals_the_plain_lora(batch, layout):
     compare(BASES["qwen"], 4, batch, **layout)
 
