@@ -226,7 +226,8 @@ class AllToAll(Dispatcher):
         sent_counts = counts.view(-1, self.e)  # (ep, e), by receiver and expert
         # E counts to the experts' owners, over ep
         received_counts = self.ep.all_to_all(counts).view(-1, self.e)  # by sender and expert
-        # For fast/graph.py; before the sync point: the device computes it while the host waits.
+        # fast/graph.py reads it. It comes before the sync point, so that the device computes it
+        # while the host waits.
         torch.maximum(self.rows_needed, received_counts.sum(), out=self.rows_needed)
 
         # The only sync point: all_to_all takes the sizes of its messages from the host.

@@ -44,10 +44,6 @@ class Everyone:
         """Return the value of the lowest rank whose value is not None, or None."""
         return self._together("first", value, lambda values: next((x for x in values if x is not None), None))
 
-    def union(self, entries):
-        """Return all entries of the ranks' dicts: of equal keys, which are strings, the lowest rank's."""
-        return self._together("union", entries, lambda dicts: dict(collections.ChainMap(*dicts)))
-
     def broadcast(self, value):  # rank 0's
         return self._together("broadcast", value if self.rank == 0 else None, lambda values: values[0])
 
