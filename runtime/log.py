@@ -9,7 +9,6 @@ import json
 import math
 import os
 import platform
-import re
 import secrets
 import statistics
 import subprocess
@@ -19,6 +18,7 @@ from pathlib import Path
 
 import torch
 
+import checkpoint
 import plot
 from config import FLAGS, Config, Outcome, has_effect, typed
 from corpus.samples import first_folder
@@ -26,16 +26,18 @@ from cost.parameters import Rank, flops_per_token
 from cost.step_time import peak_flops
 from cost.traffic import bytes_between_nodes, traffic
 from fast.symm_mem import bytes_allocated
+from interface import report
 from interface.files import Rows, best_effort, write_whole
 from interface.presets import PRESETS
-from interface.terminal import clock, say, short, show, warn
+from interface.terminal import clock, complain, say, short, show, warn
 from moe import expert_stats
 from ops.accelerator import device_name, peak_memory, peak_resident
 from optim import learning_rate
 from pipeline import generate
-from runtime import ending, launch, profiles, timing, watch
+from runtime import launch, profiles, timing, watch
 from runtime.layer_norms import LayerNorms
-from skip import not_finite_reason
+from runtime.session import signals
+from skip import give_up_message, not_finite_reason
 
 # -----------------------------------------------------------------------------
 # The numbers of a step
@@ -92,7 +94,7 @@ class Metrics:
             if run.log_file is not None:
                 run.log_file.experts.add({"step": run.state.step, "layers": experts})
         if stats is not None and run.state.step == run.first_step and run.log_file is not None:
-            run.log_file.after_row = functools.partial(report_traffic, run, batch, sent)
+            report_traffic(run, batch, sent)
         return row
 
 
@@ -206,9 +208,45 @@ def end(run):
     run.log_file.close()
     is_finished = run.outcome in (Outcome.DONE, Outcome.FAILED)  # a run that goes on draws its plot later
     plot.at_end(run.out, run.cfg.plot and is_finished)
-    if run.log_file.speeds:
-        say(run.log_file.speed())
-    ending.report_ending(run)
+    begun = run.log_file.begun
+    say(f"{run.state.step - begun['step']} steps in {clock(time.time() - begun['time'])}")
+    report_ending(run)
+
+
+def report_ending(run):
+    """Write the report, and print how a train.Run ended and what can be typed next, on rank 0."""
+    out = run.out
+    state = run.state
+    outcome = run.outcome
+    how = {Outcome.DONE: "done", Outcome.STOPPED: f"stopped by {run.stop_reason}",
+           Outcome.FAILED: "lost its last save"}.get(outcome, "gave up")
+    how = f"{how} after step {state.step}"
+    saved = checkpoint.steps(out)
+    if outcome is Outcome.GAVE_UP:
+        why = run.guard.reason or run.log_file.last_row.get("skip_reason")
+        complain(give_up_message(saved, *run.guard.refused_range, why, run.cfg.steps))
+    if outcome is Outcome.REPLICAS_DIFFER:
+        newest = f"the newest checkpoint is {saved[0]}" if saved else "no checkpoint was saved"
+        complain(f"nanoshard: replicas differ after step {state.step}; {newest}")
+        for line in run.differences:
+            complain(line)
+    if run.cfg.report:
+        with best_effort(out / "report.html", Exception):
+            report.write_report(out / "report.html", [report.Run(out, how)])
+
+    say(f"{how}: {out}/ holds {saved[0].name if saved else 'no checkpoint'}")
+    if "val_loss" in state.best and (out / state.best_name()).is_dir():
+        say(f"lowest validation loss {state.best['val_loss']:.4f} in {state.best_name()}")
+    config = run.log_file.begun["config"]
+    if outcome is Outcome.STOPPED and signals.parsed:  # a notebook has no command line
+        say(f"to go on, type: {report.command_of(config, goes_on=True)}")
+    if outcome is Outcome.DONE and signals.parsed:
+        text = report.sample_command(out, config)
+        if text and run.saver.saved:
+            say(f"try it:       {text}")
+        say(f"draw curves:  python plot.py {out}")
+        if (out / "report.html").exists():
+            say(f"see it all:   {out}/report.html, in a browser")
 
 
 def git_revision():
@@ -278,9 +316,6 @@ class Log:
         self.experts = Rows(self.out / "experts.jsonl", resumed or -1)
         self.notes = Rows(self.out / "notes.jsonl", resumed or -1)
         self.last_row = {}
-        self.after_row = None  # called once, when the next row is printed
-        self.speeds = []  # (ms, tok_s) of the rows behind the first, which also compiles
-        self.widths = {"step": len("step={0}/{0} loss=1.0000".format(config["steps"]))}
         self.profiler = None  # of --profile
         self.tracker = None if wandb == "off" else start_wandb(wandb, self.out, config)
 
@@ -291,25 +326,16 @@ class Log:
             values["val_ppl"] = math.exp(min(values["val_loss"], 700))  # more is no float
         self.metrics.add(values)
         config = self.begun["config"]
-        steps = config["steps"]
         shown = dict(values)
-        if self.last_row and "ms" in values:
-            self.speeds.append((values["ms"], values["tok_s"]))
-            if values["step"] < steps:
-                shown["left"] = (steps - values["step"]) * values["ms"] / 1e3
+        rest = config["steps"] - values["step"]
+        if self.last_row and "ms" in values and rest:  # the first row also counts what is compiled
+            shown["left"] = rest * values["ms"] / 1e3
         self.last_row = values
         if config.get("rampup_batch_size") and values["global_batch"] != config["global_batch"]:
             shown["batch"] = values["global_batch"]
         if config.get("machine", {}).get("device", "CPU").startswith("CPU"):
             shown.pop("tflops", None)
-        line = format_row(shown, steps, self.widths)
-        if sys.stdout.isatty():
-            line = re.sub(r"\bloss=\S+", "\x1b[36m\\g<0>\x1b[0m", line)  # cyan
-            line = re.sub(r"\bval_loss=\S+", "\x1b[33m\\g<0>\x1b[0m", line)  # yellow
-        say(line)
-        if self.after_row is not None:
-            self.after_row()
-            self.after_row = None
+        say(format_row(shown, config["steps"]))
         if self.tracker is not None:
             try:
                 self.tracker.log(values, step=values["step"])
@@ -324,38 +350,19 @@ class Log:
             with best_effort(WANDB, Exception):
                 self.tracker.finish()
 
-    def speed(self):
-        """Return how fast this start was: 400 steps in 1:52, median 240 ms, 17,000 tok/s."""
-        ms, tok_s = map(statistics.median, zip(*self.speeds, strict=True))
-        steps = self.last_row["step"] - self.begun["step"]
-        took = clock(time.time() - self.begun["time"])
-        return f"{steps} steps in {took}, median {ms:.0f} ms, {tok_s:,.0f} tok/s"
+
+# The words of a step's line; a row may lack some: {key: how it is printed}
+WORDS = {"loss": "loss={:.4f}".format, "lr": "lr={:.2e}".format, "grad_norm": "gnorm={:.3f}".format,
+         "ms": "dt={:.1f}ms".format, "tok_s": "tok/s={:.0f}".format, "tflops": "tflops={:.1f}".format,
+         "mfu": "mfu={:.1%}".format, "loss_scale": "scale={:.5g}".format,
+         "tokens": lambda n: f"tokens={short(n)}", "left": lambda seconds: f"left={clock(seconds)}",
+         "batch": "batch={}".format, "val_loss": "val_loss={:.4f}".format, "val_ppl": "val_ppl={:.5g}".format}
 
 
-# The columns of a step's line behind step and loss; a row may lack some: {key: how it is printed}
-COLUMNS = {"lr": "lr={:.2e}".format, "grad_norm": "gnorm={:.3f}".format, "ms": "dt={:.1f}ms".format,
-           "tok_s": "tok/s={:.0f}".format, "tflops": "tflops={:.1f}".format, "mfu": "mfu={:.1%}".format,
-           "loss_scale": "scale={:.5g}".format, "tokens": lambda n: f"tokens={short(n)}",
-           "left": lambda seconds: f"left={clock(seconds)}", "batch": "batch={}".format,
-           "val_loss": "val_loss={:.4f}".format, "val_ppl": "val_ppl={:.5g}".format}
-
-
-def format_row(row, steps, widths):
-    """Return the printed lines of a row of a run of so many steps; below the first, experts and --timers.
-
-    widths: {column: characters of its longest word so far}, which grow: columns stand below each other.
-    """
-    words = {"step": f"step={row['step']}/{steps}"}
-    if "loss" in row:
-        words["step"] += f" loss={row['loss']:.4f}"
-    words.update({key: form(row[key]) for key, form in COLUMNS.items() if key in row})
-    line = []
-    for column in ("step", *COLUMNS):
-        word = words.get(column, "")
-        widths[column] = max(widths.get(column, 0), len(word))
-        if widths[column]:
-            line.append(word.ljust(widths[column]))
-    line = [" ".join(line).rstrip()]
+def format_row(row, steps):
+    """Return the printed lines of a row of a run of so many steps; below the first, experts and --timers."""
+    line = [f"step={row['step']}/{steps}"]
+    line += [form(row[key]) for key, form in WORDS.items() if key in row]
     if row.get("skip_reason"):
         line.append(f"({row['skip_reason']})")
     line += [f"{key}={row[key]}" for key in ("skipped", "nan_steps") if row.get(key)]
