@@ -5,7 +5,7 @@
     python plan.py dense-210m --zero 1 --scaling 1,2,4,8,64,512
     python plan.py smol-1.7b --gpus 8 --pp 4 --serve
 
-    1) the plan of one layout, from cost/: parameters, memory, traffic, step_time, advice
+    1) the plan of one layout, from cost/: parameters, memory, traffic, step_time; what leaves a GPU idle
     2) many layouts: the search, weak scaling
     3) the tables of a terminal
     4) the program; with --serve a page in the browser draws a plan
@@ -16,27 +16,29 @@ import json
 import math
 import string
 import sys
+import typing
 from collections import Counter
 
 import interface.packages  # noqa: F401  isort: skip (it says in one line which package is missing)
-from cost.plan_flags import arguments
+from cost.plan_flags import PlanFlags, arguments
 from interface.command_line import wrong_input
 
 if __name__ == "__main__":  # --help and wrong flags are answered before torch is imported.
     with wrong_input():
         arguments(sys.argv[1:])
 
+from config import ceil_div, head_width, typed
 from corpus.samples import open_data
-from cost import plan_page
-from cost.advice import idle_warnings
 from cost.gpus import GPUS
 from cost.memory import GIB, memory, saved_activations
-from cost.parameters import Rank, count_parameters, flops_per_token, stage_mesh
-from cost.step_time import MOST_UNEVEN, stage_time, step_time
+from cost.parameters import Rank, count_parameters, flops_per_token, micro_batches, stage_mesh
+from cost.step_time import MOST_UNEVEN, bubble, matmul_shapes, stage_time, step_time, waves
 from cost.traffic import bytes_between_nodes, reductions, traffic
 from fast.choose import needs_row_limit
 from interface.layout import check_layout
+from interface.presets import PRESETS
 from interface.serve import Server
+from pipeline import DURATION, timetable
 
 # -----------------------------------------------------------------------------
 # 1) The plan of one layout
@@ -46,10 +48,9 @@ LAYOUT = ("tp", "cp", "pp", "pp_chunks", "ep", "zero", "shard", "micro_batch", "
 
 def check_gpus(cfg, gpus):
     """Return (cfg with its global batch, rank 0's mesh). ValueError: train.py would refuse this layout."""
-    mesh = stage_mesh(cfg, gpus, 0)
-    batch = cfg.global_batch or cfg.micro_batch * mesh.dp.size
-    check_layout(cfg, mesh, batch)
-    return dataclasses.replace(cfg, global_batch=batch), mesh
+    dp = check_layout(cfg, gpus)
+    batch = cfg.global_batch or cfg.micro_batch * dp
+    return dataclasses.replace(cfg, global_batch=batch), stage_mesh(cfg, gpus, 0)
 
 
 def estimate(cfg, gpus, gpu, vocab, uneven=False):
@@ -103,6 +104,31 @@ def estimate(cfg, gpus, gpu, vocab, uneven=False):
         "stage_ms": [seconds[kind] * 1e3 for kind in kinds]}
 
 
+def idle_warnings(rank, gpu, stage_ms):
+    """Return what of a layout leaves a GPU idle, a line each. stage_ms: of each stage."""
+    cfg = rank.cfg
+    widths = {"n-embd": cfg.n_embd, f"ffn-hidden / tp {cfg.tp}": cfg.ffn_hidden // cfg.tp,
+              "head dim": head_width(cfg)}
+    lines = [f"{name} is {n}, no multiple of 64: slower kernels; try {ceil_div(n, 64) * 64}"
+             for name, n in widths.items() if n % 64]
+    dense, experts = matmul_shapes(rank)
+    for m, n, count in dict.fromkeys((m, n, count) for m, n, _, count in dense + experts):
+        used, whole = waves(m, n, count, gpu)
+        if used / whole < 0.8:
+            lines.append(f"wave quantisation: {count} x ({m}, {n}) fill {used:.2f} of {whole} waves of "
+                         f"{gpu.sms} multiprocessors: {100 * (1 - used / whole):.0f} % idle")
+    if cfg.n_kv_head % cfg.tp:
+        lines.append(f"tp {cfg.tp} exceeds n-kv-head {cfg.n_kv_head}: key/value weights are replicated, "
+                     f"{cfg.tp // cfg.n_kv_head} ranks compute each head")
+    for name, ranks in ((f"ep {cfg.ep}", cfg.ep), (f"cp {cfg.cp} * tp {cfg.tp}", cfg.cp * cfg.tp)):
+        if ranks > gpu.node:
+            lines.append(f"{name} reaches over the node's {gpu.node} GPUs, on the slow network")
+    slowest = max(stage_ms) * len(stage_ms) / sum(stage_ms)
+    if slowest > 1.05:
+        lines.append(f"stages of unequal work: the slowest takes {slowest:.2f} times the mean")
+    return lines
+
+
 def training_cost(cfg, plan):
     """Return {"steps", "days", "gpu_hours"} of --tokens in whole global batches: a ramp takes more steps."""
     steps = math.ceil(cfg.tokens / cfg.seq_len / cfg.global_batch)
@@ -114,8 +140,7 @@ def vocabulary(cfg):
     """Return the number of symbols: that of --vocab-size, of the data set, or GPT-2's."""
     if cfg.vocab_size or not cfg.data:
         return cfg.vocab_size or 50257
-    _, _, vocab_size, _ = open_data(cfg)
-    return vocab_size
+    return open_data(cfg)[2]
 
 
 # -----------------------------------------------------------------------------
@@ -209,10 +234,30 @@ def print_numbers(title, numbers, form):
     print_table(title, [(name, form.format(number)) for name, number in numbers.items()])
 
 
+def timeline(ranks, chunks, num_micro_batches):
+    """Return what ranks do when: [{rank, begin, end, kind, micro_batch, chunk}]. A forward takes 1."""
+    drawn = []
+    for end, ops in timetable(ranks, chunks, num_micro_batches).items():
+        for rank, op in enumerate(ops):
+            if op is not None:
+                drawn.append({"rank": rank, "begin": end - DURATION[op.kind], "end": end, **op._asdict()})
+    return drawn
+
+
+def schedule(cfg):
+    """Return the timeline of a pipeline and its numbers, or None where there is one stage."""
+    if cfg.pp == 1:
+        return None
+    count = micro_batches(cfg, stage_mesh(cfg, cfg.gpus, 0))
+    return {"ranks": cfg.pp, "chunks": cfg.pp_chunks, "micro_batches": count,
+            "idle": bubble(cfg.pp, cfg.pp_chunks, count),
+            "ops": timeline(cfg.pp, cfg.pp_chunks, min(count, 24))}  # more would be too narrow to read
+
+
 def draw_schedule(ops, ranks, chunks, width=100):
     """Return one line per pipeline rank: F0 and B0 are the forward and the backward of micro-batch 0.
 
-    With several chunks F0a is its forward through chunk a. ops: as plan_page.timeline() gives them.
+    With several chunks F0a is its forward through chunk a. ops: as timeline() gives them.
     """
     unit = max(len(f"F{op['micro_batch']} ") for op in ops) + (chunks > 1)  # columns of a forward
     rows = [[" "] * unit * max(op["end"] for op in ops) for _ in range(ranks)]
@@ -230,7 +275,7 @@ def draw_schedule(ops, ranks, chunks, width=100):
 
 
 def print_schedule(cfg):
-    drawn = plan_page.schedule(cfg)
+    drawn = schedule(cfg)
     idle = drawn["idle"]
     in_chunks = f" in {cfg.pp_chunks} chunks" if cfg.pp_chunks > 1 else ""
     print(f"\nschedule of {drawn['micro_batches']} micro-batches{in_chunks} over {cfg.pp} ranks:")
@@ -296,7 +341,37 @@ def print_scaling(cfg, plans):
 
 
 # -----------------------------------------------------------------------------
-# 4) The program
+# 4) The program, and the form of its page, which interface/plan.html draws
+
+FORM = {  # the flags that the page asks for, in groups
+    "where": ("gpus", "gpu", "tokens"),
+    "layout": ("tp", "cp", "pp", "pp_chunks", "ep", "zero", "shard"),
+    "training": ("micro_batch", "global_batch", "seq_len", "recompute", "dtype", "fp8", "optimizer", "lora"),
+    "model": ("n_layer", "n_head", "n_kv_head", "n_embd", "ffn_hidden", "vocab_size", "mlp", "norm", "pos",
+              "tied"),
+    "experts": ("n_experts", "top_k", "n_shared_experts", "capacity_factor")}
+
+
+def page_settings(cfg):
+    """Return what the page begins with. fields: {group: {flag: its values, none where any number is one}}."""
+    choices = {name: ("false", "true") if field.type is bool else typing.get_args(field.type)
+               for name, field in PlanFlags.__dataclass_fields__.items()}
+    fields = {group: {typed(name): choices[name] for name in names} for group, names in FORM.items()}
+    return {"fields": fields, "presets": list(PRESETS), "words": filled(cfg)["words"]}
+
+
+def filled(cfg):
+    """Return the words of a command line that gives these flags, and {flag: value} of the form."""
+    usual = PlanFlags(**{**PRESETS[cfg.preset], "preset": cfg.preset, "data": ""})
+    asked = sum(FORM.values(), ())
+    words = [cfg.preset]
+    for name in dict.fromkeys([*asked, *vars(cfg)]):
+        value = getattr(cfg, name)
+        if value != getattr(usual, name) and name not in ("serve", "port", "config"):
+            words += [typed(name), *map(str, value if isinstance(value, tuple) else [value])]
+    values = {typed(name): str(getattr(cfg, name)).lower() for name in asked}
+    return {"words": words, "values": {"preset": cfg.preset, **values}}
+
 
 def plan_one(cfg, vocab):
     """Return (cfg with its global batch, the plan of its layout with all that is printed)."""
@@ -317,7 +392,7 @@ def answer(asked):
     """Return the plan of the words that the page of --serve sends, as JSON. ValueError: they are wrong."""
     flags, _ = arguments(asked["words"])
     cfg, plan = plan_one(flags, vocabulary(flags))
-    return [json.dumps({"plan": plan, "schedule": plan_page.schedule(cfg), **plan_page.filled(flags)})]
+    return [json.dumps({"plan": plan, "schedule": schedule(cfg), **filled(flags)})]
 
 
 @wrong_input()
@@ -325,8 +400,7 @@ def main(argv=None):
     """Print a plan. SystemExit(2) after one line on stderr: wrong input."""
     cfg, counts = arguments(sys.argv[1:] if argv is None else argv)
     if cfg.serve:
-        page = plan_page.settings(cfg)
-        Server("127.0.0.1", cfg.port).run(answer, page, "plan.html")
+        Server("127.0.0.1", cfg.port).run(answer, page_settings(cfg), "plan.html")
         return
     vocab = vocabulary(cfg)
     if counts:

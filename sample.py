@@ -281,11 +281,11 @@ def answer(model, vocabulary, flags, said, share=lambda token: token):
 
 def share_out(cfg, flags, world):
     """Return cfg with the layout of --chat instead of the training's. ValueError: the ranks do not fit."""
-    from interface.layout import check_flags
+    from interface.layout import check_layout
     cfg = dataclasses.replace(
         cfg, tp=flags.tp, ep=flags.ep, pp=1, cp=1, pp_chunks=1, pp_layers="", zero=0, shard=0,
         micro_batch=flags.tp, global_batch=0, rampup_batch_size=(), pdb=-1)
-    check_flags(cfg, world.size)
+    check_layout(cfg, world.size)
     return cfg
 
 

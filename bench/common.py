@@ -14,7 +14,7 @@ sys.path.insert(0, str(ROOT))
 from runtime.launch import LAUNCHERS, started_by  # its package says what is not installed
 
 from interface.command_line import command_line, wrong_input
-from interface.layout import check_alone, check_flags
+from interface.layout import check_alone, check_layout
 
 
 @contextlib.contextmanager
@@ -50,7 +50,7 @@ def check_ranks(cfg, world, prog, argv=None):
     """Raise ValueError unless the flags, a Config, fit these ranks. """
     if world.size == 1:
         check_alone(cfg, sys.argv[1:] if argv is None else argv, f"bench/{prog}")
-    check_flags(cfg, world.size)
+    check_layout(cfg, world.size)
 
 
 def bare_environment():

@@ -72,7 +72,7 @@ def train_steps(world, cfg, vocab_size, source, batch, steps, *, chunks=1, cp=1)
     """
     moe.MoE.forward = forward_in_chunks(chunks, cp) if chunks * cp > 1 else MOE_FORWARD
     mesh = make_mesh(world, cfg.tp, cfg.pp, cfg.ep, cp=cfg.cp, shard=cfg.shard)
-    check_layout(cfg, mesh, batch)
+    check_layout(cfg, world.size)
     model, data_parallel, opt = train.build(cfg, mesh, vocab_size, world.device)
     seen = {"stats": [], "pieces": []}
 

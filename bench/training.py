@@ -50,7 +50,7 @@ class Training:
         deterministic(cfg.deterministic)
         self.mesh = make_mesh(world, cfg.tp, cfg.pp, cfg.ep, cp=cfg.cp, shard=cfg.shard)
         self.batch = cfg.global_batch or cfg.micro_batch * self.mesh.dp.size  # sequences per step
-        check_layout(cfg, self.mesh, self.batch)
+        check_layout(cfg, world.size)
         self.source, _, self.vocab, _ = open_data(cfg)
         self.began = time.perf_counter()
         self.build(without)

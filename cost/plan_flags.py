@@ -1,12 +1,11 @@
 """The flags of plan.py, without torch: so --help and wrong flags are answered at once."""
 import dataclasses
-import math
 from typing import Literal
 
 from config import Config
 from cost.gpus import GPUS
 from interface.command_line import given, parse
-from interface.layout import check_flags
+from interface.layout import check_layout, ranks_needed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +38,7 @@ def arguments(argv):
         counts = [int(word) if word.isdecimal() else 0 for word in cfg.scaling.split(",")]
         if not all(0 < count <= cfg.RANGES["gpus"][1] for count in counts):
             raise ValueError(f"--scaling takes numbers of GPUs such as 1,2,4,8, not {cfg.scaling!r}")
-    cfg = dataclasses.replace(cfg, gpus=cfg.gpus or cfg.pp * math.lcm(cfg.tp * cfg.cp, cfg.ep))
+    cfg = dataclasses.replace(cfg, gpus=cfg.gpus or ranks_needed(cfg))
     if not (cfg.search or cfg.scaling or cfg.serve):
-        check_flags(cfg, cfg.gpus)
+        check_layout(cfg, cfg.gpus)
     return cfg, counts

@@ -5,7 +5,6 @@ train.py refuses a layout that cannot be, plan.py leaves it out. cost/memory.py 
 import itertools
 import math
 import shlex
-from types import SimpleNamespace
 
 from config import ceil_div, must_divide
 
@@ -31,13 +30,15 @@ def check_ranks(n, tp, pp, ep, cp=1, *, shard=0):
     return replicas // cp
 
 
-def check_layout(cfg, mesh, batch):
-    """Raise ValueError, with the fix, for values that are wrong on this mesh. batch: sequences per step."""
-    if cfg.pdb >= mesh.world.size:
-        raise ValueError(f"--pdb {cfg.pdb}: the ranks are 0 to {mesh.world.size - 1}")
-    tp = mesh.tp.size
-    cp = mesh.cp.size
-    must_divide("n-experts", cfg.n_experts, "ep", mesh.ep.size)
+def check_layout(cfg, ranks):
+    """Raise ValueError, with the fix, for values that so many ranks cannot have. Return dp."""
+    tp = cfg.tp
+    cp = cfg.cp
+    pp = cfg.pp
+    dp = check_ranks(ranks, tp, pp, cfg.ep, cp, shard=cfg.shard)
+    if cfg.pdb >= ranks:
+        raise ValueError(f"--pdb {cfg.pdb}: the ranks are 0 to {ranks - 1}")
+    must_divide("n-experts", cfg.n_experts, "ep", cfg.ep)
     must_divide("n-head", cfg.n_head, "tp", tp)
     if tp % cfg.n_kv_head:  # else some ranks hold copies of a key/value head
         must_divide("n-kv-head", cfg.n_kv_head, "tp", tp)
@@ -47,13 +48,24 @@ def check_layout(cfg, mesh, batch):
         raise ValueError(f"seq-len {cfg.seq_len} does not divide by 2 * cp {cp} segments; "
                          f"try --seq-len {next_multiple(cfg.seq_len, 2 * cp)}")
     must_divide("the tokens of a micro-batch,", cfg.micro_batch * cfg.seq_len // cp, "tp", tp)
-    check_batch(cfg, mesh.dp.size, batch)
-    check_pipeline(cfg, mesh.pp.size, cp)
+    check_batch(cfg, dp)
+    if cfg.zero == 3 and pp > 1:
+        raise ValueError(f"--zero 3 gathers a stage anew for each micro-batch of --pp {pp}; try --zero 2")
+    if cp > 1 and cfg.recompute == "selective" and cfg.objective == "causal":
+        raise ValueError(f"--recompute selective cannot make the mask of --cp {cp}; try --recompute full")
+    if cfg.pp_chunks > 1 and pp == 1:
+        raise ValueError(f"--pp-chunks {cfg.pp_chunks} interleaves the stages of several ranks; try --pp 2")
+    if cfg.pp_chunks > 1 and cfg.zero > 1:
+        raise ValueError(f"--pp-chunks {cfg.pp_chunks} does not go with --zero {cfg.zero}, which sums the "
+                         "gradients of one stage per micro-batch; try --zero 1")
+    stage_layers(cfg, pp * cfg.pp_chunks)
+    return dp
 
 
-def check_batch(cfg, dp, batch):
+def check_batch(cfg, dp):
     """Raise ValueError unless the global batch and each phase of its ramp are whole micro-batches."""
     unit = cfg.micro_batch * dp
+    batch = cfg.global_batch or unit
     if batch % unit:
         raise ValueError(f"global-batch {batch} does not divide by micro-batch {cfg.micro_batch} * dp {dp}; "
                          f"try --global-batch {next_multiple(batch, unit)}")
@@ -65,20 +77,6 @@ def check_batch(cfg, dp, batch):
                              f"try --rampup-batch-size {unit} {unit} {over}")
 
 
-def check_pipeline(cfg, pp, cp):
-    """Raise ValueError for parts that do not go together, and for stages that do not fit the blocks."""
-    if cfg.zero == 3 and pp > 1:
-        raise ValueError(f"--zero 3 gathers a stage anew for each micro-batch of --pp {pp}; try --zero 2")
-    if cp > 1 and cfg.recompute == "selective" and cfg.objective == "causal":
-        raise ValueError(f"--recompute selective cannot make the mask of --cp {cp}; try --recompute full")
-    if cfg.pp_chunks > 1 and pp == 1:
-        raise ValueError(f"--pp-chunks {cfg.pp_chunks} interleaves the stages of several ranks; try --pp 2")
-    if cfg.pp_chunks > 1 and cfg.zero > 1:
-        raise ValueError(f"--pp-chunks {cfg.pp_chunks} does not go with --zero {cfg.zero}, which sums the "
-                         "gradients of one stage per micro-batch; try --zero 1")
-    stage_layers(cfg, pp * cfg.pp_chunks)
-
-
 def next_multiple(n, of):
     return ceil_div(n, of) * of
 
@@ -86,21 +84,18 @@ def next_multiple(n, of):
 # -----------------------------------------------------------------------------
 # The ranks that flags ask for
 
-def check_flags(cfg, ranks):
-    """Raise ValueError, with the fix, unless the flags fit a number of ranks. A mesh is not made."""
-    dp = check_ranks(ranks, cfg.tp, cfg.pp, cfg.ep, cfg.cp, shard=cfg.shard)
-    sizes = {"world": ranks, "dp": dp, "tp": cfg.tp, "cp": cfg.cp, "pp": cfg.pp, "ep": cfg.ep}
-    mesh = SimpleNamespace(**{axis: SimpleNamespace(size=size) for axis, size in sizes.items()})
-    check_layout(cfg, mesh, cfg.global_batch or cfg.micro_batch * dp)
+def ranks_needed(cfg):
+    """Return the fewest ranks that a layout has room on."""
+    stage = cfg.tp * cfg.cp
+    if cfg.zero and cfg.shard:
+        stage = math.lcm(stage, cfg.tp * cfg.shard)
+    return cfg.pp * math.lcm(stage, cfg.ep)
 
 
 def check_alone(cfg, argv, program="train.py"):
     """Raise ValueError if one process is started for a layout of several ranks: say what starts them."""
-    stage = cfg.tp * cfg.cp
-    if cfg.zero and cfg.shard:
-        stage = math.lcm(stage, cfg.tp * cfg.shard)
-    ranks = cfg.pp * math.lcm(stage, cfg.ep)
-    check_flags(cfg, ranks)
+    ranks = ranks_needed(cfg)
+    check_layout(cfg, ranks)
     if ranks > 1:
         raise ValueError(f"this layout needs {ranks} ranks: {command(ranks, argv, program=program)}")
 

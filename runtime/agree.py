@@ -74,9 +74,8 @@ def compare(world, values, cure):
 
 def make_mesh(cfg, world):
     """Return the run's mesh. ValueError: the flags do not fit these ranks."""
-    mesh = parallel.make_mesh(world, cfg.tp, cfg.pp, cfg.ep, cp=cfg.cp, shard=cfg.shard)
-    check_layout(cfg, mesh, cfg.global_batch or cfg.micro_batch * mesh.dp.size)
-    return mesh
+    check_layout(cfg, world.size)
+    return parallel.make_mesh(world, cfg.tp, cfg.pp, cfg.ep, cp=cfg.cp, shard=cfg.shard)
 
 
 def open_data(cfg, world, mesh):

@@ -16,7 +16,7 @@ import checkpoint
 import plot
 from config import Config, Outcome
 from interface.command_line import INTERRUPTED, given, parse, wrong_input
-from interface.layout import check_alone, check_flags
+from interface.layout import check_alone, check_layout
 from interface.terminal import Stream, clock, one_line, warn
 from runtime import launch
 
@@ -115,7 +115,7 @@ def parse_flags(argv):
             if start.size == 1:
                 check_alone(cfg, argv)
             elif start.size > 1:
-                check_flags(cfg, start.size)
+                check_layout(cfg, start.size)
             if start.rank == 0:
                 reads_files = True
                 check_paths(cfg)

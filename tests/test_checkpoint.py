@@ -35,7 +35,7 @@ def prepare(world, flags):
     cfg = Config(**flags, micro_batch=2)
     mesh = make_mesh(world, cfg.tp, cfg.pp, cfg.ep, cp=cfg.cp, shard=cfg.shard)
     batch = cfg.global_batch
-    check_layout(cfg, mesh, batch)
+    check_layout(cfg, world.size)
     model, data_parallel, opt = train.build(cfg, mesh, cfg.vocab_size, world.device)
     source = Synthetic(cfg.vocab_size, cfg.seq_len, cfg.seed)
 

@@ -35,7 +35,7 @@ from cost.plan_flags import PlanFlags
 from fast.choose import choose
 from interface import words
 from interface.command_line import command_line, parse, wrong_input
-from interface.layout import check_alone, check_flags
+from interface.layout import check_alone, check_layout
 from interface.presets import PRESETS
 from parallel import make_mesh
 from runtime.launch import World
@@ -180,7 +180,7 @@ def test_wrong_commands_of_a_first_hour_name_their_fix(folder, monkeypatch):
 @pytest.mark.parametrize("flags,words", TWO_RANKS)
 def test_layouts_that_do_not_fit_two_ranks_are_refused(flags, words):
     with pytest.raises(ValueError, match=re.escape(words)):
-        check_flags(parse(flags.split()), 2)
+        check_layout(parse(flags.split()), 2)
 
 
 def test_one_rank_prints_the_error_under_mpiexec():

@@ -14,11 +14,10 @@ import pipeline
 from config import Config
 from cost.memory import blocks_in_flight
 from cost.parameters import rank_mesh, stage_mesh
-from cost.plan_page import timeline
 from cost.step_time import bubble
 from interface.layout import stage_layers
 from pipeline import rank_layers, schedule, timetable
-from plan import draw_schedule
+from plan import draw_schedule, timeline
 from runtime.launch import CollectiveLog
 
 SIZES = [(p, v, m) for p in (1, 2, 3, 4) for v in (1, 2, 3) for m in range(1, 2 * p + 2)]

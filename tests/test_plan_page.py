@@ -9,7 +9,6 @@ from runs import refused
 from test_serve import ask
 
 import plan
-from cost import plan_page
 from cost.plan_flags import arguments
 from interface.serve import Server
 
@@ -69,20 +68,20 @@ def test_the_words_of_the_page_give_the_same_flags_in_a_terminal():
             "--lr", "1e-3", "--rampup-batch-size", "32", "32", "4800", "--tied", "--min-lr", "0"]
     cfg, _ = arguments(argv)
     assert arguments(["tiny-moe", "--tp", "2", "--ep", "4", "--pp", "2"])[0].gpus == 8, "as few as it needs"
-    found = plan_page.filled(cfg)
+    found = plan.filled(cfg)
     assert arguments(found["words"])[0] == cfg
     del found["values"]["preset"]
     form = [word for pair in found["values"].items() for word in pair]
     assert arguments([*argv, *form])[0] == cfg, "each field is read as it stands in the form"
     serving, _ = arguments([*EXAMPLE, "--serve", "--port", "1"])
-    assert plan_page.settings(serving)["words"] == EXAMPLE
+    assert plan.page_settings(serving)["words"] == EXAMPLE
 
 
 def test_the_schedule_that_is_drawn():
     """Each micro-batch goes forward and backward through each chunk of each rank, one after the other."""
     cfg, _ = arguments(["tiny", "--gpus", "2", "--pp", "2", "--pp-chunks", "2", "--micro-batch", "2",
                         "--global-batch", "8"])
-    drawn = plan_page.schedule(cfg)
+    drawn = plan.schedule(cfg)
     assert drawn["micro_batches"] == 4
     for rank in range(2):
         ops = [op for op in drawn["ops"] if op["rank"] == rank]

@@ -32,11 +32,11 @@ def test_the_schedule_is_megatrons():
     (32, (4, 8, 100), 4), (8, (16, 4, 100), 4), (16, (4, 4, 100), 8), (16, (8, 4, 100), 8),
     (64, (5, 7, 100), 8)])
 def test_every_stage_is_checked_before_the_first_step(full, ramp, unit):
-    cfg = Config(micro_batch=unit, rampup_batch_size=ramp)
+    cfg = Config(micro_batch=unit, rampup_batch_size=ramp, global_batch=full)
     with pytest.raises(ValueError, match=f"--rampup-batch-size .* micro-batch . dp = {unit}; try ") as e:
-        check_batch(cfg, 1, full)
+        check_batch(cfg, 1)
     fix = re.search(r"try --rampup-batch-size (\d+) (\d+) 100$", str(e.value))
-    check_batch(dataclasses.replace(cfg, rampup_batch_size=(int(fix[1]), int(fix[2]), 100)), 1, full)
+    check_batch(dataclasses.replace(cfg, rampup_batch_size=(int(fix[1]), int(fix[2]), 100)), 1)
 
 
 def test_a_ramp_with_a_resume_and_a_skipped_step_logs_the_right_numbers(tmp_path):

@@ -17,8 +17,6 @@ import sample
 from cost import plan_flags
 from interface.command_line import command_line, parse
 from interface.layout import check_layout
-from parallel import make_mesh
-from runtime.launch import World
 
 DOCS = sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md") if path.name != "change-it.md")
 PAGES = ["README.md", "tutorial/README.md", *DOCS]
@@ -95,9 +93,7 @@ def check_command(ranks, program, argv):
     if program == "train.py" and "--list" not in argv:
         cfg = parse(argv)
         if ranks:
-            mesh = make_mesh(World(size=ranks), cfg.tp, cfg.pp, cfg.ep, groups=False, cp=cfg.cp,
-                             shard=cfg.shard)
-            check_layout(cfg, mesh, cfg.global_batch or cfg.micro_batch * mesh.dp.size)
+            check_layout(cfg, ranks)
     elif program == "plan.py":
         plan_flags.arguments(argv)
     elif program == "prepare.py":
