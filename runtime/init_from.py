@@ -159,19 +159,14 @@ def load_base(model, base, moved_to=""):
     world = model.mesh.world
     path = base_path(base, moved_to) if world.rank == 0 else None
     path, index = read(world, path)
-    unused = [name for name in index["tensors"] if "/" in name]
-    load_pieces(world, path, index, frozen_pieces(model), unused)
-    model.base = reference(path, index)
-
-
-def frozen_pieces(model):
-    """Return the pieces of this rank's share of what --lora leaves as it is."""
-    pieces = []
+    frozen = []  # this rank's share
     sliced = set()
     for bucket in model.data_parallel.frozen_buckets:
-        pieces += bucket_pieces(bucket, bucket.own, "", owned_only=False)
+        frozen += bucket_pieces(bucket, bucket.own, "", owned_only=False)
         sliced.update(bucket.names)
     for name, p in frozen_parameters(model):
         if name not in sliced:
-            pieces.append((name, p.data, p.full_shape, p.offset))
-    return pieces
+            frozen.append((name, p.data, p.full_shape, p.offset))
+    unused = [name for name in index["tensors"] if "/" in name]
+    load_pieces(world, path, index, frozen, unused)
+    model.base = reference(path, index)

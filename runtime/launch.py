@@ -88,7 +88,7 @@ class CollectiveLog:
 
     def __init__(self):
         self.started = Counter()  # {axis: number of collectives}
-        self.last = None  # (kind, axis, (shape, dtype)) of the newest one
+        self.last = None  # (kind, axis, what it sends) of the newest one
         self.on_next_collective = None  # called once, where this rank's own work in a step ends
 
     def record(self, axis, kind, tensor=None, nbytes=0.0):
@@ -99,7 +99,7 @@ class CollectiveLog:
             callback()
         axis.sent[kind] += nbytes
         self.started[axis.name] += 1
-        contents = None if tensor is None else (tensor.shape, tensor.dtype)
+        contents = "a word" if tensor is None else (tuple(tensor.shape), tensor.dtype)
         self.last = (kind, axis.name, contents)
 
 
@@ -141,15 +141,15 @@ class World:
 # -----------------------------------------------------------------------------
 # Start and end
 
-def launch(timeout=600.0, quiet=False):
-    """Start this rank and return its World. timeout: seconds that a collective may wait. quiet: no line."""
+def launch(timeout=600.0):
+    """Start this rank and return its World. timeout: seconds that a collective may wait."""
     with wrong_input():
         start = started_by()
         if start.launcher == "single":  # plain python never touches MPI
             world = World(device=select_device(0, 1))
         else:
             world = _join(start, timedelta(seconds=timeout))
-    if world.local_rank == 0 and not quiet:
+    if world.local_rank == 0:
         print_node(world)
     return world
 
@@ -201,9 +201,6 @@ def print_node(world):
     place = f"[node {world.nodes[world.rank] + 1}/{world.n_nodes} {socket.gethostname()}]"
     say(f"{place} {world.launcher}: {world.local_size} of {world.size} ranks here, {chip}, "
         f"{backend}torch {torch.__version__}")
-    n_gpus = 0 if world.device.type == "cpu" else torch.accelerator.device_count()
-    if n_gpus > world.local_size:
-        say(f"  uses {world.local_size} of {n_gpus} GPUs")
 
 
 def shutdown(world):

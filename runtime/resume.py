@@ -18,7 +18,6 @@ from interface import files
 from interface.paths import is_run
 from interface.terminal import one_line, say
 from ops.split_master import whole
-from optim import learning_rate
 from runtime.init_from import VOCABULARY, changed_flags, init_from, load_base
 from runtime.pieces import first_sound, load_pieces, own_pieces
 from runtime.saver import Saver
@@ -26,7 +25,6 @@ from skip import skipped_ranges
 
 # What --out must not hold besides a run: prepared data, other runs, models of other programs, sources
 FOREIGN = "*_[0-9]*.bin", "*/metrics.jsonl", "*.safetensors", "*.md", "*.py", ".git"
-SCHEDULE = {"lr", "min_lr", "warmup", "lr_schedule", "decay_steps", "decay_ratio"}  # besides steps
 
 
 # -----------------------------------------------------------------------------
@@ -105,19 +103,16 @@ def dump_grads(path, world, data_parallel, opt, vocab_size):
     found = own_pieces(data_parallel, opt, {"": opt.masters, "grad/": grads})
     found = [(name, whole(piece).cpu(), *place) for name, piece, *place in found]
     folder = Path(f"{path}.{run_id(world.everyone)}.parts")  # new: all in it is this function's
-    try:
-        with world.everyone.input():
-            step = checkpoint.save(folder, 1, found, {}, world.rank, world.size)
-            if world.rank == 0:
-                full = checkpoint.full_tensors(step)
-                for name, tensor in full.items():
-                    if name.split("/")[-1] in VOCABULARY and tensor.size(0) == pad_vocab(vocab_size):
-                        full[name] = tensor[:vocab_size]
-                checkpoint.write_safetensors(folder / "full", full)
-                os.rename(folder / "full", path)
-    finally:
+    with world.everyone.input():
+        step = checkpoint.save(folder, 1, found, {}, world.rank, world.size)
         if world.rank == 0:
-            shutil.rmtree(folder, ignore_errors=True)
+            full = checkpoint.full_tensors(step)
+            for name, tensor in full.items():
+                if name.split("/")[-1] in VOCABULARY and tensor.size(0) == pad_vocab(vocab_size):
+                    full[name] = tensor[:vocab_size]
+            checkpoint.write_safetensors(folder / "full", full)
+            os.rename(folder / "full", path)
+            shutil.rmtree(folder)
 
 
 # -----------------------------------------------------------------------------
@@ -227,12 +222,9 @@ def start_from(found, skip, model, opt, data_id):
             state.base = model.base
         said = [f"resume: {name.replace('_', '-')} {before} -> {now}"
                 for name, (before, now) in state.changed.items()]
-        steps, _ = state.changed.get("steps", (cfg.steps, 0))
-        as_before = dataclasses.replace(cfg, steps=steps)
-        old, new = (learning_rate(flags, state.step) for flags in (as_before, cfg))
-        is_meant = state.changed.keys() & SCHEDULE
-        if abs(new - old) > 0.01 * cfg.lr and not is_meant:
-            said.append(f"resume: lr jumps from {old:.3g} to {new:.3g}; --decay-steps {steps} keeps it")
+        if "steps" in state.changed and not cfg.decay_steps:
+            before, now = state.changed["steps"]
+            said.append(f"lr now decays to step {now}, so it jumps; --decay-steps {before} keeps it")
         if cfg.dump_grads or cfg.init_from and not cfg.lora:
             said.append(f"goes on from {found}: --init-from and --dump-grads are for a start, and not used")
         skip = sorted({*skip, *skipped_ranges(state.skip)})  # a resume inside a range goes on skipping it

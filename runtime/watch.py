@@ -132,10 +132,7 @@ class Watch(contextlib.AbstractContextManager):
         last = "no collective yet"
         if calls.last is not None:
             kind, axis, contents = calls.last
-            last = f"last collective {calls.started[axis]} over {axis}: {kind}"
-            if contents is not None:
-                shape, dtype = contents
-                last += f" of {tuple(shape)} {str(dtype).removeprefix('torch.')}"
+            last = f"last collective {calls.started[axis]} over {axis}: {kind} of {contents}"
         return {"rank": self.rank, "step": self.step, "what": self.what,
                 "silent": time.monotonic() - self.last, "place": current_place(self.main),
                 "begun": dict(calls.started), "last": last, "axes": self.axes}
@@ -155,9 +152,7 @@ def current_place(thread):
 
 def verdict(reports, size, timeout, hosts=()):
     """Return the text to print: the cause, then where each rank is, then the hosts of the ranks to blame.
-
-    reports: {rank: report}. size: the number of ranks. hosts: the host of each.
-    """
+    reports: {rank: report}. hosts: of all ranks."""
     silent = max(report["silent"] for report in reports.values())
     missing = [rank for rank in range(size) if rank not in reports]
     late = missing or late_ranks(reports)
