@@ -19,11 +19,10 @@ FRAGMENTS = 0.05  # of what a step allocates and frees, what torch's allocator r
 GRADIENTS = 1 / 3  # of what a block keeps for backward, the largest gradients that are alive at once
 
 # -----------------------------------------------------------------------------
-# What a block keeps for backward: functions that return (saved, remains), bytes of one micro-batch.
-# saved: tensors that backward needs. remains: of them under --recompute, and what selective keeps instead.
+# What a block keeps for backward, in bytes of one micro-batch
 
 def saved_activations(rank):
-    """Return (saved, remains) of one block. A test compares them with what autograd keeps."""
+    """Return (saved, remains) of one block: what backward needs, and what is kept of it under --recompute."""
     parts = [_attention_activations(rank), _mlp_activations(rank)]
     if rank.cfg.n_experts:
         parts.append(_expert_activations(rank))
@@ -40,8 +39,7 @@ def _attention_activations(rank):  # of a block's input to the input of norm2
     qkv = rank.q + 2 * rank.kv
     has_norm = cfg.qk_norm != "none"
 
-    # Elements per token: the inputs of the block and of norm2, norm1's output as gathered, q k v side
-    # by side, attention's output.
+    # The inputs of the block and of norm2, norm1's output as gathered, q k v, attention's output
     row = 2 * C / rank.mesh.tp.size + C + qkv + rank.q
     if cfg.norm_place == "both":
         row += 2 * C / rank.mesh.tp.size  # the inputs of the norms of attention's and the MLP's output
@@ -109,12 +107,10 @@ def _expert_activations(rank):  # of the router and the routed experts alone
 # What stays from step to step
 
 def gradient_bytes(rank):
-    """Return the bytes of the gradients, each as Rank.gradient_kind says.
-
-    From ZeRO-2 on a rank keeps only its slices of the sums, and two slots for whole buckets. Peer copies also
-    need room for the other ranks' part of a bucket.
-    """
-    total = slot = arriving = 0
+    """Return the bytes of the gradients, each as Rank.gradient_kind says."""
+    total = 0
+    slot = 0  # of a whole bucket: from ZeRO-2 on there are two, and only slices of the sums
+    arriving = 0  # of peer copies: the other ranks' part of a bucket
     for bucket in rank.trained:
         kind = rank.gradient_kind(bucket)
         whole = bucket.elements * (rank.sum_bytes if kind == "summed" else rank.weight_bytes)
@@ -182,10 +178,9 @@ def logits_bytes(rank):
 
 
 def memory(rank):
-    """Return {part: bytes} at the fullest moment, on a GPU.
+    """Return {part: bytes} at the fullest moment, on a GPU. workspace: of a block's backward, beyond logits.
 
-    workspace: what a block's backward needs beyond the logits. overhead: the CUDA context, and
-    fragments. torch's allocator counts neither this, nor symm_mem, nor what travels as peer copies.
+    torch's allocator counts neither overhead, nor symm_mem, nor what travels as peer copies.
     """
     cfg = rank.cfg
     saved, remains = saved_activations(rank)
@@ -211,13 +206,10 @@ def memory(rank):
 # Does it fit?
 
 def check_memory(cfg, mesh, vocab_size, world):
-    """Raise ValueError if a step needs more memory than there is.
-
-    Of a GPU only the state is counted: what passes may still be too large, and torch says so. The kernel of a
-    CPU's node would kill the run without a line.
+    """Raise ValueError if a step needs more memory than there is: of a GPU the state alone is counted, since
+    torch says what is too much. The kernel of a CPU's node would kill the run without a line.
     """
-    at_best = choose(cfg, mesh, world.device, lambda *_: True)  # no rank is asked what it can reach
-    rank = Rank(cfg, mesh, vocab_size, at_best)
+    rank = Rank(cfg, mesh, vocab_size, choose(cfg, mesh, world.device, lambda *_: True))
     needed = sum(state_bytes(rank).values())
     if world.device.type == "cpu":
         parts = memory(rank)

@@ -27,7 +27,6 @@ AXES = tuple(Mesh.__annotations__)
 # The model on the meta device
 
 class BucketSize(NamedTuple):
-    """One bucket of a rank."""
     axis: str       # the name of the axis whose ranks sum its gradients
     decayed: bool
     name: str       # of one of its parameters
@@ -41,8 +40,7 @@ class BucketSize(NamedTuple):
 def _build(cfg, vocab_size, sizes, first, blocks):
     """Return ([BucketSize], numbers of parameters) of a rank that holds these consecutive blocks.
 
-    The buckets are in the order in which backward fills them. cfg: without its layout, so that all layouts
-    that cut the model alike share one. sizes: those of AXES.
+    The buckets are in backward's order. cfg: _without_layout(). sizes: those of AXES.
     """
     axes = [Axis(name, size=size) for name, size in zip(AXES, sizes, strict=True)]
     lone_axes = [axis.name for axis in axes if axis.size == 1]
@@ -50,7 +48,7 @@ def _build(cfg, vocab_size, sizes, first, blocks):
     with torch.device("meta"):
         model = GPT(cfg, mesh, vocab_size, [(first, first + blocks)])
     position = {name: i for i, (name, _) in enumerate(model.named_parameters())}
-    sizes = []
+    found = []
     for named_parameters in (ddp.trained_parameters(model), ddp.frozen_parameters(model)):
         groups = ddp.assign_buckets(named_parameters, cfg.zero, optimizer=cfg.optimizer, lone_axes=lone_axes)
         # Backward reaches the first layers last, so it completes the bucket with the last name first.
@@ -59,14 +57,14 @@ def _build(cfg, vocab_size, sizes, first, blocks):
             name, p = group[0]
             params = [p for _, p in group]
             is_muons = ddp.updated_by(name, p, cfg.optimizer) == "muon"
-            sizes.append(BucketSize(p.reduction_axis, ddp.uses_weight_decay(p), name,
+            found.append(BucketSize(p.reduction_axis, ddp.uses_weight_decay(p), name,
                                     sum(p.numel() for p in params), shapes_of(params) if is_muons else [],
                                     p.requires_grad, lone=len(group) == 1))
-    return sizes, _count(cfg, model, vocab_size)
+    return found, _count(cfg, model, vocab_size)
 
 
 @cache
-def _without_layout(cfg):
+def _without_layout(cfg):  # so that all layouts that cut the model alike are one
     zero = 0 if cfg.zero == 1 else cfg.zero
     return dataclasses.replace(cfg, micro_batch=1, global_batch=0, recompute="none", pp=1, tp=1, cp=1, ep=1,
                                shard=0, pp_chunks=1, pp_layers="", zero=zero)
@@ -93,10 +91,9 @@ def count_parameters(cfg, vocab_size):
     """Return the numbers of parameters of the whole model: {"total", "matmul", "embedding", "adapters"}.
 
     matmul: those that one token is multiplied with: the head, and of the experts only the top-k and the
-    shared ones, without the router. embedding: the input tables. adapters: those of --lora.
+    shared ones, without the router. embedding: the input tables.
     """
-    _, count = _build(_without_layout(cfg), vocab_size, (1,) * len(AXES), 0, cfg.n_layer)
-    return count
+    return _build(_without_layout(cfg), vocab_size, (1,) * len(AXES), 0, cfg.n_layer)[1]
 
 
 # -----------------------------------------------------------------------------
@@ -158,8 +155,7 @@ def micro_batches(cfg, mesh, batch=0):
 class Rank:
     """What one rank holds of a model, and what of a micro-batch passes it.
 
-    vocab_size: before padding. choice: the run's fast.choose.Choice, by default that of a run on GPUs, of
-    which `node` reach each other's memory.
+    choice: the run's fast.choose.Choice, by default that of GPUs, of which `node` reach each other's memory.
     """
 
     def __init__(self, cfg, mesh, vocab_size, choice=None, node=8):
@@ -176,7 +172,12 @@ class Rank:
         self.blocks = sum(end - first for first, end in stages)
         self.has_embedding = stages[0][0] == 0
         self.has_head = stages[-1][1] == cfg.n_layer
-        self.buckets = self._find_buckets(vocab_size)  # in the order in which backward fills them
+        # Consecutive blocks stand for those of this rank, since nothing depends on their numbers.
+        first = min(stages[0][0], 1)
+        if self.has_head:
+            first = cfg.n_layer - self.blocks
+        sizes = tuple(getattr(mesh, name).size for name in AXES)
+        self.buckets, _ = _build(_without_layout(cfg), vocab_size, sizes, first, self.blocks)
         self.trained = [bucket for bucket in self.buckets if bucket.trained]
 
         # Of a micro-batch: rows of whole layers, of a rank of tp between the blocks, and at the head
@@ -190,17 +191,6 @@ class Rank:
         dense = cfg.n_shared_experts if cfg.n_experts else 1
         self.hidden = dense * cfg.ffn_hidden // mesh.tp.size
         self.vocab = pad_vocab(vocab_size) // mesh.tp.size
-
-    def _find_buckets(self, vocab_size):
-        # Consecutive blocks stand for those of this rank, since nothing depends on their numbers.
-        first = 1
-        if self.has_embedding:
-            first = 0
-        elif self.has_head:
-            first = self.cfg.n_layer - self.blocks
-        sizes = tuple(getattr(self.mesh, name).size for name in AXES)
-        buckets, _ = _build(_without_layout(self.cfg), vocab_size, sizes, first, self.blocks)
-        return buckets
 
     def expert_rows(self):
         """Return the rows that it sends to the experts: copies, or with a capacity all that they accept."""

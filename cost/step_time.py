@@ -3,8 +3,7 @@
     step = (1 + bubble) * micro-batches * micro-batch of the slowest rank
            + gradients to fp32 + communication that compute does not hide + optimizer
 
-The comment beside each constant says where it was measured: ceilings, single kernels, traces. None was
-fitted to the milliseconds of a step on H200 but where it says so.
+The comment beside each constant says where it was measured; "fitted" says that a step's time was used.
 """
 import math
 
@@ -59,10 +58,7 @@ def peak_flops(device):
 # The experts' rows, over the balanced number
 
 def max_load_factor(cfg, mesh, uneven=False):
-    """Return the rows of the fullest ep rank over the mean, in the mean layer.
-
-    uneven: while routing is young, not what it settles to.
-    """
+    """Return the rows of the fullest ep rank over the mean, in the mean layer. uneven: of young routing."""
     if not needs_row_limit(cfg, mesh):
         return 1.0
     most = mesh.ep.size - 1
@@ -73,9 +69,7 @@ def max_load_factor(cfg, mesh, uneven=False):
 
 
 def allocated_row_factor(cfg, mesh):
-    """Return the rows for which there are buffers: all of them over up to MOST_UNEVEN ranks; over more, for
-    which there are no loads, as many times the mean as over those, or --ep-slack.
-    """
+    """Return the rows for which there are buffers: over up to MOST_UNEVEN ranks all of them."""
     return min(max(cfg.ep_slack, MOST_UNEVEN), mesh.ep.size)
 
 
@@ -83,10 +77,7 @@ def allocated_row_factor(cfg, mesh):
 # Matrix products
 
 def waves(m, n, count, gpu):
-    """Return how many waves the output tiles of `count` products (m, n) fill, and how many they take.
-
-    A wave is a tile on each multiprocessor.
-    """
+    """Return how many waves, a tile on each multiprocessor, `count` products (m, n) fill, and take."""
     height, width = TILE
     tiles = count * math.ceil(m / height) * math.ceil(n / width)
     return count * m * n / (height * width) / gpu.sms, max(1, math.ceil(tiles / gpu.sms))
@@ -121,10 +112,7 @@ def matmul_shapes(rank):
 
 
 def product_seconds(rank, gpu, load):
-    """Return the seconds of one block's matrix products, forward and backward of one micro-batch.
-
-    load: rows of this rank's experts over the balanced number.
-    """
+    """Return the seconds of one block's matrix products of a micro-batch, both ways."""
     cfg = rank.cfg
     dense, experts = matmul_shapes(rank)
     passes = ADAPTED if cfg.lora else 3
@@ -158,10 +146,7 @@ def growth(length, limits, exponent):
 
 
 def other_seconds(rank, gpu, saved):
-    """Return the seconds of what a block computes besides its products with whole matrices, both ways.
-
-    saved: bytes that the block keeps for backward.
-    """
+    """Return the seconds of all else in a block, both ways. saved: bytes that it keeps for backward."""
     cfg = rank.cfg
     seconds = attention_seconds(rank, gpu) + TOUCHES * saved / gpu.hbm
     if not cfg.compile:  # torch's kernels go over a block's rows more often: measured for W1, G2, W2b
@@ -186,12 +171,10 @@ def head_seconds(rank, gpu):
 # Waiting: for messages, whose time is bytes over the rate of a ring and latencies, and in a pipeline
 
 def ring_bandwidth(axis, stride, gpu):
-    """Return the B/s along the ring of an axis whose ranks are `stride` apart.
-
-    Inside a node this is a link. Over the network it is the adapters of all ranks that share a node.
-    """
+    """Return the B/s along the ring of an axis whose ranks are `stride` apart."""
     if axis.size * stride <= gpu.node:
         return gpu.link
+    # the adapters of all ranks that share a node
     return min(gpu.link, gpu.net * max(1, gpu.rails // stride))
 
 
@@ -208,18 +191,14 @@ def communication_seconds(rank, gpu, sent):
         "cp": (ring_bandwidth(mesh.cp, mesh.tp.size, gpu), 2 * rank.blocks),
         "ep": (ep_rate, 5 * rank.blocks if rank.cfg.n_experts else 0),
         "pp": (pp_rate, 2 * rank.cfg.pp_chunks)}
-    seconds = 0.0
-    for axis, (rate, calls) in messages.items():
-        if getattr(mesh, axis).size > 1:
-            seconds += sent.get(axis, 0) / rate + LATENCY * calls
-    return seconds
+    return sum(sent.get(axis, 0) / rate + LATENCY * calls
+               for axis, (rate, calls) in messages.items() if getattr(mesh, axis).size > 1)
 
 
 def exposed_seconds(mesh, gpu, reductions, beside):
     """Return the seconds of the sums of gradients and gathers of weights that compute does not hide.
 
-    reductions: {axis name: cost.traffic.Reduction}. beside: seconds of the micro-batches during which they
-    are sent.
+    reductions: those of cost.traffic. beside: seconds of the micro-batches during which they are sent.
     """
     whole = 0.0
     for name, (nbytes, calls) in reductions.items():
@@ -265,29 +244,23 @@ def stage_time(rank, gpu, saved, sent, *, uneven=False):
 def step_time(rank, gpu, slowest, reductions):
     """Return {part: seconds} of an optimizer step.
 
-    slowest: seconds of the slowest rank's micro-batch. reductions: {axis name: Reduction} (cost.traffic).
+    slowest: seconds of the slowest rank's micro-batch. reductions: those of cost.traffic.
     """
     cfg = rank.cfg
     num_micro_batches = micro_batches(cfg, rank.mesh)
     compute = num_micro_batches * slowest
-    # The first micro-batch reads the gradients and writes the sums. The others read the sums, too.
-    later = (num_micro_batches - 1) * (rank.weight_bytes + 2 * rank.sum_bytes)
-    trained = sum(bucket.elements for bucket in rank.trained)
-    gradients = trained * (rank.weight_bytes + rank.sum_bytes + later) / gpu.hbm
+    # Each micro-batch reads the gradients and writes the sums, and all but the first read the sums, too.
+    touched = num_micro_batches * (rank.weight_bytes + 2 * rank.sum_bytes) - rank.sum_bytes
+    gradients = sum(bucket.elements for bucket in rank.trained) * touched / gpu.hbm
     # Each backward adds its gradients to the sums, and the next stage waits for that, too.
     idle = bubble(rank.mesh.pp.size, cfg.pp_chunks, num_micro_batches) * (compute + gradients)
     # From ZeRO-2 on gradients are sent in every micro-batch, before that in the last one.
     beside = compute if cfg.zero > 1 else slowest
+    muon = 0  # products on the busiest rank
+    for _, _, owned in rank.muon_shares():
+        muon += max(sum(matrix.work for matrix in matrices) for matrices in owned)
     return {"compute": compute,
             "bubble": idle,
             "gradients": gradients,
             "reduce": exposed_seconds(rank.mesh, gpu, reductions, beside),
-            "optimizer": rank.owned() * ADAM / gpu.hbm + muon_seconds(rank, gpu)}
-
-
-def muon_seconds(rank, gpu):
-    """Return the seconds of Muon's products on the busiest rank, beyond what AdamW would take."""
-    work = 0
-    for _, _, owned in rank.muon_shares():
-        work += max(sum(matrix.work for matrix in matrices) for matrices in owned)
-    return 2 * work / (gpu.peak * gpu.sustained)
+            "optimizer": rank.owned() * ADAM / gpu.hbm + 2 * muon / (gpu.peak * gpu.sustained)}

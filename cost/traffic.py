@@ -4,7 +4,6 @@ parallel.Axis counts the same bytes while a model trains, by the same formulas o
 compares the two, and a run prints both after its first step.
 """
 from collections import Counter
-from typing import NamedTuple
 
 from cost.parameters import micro_batches
 from model import DTYPES
@@ -20,9 +19,7 @@ def traffic(rank, batch):
     """
     cfg = rank.cfg
     num_micro_batches = micro_batches(cfg, rank.mesh, batch)
-    sent = Counter()
-    for axis, reduction in reductions(rank, batch).items():
-        sent[axis] = reduction.nbytes
+    sent = Counter({axis: nbytes for axis, (nbytes, _) in reductions(rank, batch).items()})
     sent["tp"] += num_micro_batches * tensor_parallel_bytes(rank)
     sent["cp"] += num_micro_batches * rank.blocks * context_parallel_bytes(rank)
     if cfg.n_experts:
@@ -58,8 +55,7 @@ def share_between_nodes(axis, node_of):
 
 def bytes_between_nodes(mesh, sent, node_of):
     """Return how many of the bytes of `sent`, {axis name: bytes}, leave the node of this rank."""
-    axes = mesh.axes()
-    return sum(nbytes * share_between_nodes(axes[name], node_of) for name, nbytes in sent.items())
+    return sum(nbytes * share_between_nodes(mesh.axes()[name], node_of) for name, nbytes in sent.items())
 
 
 # -----------------------------------------------------------------------------
@@ -96,10 +92,8 @@ def _recomputed_calls(rank):
 
 
 def context_parallel_bytes(rank):
-    """Of one block: keys and values of whole sequences are gathered, under --recompute again in backward, and
-    their gradients are reduce-scattered.
-    """
     cfg = rank.cfg
+    # Of one block: all keys and values, under --recompute again in backward, and their gradients.
     gathered = cfg.micro_batch * cfg.seq_len * 2 * rank.kv * rank.weight_bytes
     calls = 2 if cfg.recompute == "none" else 3
     return rank.mesh.cp.ring * (calls * gathered + router_bytes(rank))
@@ -123,14 +117,8 @@ def dispatch_bytes(rank):
 # -----------------------------------------------------------------------------
 # One step: gradients and weights, and Muon's matrices
 
-class Reduction(NamedTuple):
-    """The sums over one axis in a step, and what follows them."""
-    nbytes: float  # gradients, which backward sends, and weights, which the next forward sends
-    calls: int     # collectives, of each kind one per bucket
-
-
 def reductions(rank, batch=0):
-    """Return {axis name: Reduction} of a step of `batch` sequences, by default --global-batch.
+    """Return {axis name: (bytes of gradients and weights, collectives)} of a step of `batch` sequences.
 
     ZeRO-1 all-gathers weights in the place of gradients. ZeRO-2 reduces in every micro-batch, and ZeRO-3 also
     gathers in each. Peer copies carry gradients in the model's dtype. With --shard, all this stays in the
@@ -158,10 +146,10 @@ def reductions(rank, batch=0):
             of_zero_1 = sum(rank.padded(bucket) for bucket in buckets if not rank.is_sharded(bucket))
             gathered = of_zero_1 + num_micro_batches * of_zero_3
             nbytes = shard.ring * (n * grad_bytes * times + gathered * rank.weight_bytes)
-            found[shard.name] = Reduction(nbytes, 2 * len(buckets))
+            found[shard.name] = nbytes, 2 * len(buckets)
         if replicas.size > 1:
             nbytes = 2 * replicas.ring * n / shard.size * rank.sum_bytes
-            found[replicas.name] = Reduction(nbytes, len(buckets))
+            found[replicas.name] = nbytes, len(buckets)
     return found
 
 

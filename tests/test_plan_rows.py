@@ -8,7 +8,7 @@ import pytest
 from pool import ROOT
 
 import plan
-from cost import step_time, traffic
+from cost import step_time
 from cost.gpus import GPUS
 from cost.memory import CONTEXT, GIB
 from cost.parameters import Rank, stage_mesh
@@ -170,7 +170,7 @@ def test_what_compute_hides_of_messages():
     mesh = stage_mesh(DENSE, 2, 0)
 
     def exposed(seconds):
-        sent = traffic.Reduction(seconds * h200.link, 1)
+        sent = (seconds * h200.link, 1)
         return step_time.exposed_seconds(mesh, h200, {"dp": sent}, 1.0)
     assert exposed(10.0) == pytest.approx(10 - 1 / 2, abs=1e-4)  # more than compute could hide
     assert exposed(0.1) == pytest.approx(0.1 / 2, abs=1e-4)
