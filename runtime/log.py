@@ -10,6 +10,7 @@ import math
 import os
 import platform
 import secrets
+import shlex
 import statistics
 import subprocess
 import sys
@@ -47,7 +48,7 @@ class Metrics:
 
     def __init__(self, cfg, mesh, device):
         self.clock = timing.Clock(device)
-        self.timers = timing.Timers(device) if cfg.timers else contextlib.nullcontext
+        self.timers = self.clock if cfg.timers else contextlib.nullcontext
         self.stragglers = watch.Stragglers(mesh, device)
         self.layer_norms = None
 
@@ -69,12 +70,12 @@ class Metrics:
         sent = {name: sum(axis.sent.values()) for name, axis in run.mesh.axes().items()}
         steps = self.clock.steps
         mean_batch = self.clock.samples / max(1, steps)  # it may have grown since the row before
-        ms = self.clock.per_step()  # which sets both to zero
+        times = self.clock.per_step()  # which sets both to zero
         row = {"step": state.step, "tokens": state.samples * cfg.seq_len, "samples": state.samples,
                "global_batch": batch, "lr": learning_rate(cfg, state.step), "skipped": state.skipped,
                "nan_steps": state.nan_steps, **step_statistics(stats, run.guard.reason)}
         if steps:
-            row.update(rates(cfg, run.world, mean_batch, ms, state.vocab_size))
+            row.update(rates(cfg, run.world, mean_batch, times["step"], state.vocab_size))
         held = peak_resident()  # the most bytes, of the host's memory
         counted = peak_memory(run.world.device)  # (allocated, reserved); None on a CPU
         if counted is not None:
@@ -83,14 +84,17 @@ class Metrics:
         row.update(mem_gb=most / 2**30, mem_gb_min=-least / 2**30)
         row.update(self.stragglers.report())
         if cfg.timers:
-            row.update(phase_times(self.timers, steps, run.mesh))
+            row.update(phase_times(times, run.mesh))
         if run.opt.loss_scale is not None:
             row["loss_scale"] = run.opt.loss_scale.item()
         if self.layer_norms is not None:
             row.update(self.layer_norms.report())
         if stats is not None and cfg.n_experts:
             experts = expert_stats(run.model, batch // cfg.micro_batch)  # of every layer, on every rank
-            row.update(expert_metrics(experts))
+            for key, name in (("aux_loss", "aux"), ("z_loss", "z"), ("dropped", "dropped")):
+                row[key] = statistics.fmean(layer[name] for layer in experts.values())
+            busiest = max(max(layer["load"]) * len(layer["load"]) for layer in experts.values())
+            row["expert_load_max"] = busiest  # of any layer; 1.0 is balanced
             if run.log_file is not None:
                 run.log_file.experts.add({"step": run.state.step, "layers": experts})
         if stats is not None and run.state.step == run.first_step and run.log_file is not None:
@@ -123,12 +127,12 @@ def rates(cfg, world, batch, ms, vocab_size):
             "mfu": tokens_per_gpu * full / peak if peak else None}
 
 
-def phase_times(timers, steps, mesh):
+def phase_times(times, mesh):
     """Return {t_PHASE: ms per step of the slowest rank, t_PHASE_min: of the fastest}, for --timers.
 
     Of several stages also the bubble: how much longer all takes than the slowest stage's work. Collective.
     """
-    own = timers.per_step(steps)
+    own = {phase: times[phase] for phase in timing.Clock.PHASES}
     busy = own["forward"] + own["backward"]
     negative = [-t for t in own.values()]
     # Two numbers per phase and two more go from each rank to all, over the world.
@@ -138,17 +142,8 @@ def phase_times(timers, steps, mesh):
     for i, phase in enumerate(own):
         row[f"t_{phase}"] = phases[i]
         row[f"t_{phase}_min"] = -phases[i + len(own)]
-    if mesh.pp.size > 1 and steps:
+    if mesh.pp.size > 1 and busy:
         row["bubble"] = everything / busy - 1
-    return row
-
-
-def expert_metrics(layers):
-    """Return means over the layers, and the load of the busiest expert of any layer (1.0 is balanced)."""
-    row = {}
-    for key, name in (("aux_loss", "aux"), ("z_loss", "z"), ("dropped", "dropped")):
-        row[key] = statistics.fmean(layer[name] for layer in layers.values())
-    row["expert_load_max"] = max(max(layer["load"]) * len(layer["load"]) for layer in layers.values())
     return row
 
 
@@ -194,7 +189,27 @@ def begin(run, found):
         path = Path(first_folder(cfg.data), name)
         if cfg.data != "synthetic" and path.exists():
             write_whole(run.out / name, path.read_bytes())
-    started(run, found)
+
+    how = f"resumed {found}" if found else "started"
+    n_parameters = sum(p.numel() for p in run.model.parameters())
+    here = " on this rank" if run.world.size > 1 else ""
+    cp = f" cp {cfg.cp}" if cfg.cp > 1 else ""
+    say(f"{how}: {n_parameters:,} parameters{here}, "
+        f"dp {run.mesh.dp.size} tp {cfg.tp}{cp} pp {cfg.pp} ep {cfg.ep} zero {cfg.zero}")
+    samples = "synthetic data without end"
+    if cfg.data != "synthetic":
+        samples = f"{run.train_data.n_samples:,} training samples"
+    skipping = ", skipping steps " + ", ".join(f"{a}-{b}" for a, b in run.skip) if run.skip else ""
+    say(f"  {run.batch} x {cfg.seq_len} tokens per step, {samples}{skipping}")
+    if run.train_data.has_documents:
+        say("  each document attends to itself alone (--doc-mask)")
+    preset = Config(**PRESETS.get(cfg.preset, {}))
+    for name, said in FLAGS.items():
+        value = getattr(cfg, name)
+        if value != getattr(preset, name) and not has_effect(name, cfg):
+            other = " ".join(typed(said["needs"]).split("="))
+            say(f"  {typed(name)} {value} has no effect without {other}")
+
     log_file.profiler = profiles.start_profile(cfg.profile)
     if cfg.trace:
         run.step = profiles.traced(run)
@@ -251,35 +266,9 @@ def report_ending(run):
 
 def git_revision():
     """Return the commit of this code, with -dirty if files differ from it, or "unknown" outside of git."""
-    command = ["git", "-C", Path(__file__).parent, "describe", "--always", "--dirty", "--abbrev=40",
-               "--exclude=*"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-
-
-def started(run, found):
-    cfg = run.cfg
-    how = f"resumed {found}" if found else "started"
-    n_parameters = sum(p.numel() for p in run.model.parameters())
-    here = " on this rank" if run.world.size > 1 else ""
-    cp = f" cp {cfg.cp}" if cfg.cp > 1 else ""
-    say(f"{how}: {n_parameters:,} parameters{here}, "
-        f"dp {run.mesh.dp.size} tp {cfg.tp}{cp} pp {cfg.pp} ep {cfg.ep} zero {cfg.zero}")
-    samples = "synthetic data without end"
-    if cfg.data != "synthetic":
-        samples = f"{run.train_data.n_samples:,} training samples"
-    skipping = ", skipping steps " + ", ".join(f"{a}-{b}" for a, b in run.skip) if run.skip else ""
-    say(f"  {run.batch} x {cfg.seq_len} tokens per step, {samples}{skipping}")
-    if run.train_data.has_documents:
-        say("  each document attends to itself alone (--doc-mask)")
-    preset = Config(**PRESETS.get(cfg.preset, {}))
-    for name, said in FLAGS.items():
-        value = getattr(cfg, name)
-        if value != getattr(preset, name) and not has_effect(name, cfg):
-            other = " ".join(typed(said["needs"]).split("="))
-            say(f"  {typed(name)} {value} has no effect without {other}")
+    folder = shlex.quote(str(Path(__file__).parent))
+    describe = f"git -C {folder} describe --always --dirty --abbrev=40 '--exclude=*' 2>/dev/null"
+    return subprocess.getoutput(describe) or "unknown"
 
 
 def print_sample(model, tokenizer, prompt, seed):
@@ -371,7 +360,7 @@ def format_row(row, steps):
         lines.append(f"  aux={row['aux_loss']:.3f} load_max={row['expert_load_max']:.2f} "
                      f"dropped={row['dropped']:.1%}")
     timers = []
-    for phase in timing.Timers.PHASES:
+    for phase in timing.Clock.PHASES:
         if f"t_{phase}" in row:
             span = f"{row[f't_{phase}_min']:.1f}", f"{row[f't_{phase}']:.1f}"
             timers.append(f"{phase}={'-'.join(dict.fromkeys(span))}")  # one number if they are equal

@@ -116,4 +116,3 @@ def load_pieces(world, path, index, requested, unused=()):
     if 0 in asked:
         raise ValueError(f"checkpoint {path} holds {names[asked.index(0)]}, for which this model has no "
                          "place; it needs the flags, and the code, of the run that wrote it")
-    world.everyone.barrier()  # no rank goes on to a collective of the device if another could not read

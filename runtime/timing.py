@@ -1,4 +1,4 @@
-"""Milliseconds on the device: between two points (Stopwatch), of a step (Clock), of its phases (Timers)."""
+"""Milliseconds on the device: between two points (Stopwatch), of a step and its phases (Clock)."""
 import contextlib
 import time
 
@@ -28,13 +28,16 @@ class Stopwatch:
 
 
 class Clock:
-    """Mean milliseconds of a training step, without pauses (evaluation, saving). The loop counts steps."""
+    """Mean milliseconds of a training step, "step", without pauses (evaluation, saving), and for --timers of
+    its phases, measured by `with clock("forward"): ...`. The loop counts steps."""
+    # forward contains param_gather; pipeline is the wait for neighbouring stages
+    PHASES = ("data", "forward", "backward", "pipeline", "grad_sync", "norm", "optimizer", "param_gather")
 
     def __init__(self, device):
         self.watch = Stopwatch(device)
         self.steps = 0  # that were computed
         self.samples = 0  # sequences in them
-        self.total = 0.0  # milliseconds
+        self.spans = []  # (phase, begin, end)
         self.resume()
 
     def resume(self):
@@ -42,26 +45,8 @@ class Clock:
 
     def pause(self):
         end = self.watch.mark()
-        self.total += self.watch.ms(self.started, end)
+        self.spans.append(("step", self.started, end))
         self.started = end
-
-    def per_step(self):
-        """Return the mean milliseconds per step since the last call. All counts start again at zero."""
-        self.pause()
-        ms = self.total / max(1, self.steps)
-        self.steps = self.samples = 0
-        self.total = 0.0
-        return ms
-
-
-class Timers:
-    """--timers: milliseconds per step in each phase, measured by `with timers("forward"): ...`."""
-    # forward contains param_gather; pipeline is the wait for neighbouring stages
-    PHASES = ("data", "forward", "backward", "pipeline", "grad_sync", "norm", "optimizer", "param_gather")
-
-    def __init__(self, device):
-        self.watch = Stopwatch(device)
-        self.spans = []  # (phase, begin, end)
 
     @contextlib.contextmanager
     def __call__(self, phase):
@@ -69,10 +54,12 @@ class Timers:
         yield
         self.spans.append((phase, begin, self.watch.mark()))
 
-    def per_step(self, steps):
-        """Return {phase: ms per step} since the last call, in which `steps` steps were computed."""
-        total = dict.fromkeys(self.PHASES, 0.0)
+    def per_step(self):
+        """Return {phase: ms per step} since the last call. All counts start again at zero."""
+        self.pause()
+        total = dict.fromkeys(("step", *self.PHASES), 0.0)
         for phase, begin, end in self.spans:
-            total[phase] += self.watch.ms(begin, end) / max(1, steps)
+            total[phase] += self.watch.ms(begin, end) / max(1, self.steps)
+        self.steps = self.samples = 0
         self.spans = []
         return total

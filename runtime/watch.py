@@ -105,7 +105,14 @@ class Watch(contextlib.AbstractContextManager):
         os._exit(Outcome.HUNG)
 
     def _report_hang(self):
-        mine = self._report()
+        calls = self.world.calls
+        last = "no collective yet"
+        if calls.last is not None:
+            kind, axis, contents = calls.last
+            last = f"last collective {calls.started[axis]} over {axis}: {kind} of {contents}"
+        mine = {"rank": self.rank, "step": self.step, "what": self.what,
+                "silent": time.monotonic() - self.last, "place": current_place(self.main),
+                "begun": dict(calls.started), "last": last, "axes": self.axes}
         file = self.folder / f"rank_{self.rank:05d}.json"
         with contextlib.suppress(OSError):
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -126,16 +133,6 @@ class Watch(contextlib.AbstractContextManager):
         # When a rank exits, the launcher kills the others. MPICH's then takes the exit code of the lowest
         # rank: if that was killed, 9 and not ours. So the others wait for longer.
         time.sleep(self.grace / 2 if is_first else self.grace)
-
-    def _report(self):
-        calls = self.world.calls
-        last = "no collective yet"
-        if calls.last is not None:
-            kind, axis, contents = calls.last
-            last = f"last collective {calls.started[axis]} over {axis}: {kind} of {contents}"
-        return {"rank": self.rank, "step": self.step, "what": self.what,
-                "silent": time.monotonic() - self.last, "place": current_place(self.main),
-                "begun": dict(calls.started), "last": last, "axes": self.axes}
 
 
 def current_place(thread):

@@ -236,31 +236,34 @@ def test_the_clock_means_over_steps_and_leaves_pauses_out():
     clock.pause()
     clock.resume()  # 3 ms of a save
     clock.steps = 2
-    assert clock.per_step() == (10 + 7) / 2 and (clock.steps, clock.samples, clock.total) == (0, 0, 0)
-    assert clock.per_step() == 5, "and goes on from there"
+    assert clock.per_step()["step"] == (10 + 7) / 2
+    assert (clock.steps, clock.samples, clock.spans) == (0, 0, [])
+    assert clock.per_step()["step"] == 5, "and goes on from there"
 
 
 def test_timers_mean_over_steps():
-    timers = timing.Timers(torch.device("cpu"))
-    timers.watch = Ticks(0, 5, 7, 8, 20, 21)
+    timers = timing.Clock(torch.device("cpu"))
+    timers.watch = Ticks(0, 0, 5, 7, 8, 20, 21, 22, 22)
+    timers.resume()
     for phase in ("forward", "backward", "forward"):
         with timers(phase):
             pass
-    nothing = dict.fromkeys(timing.Timers.PHASES, 0.0)
-    assert timers.per_step(2) == nothing | {"forward": 3.0, "backward": 0.5}
-    assert timers.per_step(2) == nothing
+    nothing = dict.fromkeys(("step", *timing.Clock.PHASES), 0.0)
+    timers.steps = 2
+    assert timers.per_step() == nothing | {"step": 11.0, "forward": 3.0, "backward": 0.5}
+    assert timers.per_step() == nothing
     mesh = make_mesh(World())
-    keys = log.phase_times(timers, 1, mesh).keys()
+    keys = log.phase_times(nothing, mesh).keys()
     assert keys == {f"t_{phase}{end}" for end in ("", "_min") for phase in (
         "data", "forward", "backward", "pipeline", "grad_sync", "norm", "optimizer", "param_gather")}
-    timers.watch = Ticks(0, 6, 6, 8, 8, 20)
+    timers.watch = Ticks(0, 6, 6, 8, 8, 20, 22)
     for phase in ("forward", "pipeline", "backward"):
         with timers(phase):
             pass
     everyone = SimpleNamespace(maximum=lambda own: [max(pair) for pair in zip(own, other, strict=True)])
     other = [0, 5, 12, 1, 0, 0, 0, 0, 0, -5, -12, -1, 0, 0, 0, 0, 17, 18]  # of the other stage
     stages = SimpleNamespace(world=SimpleNamespace(everyone=everyone), pp=SimpleNamespace(size=2))
-    row = log.phase_times(timers, 1, stages)
+    row = log.phase_times(timers.per_step(), stages)
     assert row.pop("bubble") == pytest.approx(20 / 18 - 1) and row.keys() == keys
     assert log.format_row({"step": 1, "lr": 0.0, "bubble": 1 / 9, **row}, 1).endswith(
         "ms: data=0.0 forward=5.0-6.0 backward=12.0 pipeline=1.0-2.0 grad_sync=0.0 norm=0.0 optimizer=0.0 "
@@ -271,7 +274,7 @@ def test_a_row_after_several_steps_of_a_growing_batch(monkeypatch):
     """ms and rates are means since the row before; loss and norms those of this step."""
     cfg = Config(n_layer=1, lr=0.02, warmup=14)
     state = resume.State(step=7, samples=40, skipped=2, nan_steps=1, vocab_size=99)
-    metrics = SimpleNamespace(clock=SimpleNamespace(steps=4, samples=20, per_step=lambda: 50.0),
+    metrics = SimpleNamespace(clock=SimpleNamespace(steps=4, samples=20, per_step=lambda: {"step": 50.0}),
                               stragglers=SimpleNamespace(report=dict), layer_norms=None)
     run = SimpleNamespace(cfg=cfg, world=World(size=3), state=state, mesh=SimpleNamespace(axes=dict),
                           opt=SimpleNamespace(loss_scale=None), guard=SimpleNamespace(reason=None),
