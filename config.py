@@ -1,7 +1,6 @@
 """Every flag of train.py, its help and its default; exit codes; values that no run can have.
 
-interface/command_line.py reads a command line into a Config, which is never changed after that.
-interface/presets.py has sets of values, interface/layout.py refuses what does not fit the number of ranks.
+interface/command_line.py reads them, interface/layout.py refuses what does not fit the number of ranks.
 """
 import dataclasses
 import enum
@@ -43,7 +42,7 @@ def flag(default, kind, within=None, *, needs="", common=False):
         free      training goes on in another way: the resume prints the change
         silent    it says nothing about the training
         "shape or meaning" is a shape, but the tensors of some of its values fit each other. The default of a
-        flag of these kinds gives the model as it was trained before the flag existed.
+        flag of these kinds is the model as it was before the flag existed.
     within: the least and the largest value of a number, or of each number of a tuple.
     needs: the flag without which this one has no effect, or flag=value.
     common: whether --help shows it; --help-all shows every flag.
@@ -54,12 +53,9 @@ def flag(default, kind, within=None, *, needs="", common=False):
 
 @dataclass(frozen=True)
 class Config:
-    """The flags of train.py: --n-layer is n_layer. A comment beside or above a field is its help text.
-
-    A comment above an empty line begins a group of --help.
-    """
-    # model
-
+    """The flags of train.py: --n-layer is n_layer. A comment beside or above a field is its help text; one
+    that begins with "--" is the title of a group."""
+    # -- model
     n_layer: int = flag(4, "shape", (1, 2**12), common=True)  # transformer blocks
     n_head: int = flag(4, "shape", SIZE, common=True)  # query heads
     n_kv_head: int = flag(2, "shape", SIZE)  # key/value heads, each shared by n-head / n-kv-head query heads
@@ -99,8 +95,7 @@ class Config:
     # causal predicts the next token; mlm is BERT's masked language model: 15 % of the tokens, from both sides
     objective: Literal["causal", "mlm"] = flag("causal", "shape")
 
-    # mixture of experts
-
+    # -- mixture of experts
     n_experts: int = flag(0, "shape", (0, 2**20), common=True)  # experts in the place of each MLP; 0 is dense
     top_k: int = flag(2, "meaning", SIZE, needs="n_experts", common=True)  # experts that a token is sent to
     # each expert takes ceil(capacity-factor * tokens * top-k / n-experts) rows of a rank's micro-batch at
@@ -119,16 +114,14 @@ class Config:
     # a dense model every expert gets the MLP
     init_from: str = flag("", "silent")
 
-    # fine-tuning by adapters (LoRA)
-
+    # -- fine-tuning by adapters (LoRA)
     # rank of the adapters: two narrow matrices beside each one of attention and MLP; only they train, on
     # top of the weights of --init-from; 0 trains all weights
     lora: int = flag(0, "shape", (0, 2**16))
     # the adapters' part of the output is multiplied by lora-alpha / lora
     lora_alpha: float = flag(16.0, "meaning", (1e-3, 10**9), needs="lora")
 
-    # layout (dp = world / (tp * cp * pp) is derived)
-
+    # -- layout (dp = world / (tp * cp * pp) is derived)
     # tensor parallelism: ranks that split each layer, and the sequence between the blocks
     tp: int = flag(1, "free", SIZE, common=True)
     cp: int = flag(1, "free", SIZE)  # context parallelism: ranks that split each sequence, in 2 * cp segments
@@ -147,16 +140,14 @@ class Config:
     # what backward runs again: full, whole blocks; selective, norms, rotation and the dense MLP's activation
     recompute: Literal["none", "selective", "full"] = flag("none", "free")
 
-    # batch
-
+    # -- batch
     micro_batch: int = flag(8, "free", SIZE, common=True)  # sequences per data-parallel replica and forward
     global_batch: int = flag(0, "free", (0, 2**20), common=True)  # sequences per step; 0 is micro-batch * dp
     # START INCREMENT SAMPLES: the batch starts at START sequences and grows in steps of INCREMENT up to
     # global-batch, while the first SAMPLES sequences are consumed
     rampup_batch_size: tuple[int, ...] = flag((), "free", COUNT)
 
-    # optimiser
-
+    # -- optimiser
     # muon: matrices inside blocks move along their orthogonalised momentum, and AdamW does the rest
     optimizer: Literal["adamw", "muon"] = flag("adamw", "free")
     steps: int = flag(400, "free", (1, 10**12), common=True)  # optimizer steps in total, also after a resume
@@ -183,8 +174,7 @@ class Config:
     moments_dtype: Literal["fp32", "bf16"] = flag("fp32", "free")
     cuda_graph: bool = flag(True, "free")  # on a GPU, forward and backward as one CUDA graph where possible
 
-    # run
-
+    # -- run
     # directory that prepare.py made, several by weight (A:0.7,B:0.3), "synthetic"
     data: str = flag("data/stdlib", "data", common=True)
     config: str = flag("", "silent")  # the config.json of a run, whose flags but --resume are the defaults
@@ -204,8 +194,7 @@ class Config:
     timeout: float = flag(600.0, "silent", (1, 30 * 86400))  # seconds without progress that end the run
     check_every: int = flag(500, "silent", COUNT)  # steps between comparisons of the replicas; 0 never
 
-    # skipping data
-
+    # -- skipping data
     # A B [C D ...]: drop these steps' data, 1-based, inclusive
     train_range_to_skip: tuple[int, ...] = flag((), "silent", COUNT)
     # SIGMA: skip a step whose loss or gradient norm is more than SIGMA deviations above the median of the
@@ -213,8 +202,7 @@ class Config:
     skip_spikes: float = flag(0.0, "free", FACTOR)
     inject_spike: int = flag(0, "free", COUNT)  # at this step all targets are token 0: a spike; 0 is never
 
-    # looking at a run
-
+    # -- looking at a run
     profile: bool = flag(False, "silent")  # pyinstrument, as profile.html and profile.txt
     trace: bool = flag(False, "silent")  # torch profiler over steps 3 to 5, as trace.json
     timers: bool = flag(False, "silent")  # log the milliseconds of each phase, which synchronises the device
@@ -224,8 +212,7 @@ class Config:
     prompt: str = flag("", "silent")  # continue this text at each evaluation
     wandb: Literal["off", "offline", "online"] = flag("off", "silent")  # Weights & Biases, from rank 0
 
-    # debug
-
+    # -- debug
     deterministic: bool = flag(False, "free")  # on a GPU use only kernels that give the same bits in each run
     pdb: int = flag(-1, "silent", (-1, 2**20))  # RANK that stops in the debugger before step 1; -1 is none
     dump_grads: str = flag("", "silent")  # FILE.safetensors: weights before and gradients of the first step
@@ -256,9 +243,8 @@ def has_effect(name, cfg):
 
 
 def draws_random_numbers(cfg):
-    """Whether a step draws random numbers: then pipeline.py seeds each micro-batch, so that a resumed run and
-    --recompute draw the same. If you add a draw to the model, name its flag here.
-    """
+    """Whether a step draws random numbers, so that pipeline.py seeds each micro-batch. If you add a draw to
+    the model, name its flag here."""
     return cfg.dropout > 0
 
 
@@ -291,10 +277,7 @@ def as_typed(flags):
 # Values that are refused
 
 def check_numbers(flags):
-    """Raise ValueError unless every number among a program's flags is finite and within its range.
-
-    The range is that of the class' own RANGES, or of Config's flag of the same name.
-    """
+    """Raise ValueError unless every number of a program's flags is within RANGES, its own or these."""
     ranges = {**RANGES, **getattr(flags, "RANGES", {})}
     for field in dataclasses.fields(flags):
         low, high = ranges.get(field.name, (-10**18, 10**18))
@@ -310,13 +293,6 @@ def check(cfg):
     if not cfg.head_dim:
         must_divide("n-embd", cfg.n_embd, "n-head", cfg.n_head)
     must_divide("n-head", cfg.n_head, "n-kv-head", cfg.n_kv_head)
-    for is_wrong, message in wrong_values(cfg):
-        if is_wrong:
-            raise ValueError(message)
-
-
-def wrong_values(cfg):
-    """Return [(whether it is so, what is wrong)]."""
     is_mlm = cfg.objective == "mlm"
     scaling = cfg.rope_scaling
     can_scale = len(scaling) == 4 and scaling[0] >= 1 and scaling[1] < scaling[2] and scaling[3] >= 1
@@ -325,7 +301,7 @@ def wrong_values(cfg):
     pairs = zip(skipped[::2], skipped[1::2], strict=False)
     has_pairs = len(skipped) % 2 == 0 and all(1 <= first <= last for first, last in pairs)
     largest_decay = max(cfg.beta1, cfg.beta2)
-    return [
+    wrong = [  # (whether it is so, what is wrong)
         # the model
         (cfg.pos == "rope" and head_width(cfg) % 2, "RoPE turns pairs: the head dim must be even"),
         (scaling and not can_scale, "--rope-scaling is FACTOR LOW HIGH LENGTH, such as 8 1 4 8192"),
@@ -352,6 +328,9 @@ def wrong_values(cfg):
          "--rampup-batch-size is START INCREMENT SAMPLES, each at least 1"),
         (not has_pairs, "--train-range-to-skip must be pairs of steps from 1, low to high"),
         (cfg.dump_grads and 1 in skipped[::2], "--dump-grads writes step 1, which is skipped")]
+    for is_wrong, message in wrong:
+        if is_wrong:
+            raise ValueError(message)
 
 
 def must_divide(what, n, flag, parts):

@@ -1,10 +1,8 @@
 """Plots of runs as text:   python plot.py RUN [RUN ...] [--metric loss,val_loss] [--log] [--steps A B]
 
 RUN is the --out directory of a run of train.py. All runs share one plot per metric, with the legend below
-it. --follow draws again while the runs train; --html FILE also writes a page with the runs side by side. A
-point is a logged row: train with --log-every 1 to see every step.
+it. A point is a logged row: train with --log-every 1 to see every step.
 """
-# runtime/ calls at_end() for the plots that a run leaves, and print_runs() for train.py --list.
 import contextlib
 import itertools
 import string
@@ -24,7 +22,6 @@ from interface.report import points
 from interface.terminal import printable
 
 AT_END = ("loss", "val_loss", "grad_norm", "lr", "tok_s", "ms", "mem_gb")  # a text file for each, in OUT
-THIN_LINE = "\u28c0"  # in the legend: a piece of plotext's finest line
 
 
 @dataclass(frozen=True)
@@ -70,7 +67,7 @@ def draw(title, series, size=(90, 24), log=False):
             continue
         plot = plt.scatter if mark == "x" or mark.isupper() else plt.plot
         plot(*zip(*values, strict=True), marker=mark or "braille")
-        legend.append(f"{mark or THIN_LINE} {label}")
+        legend.append(f"{mark or '⣀'} {label}")  # a piece of plotext's finest line
         steps += [step for step, _ in values]
     if not legend:
         return ""
@@ -83,10 +80,7 @@ def draw(title, series, size=(90, 24), log=False):
 
 
 def load_bars(layers, width=40):
-    """Return a line per expert with a bar: its rows over the balanced number, the mean over layers.
-
-    layers: {layer: {"load": [a share per expert]}}.
-    """
+    """Return a line per expert with a bar: its rows over the balanced number, the mean over layers."""
     by_expert = list(zip(*(layer["load"] for layer in layers.values()), strict=True))  # E x L
     means = [sum(load) / len(load) * len(by_expert) for load in by_expert]
     lines = ["expert load, 1.00 is balanced"]
@@ -98,10 +92,7 @@ def load_bars(layers, width=40):
 
 
 def at_end(out, show):
-    """Write the plots that a run leaves in its directory: one for each metric of AT_END, and the loads.
-
-    out: a Path. show (--plot): print the plots of loss and loads, too.
-    """
+    """Write the plots that a run leaves in OUT, a Path. show (--plot): print those of loss and loads, too."""
     drawn = {}
     loads = sound_rows(out / "experts.jsonl")
     if loads:
@@ -129,9 +120,8 @@ ROW = "{:>16s} {:>13s} {:>8s} {:>8s}  {}"
 
 def print_runs(folder):
     """Print the table of the runs in a folder, a Path."""
-    folders = [folder, *sorted(folder.iterdir())]
     print(ROW.format("state", "steps", "loss", "val_loss", "run"))
-    for path in folders:
+    for path in [folder, *sorted(folder.iterdir())]:
         with contextlib.suppress(OSError):
             if path.is_dir() and paths.is_run(path):
                 print(describe(path))

@@ -50,10 +50,7 @@ def spike_reason(window, loss, norm, sigma):
 
 
 class Guard:
-    """Decides before each update whether it is made, and counts the steps that are refused.
-
-    The window and the counts are in state, so checkpoints contain them.
-    """
+    """Decides before each update whether it is made, and counts the steps that are refused, in State."""
 
     def __init__(self, cfg, world, state):
         self.sigma = cfg.skip_spikes
@@ -82,7 +79,7 @@ class Guard:
         else:
             self.reason = not_finite_reason(loss, norm)
 
-        # All ranks compute the same bits. If one decided differently, the others would wait for ever.
+        # If one rank decided differently, the others would wait for ever.
         is_spike = self.world.everyone.any(found is not None)  # one bool from each rank, over the world
         if is_spike:
             found = found or "spike: seen by another rank"
@@ -117,8 +114,7 @@ def not_finite_reason(loss, norm):
 def give_up_message(checkpoints, first, last, reason, steps):
     """Return the last words of a run that gave up, with flags that avoid the steps first to last.
 
-    checkpoints: paths, newest first. reason: why the last step was refused, or None if this is not known.
-    steps: those of the whole run.
+    checkpoints: paths, newest first. reason: of the last step, or None. steps: those of the whole run.
     """
     good = [path for path in checkpoints if step_of(path) < first]
     early = [path for path in good if step_of(path) <= first - 100]
@@ -134,9 +130,5 @@ def give_up_message(checkpoints, first, last, reason, steps):
 
 
 def corrupt_targets(batches):
-    """--inject-spike: return the micro-batches with token 0 for every target.
-
-    The loss is then large and all gradients point one way, as in a real spike. Shuffled targets would give
-    gradients that cancel out.
-    """
+    """--inject-spike: return the micro-batches with token 0 for every target: all gradients point one way."""
     return [(x, y.clamp(max=0), *places) for x, y, *places in batches]  # IGNORE, which is below 0, stays

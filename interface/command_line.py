@@ -24,7 +24,6 @@ from interface.terminal import drop_what_fails, printable, warn
 
 # 128 + SIGINT. Nothing was saved after this Ctrl-C, in a run the second, so no job script may requeue on it.
 INTERRUPTED = 130
-NO_READER = 141  # 128 + SIGPIPE
 
 
 def parse(argv, cls=Config, prog="train.py", about="Train a GPT; --list [DIR]: show all runs.", **defaults):
@@ -80,6 +79,29 @@ def command_line(cls, argv, prog, about, default=None):
     return flags
 
 
+@contextlib.contextmanager
+def wrong_input(quiet=False):
+    """Turn a ValueError or OSError of a program's body, its wrong input, into one line and exit code 2.
+
+    quiet: another rank prints the line. Ctrl-C is one line, too, and exit code 130.
+    """
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:  # of stdout: | head
+        raise SystemExit(141) from None  # 128 + SIGPIPE
+    except (ValueError, OSError) as e:
+        if not quiet:
+            warn(e)
+        raise SystemExit(Outcome.WRONG_INPUT) from None
+    except KeyboardInterrupt:
+        if not quiet:
+            warn("interrupted by Ctrl-C")
+        raise SystemExit(INTERRUPTED) from None
+    finally:
+        drop_what_fails(sys.stdout)
+
+
 # -----------------------------------------------------------------------------
 # The config.json of a run
 
@@ -91,8 +113,7 @@ OF_THE_RUN = ("vocab_size_used", "mask_token", "git", "argv", "world", "nodes", 
 def model_of(source, values):
     """Return {flag: value} of the model of a run, or of its step_N, for --init-from; {} if none is told.
 
-    The preset's `values` keep experts that the run has not: they start as its MLP. The vocabulary is the
-    data's, and so is the length of a sequence, unless the model has learned positions.
+    The preset's `values` keep experts that the run has not: they start as its MLP.
     """
     folder = Path(source)
     if folder.name.startswith("step_"):
@@ -100,7 +121,7 @@ def model_of(source, values):
     if not (paths.is_run(folder) and (folder / "config.json").is_file()):
         return {}
     found = read_flags(folder)
-    left_out = {"vocab_size"}
+    left_out = {"vocab_size"}  # it is the data's
     if found.get("pos", Config.pos) == "rope":
         left_out.add("seq_len")
     if not found.get("n_experts") and values.get("n_experts"):
@@ -157,19 +178,19 @@ def refuse_unread(flags, mode, reads):
 def plain(argv, cls):
     """Return argv as tyro reads it: --x V for --x=V, and --x or --no-x for --x True or False."""
     switches = {typed(field.name) for field in dataclasses.fields(cls) if field.type is bool}
-    found = []
+    found = [""]
     for word in argv:
         flag, equals, value = word.partition("=")
+        parts = [word]
         if equals and flag.startswith("--") and not value.startswith("-"):
-            found += [flag, os.path.expanduser(value)]  # no shell does it in --out=~/run
-        else:
-            found.append(os.path.expanduser(word))
-        switch = found[-2].replace("_", "-") if len(found) > 1 else ""
+            parts = [flag, value]
+        found += map(os.path.expanduser, parts)  # no shell does it in --out=~/run
+        switch = found[-2].replace("_", "-")
         if switch in switches and found[-1].lower() in ("true", "false"):
             value = found.pop().lower()
             if value == "false":
                 found[-1] = switch.replace("--", "--no-", 1)
-    return found
+    return found[1:]
 
 
 def format_tyro_error(box):
@@ -186,17 +207,18 @@ def format_tyro_error(box):
 # --help
 
 def format_help(cls, prog, about, default, everything):
-    """Return the text of --help: of Config's flags the common ones, or everything, valued as in `default`.
+    """Return the text of --help: a program's own flags, and of Config's the common ones, or everything.
 
-    A program's own flags come first. The help of a field is the comment beside it or above it, in the source
-    of its dataclass. A comment above an empty line begins a group.
+    The help of a field is the comment beside it or above it. "# -- " begins a group.
     """
     lines = [f"usage: {prog} [flags]", "", textwrap.fill(about, 100, replace_whitespace=False)]
     sources = "".join(map(inspect.getsource, dict.fromkeys((cls, Config))))
     group = f"flags of {prog.split()[0]}"
     above = []
     for line in sources.splitlines():
-        if line.startswith("    # "):
+        if line.startswith("    # -- "):
+            group = line.removeprefix("    # -- ")
+        elif line.startswith("    # "):
             above.append(line.removeprefix("    # "))
             continue
         field = re.match(r"    (\w+): ", line)
@@ -208,8 +230,6 @@ def format_help(cls, prog, about, default, everything):
                 group = ""
             text = line.partition("  # ")[2] or " ".join(above)
             lines.append(format_flag(cls, name, getattr(default, name), text))
-        elif above and not line:
-            group = " ".join(above)
         above = []
     if not everything:
         lines.append("\n--help-all lists all flags; a switch is --NAME or --no-NAME.")
@@ -225,29 +245,3 @@ def format_flag(cls, name, value, text):
     flag = f"{typed(name)} {'...' if value in (None, '') else value}"
     return textwrap.fill(text, 100, initial_indent=f"  {printable(flag):25} ",
                          subsequent_indent=28 * " ", break_on_hyphens=False)
-
-
-# -----------------------------------------------------------------------------
-
-@contextlib.contextmanager
-def wrong_input(quiet=False):
-    """Turn a ValueError or OSError of a program's body, its wrong input, into one line and exit code 2.
-
-    It is also a decorator of main(). quiet: another rank prints the line. If the reader of stdout leaves
-    (| head), the exit code is that of SIGPIPE. Ctrl-C is one line, too, and exit code 130.
-    """
-    try:
-        yield
-        sys.stdout.flush()
-    except BrokenPipeError:
-        raise SystemExit(NO_READER) from None
-    except (ValueError, OSError) as e:
-        if not quiet:
-            warn(e)
-        raise SystemExit(Outcome.WRONG_INPUT) from None
-    except KeyboardInterrupt:
-        if not quiet:
-            warn("interrupted by Ctrl-C")
-        raise SystemExit(INTERRUPTED) from None
-    finally:
-        drop_what_fails(sys.stdout)

@@ -1,6 +1,5 @@
 """Files that are whole, JSON that is checked, and OUT, the directory of a run, in which one run works."""
 import contextlib
-import errno
 import fcntl
 import json
 import math
@@ -54,7 +53,7 @@ def sync(path):
 
 
 def remove_folder(folder, names):
-    """Delete the files in a folder whose names match a pattern, and then the folder, if it is empty."""
+    """Delete the files in a folder whose names match a pattern, and the folder, if it is empty then."""
     for path in Path(folder).iterdir():
         ours = names.fullmatch(path.name) or re.fullmatch(r"\..+\.[0-9a-f]{8}\.part", path.name)
         if ours and path.is_file():
@@ -205,14 +204,13 @@ class Rows:
 
     def __init__(self, path, until, create=False):
         self.path = Path(path)
-        self.waiting = b""  # rows that could not be written yet
+        self.waiting = b""  # what could not be written yet
         Rows.is_full = False
         if create or self.path.exists():
             kept = [json.dumps(row) + "\n" for row in sound_rows(path) if row["step"] <= until]
             write_whole(self.path, "".join(kept))
 
     def add(self, row):
-        """Append a row. If it cannot be written now, it waits in memory."""
         self.waiting += (json.dumps(row) + "\n").encode()
         try:
             self._write()
@@ -222,16 +220,11 @@ class Rows:
             Rows.is_full = True
 
     def _write(self):
-        """Append the rows that wait, all of them or none. OSError: the disk is full."""
         with open(self.path, "ab", buffering=0) as file:
-            size = file.tell()
-            if file.write(self.waiting) < len(self.waiting):
-                file.truncate(size)  # no part of a row stays
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        self.waiting = b""
+            while self.waiting:  # on a full disk a part of a row may be written
+                self.waiting = self.waiting[file.write(self.waiting):]
 
     def close(self):
-        """Try once more to write the rows that wait."""
         with best_effort(f"{self.path} is not complete"):
             if self.waiting:
                 self._write()

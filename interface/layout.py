@@ -1,7 +1,4 @@
-"""What a number of ranks can have: which values of the flags fit a layout and each other.
-
-train.py refuses a layout that cannot be, plan.py leaves it out. cost/memory.py asks whether memory suffices.
-"""
+"""Which values of the flags fit a number of ranks and each other; the command that starts the ranks."""
 import itertools
 import math
 import shlex
@@ -10,11 +7,7 @@ from config import ceil_div, must_divide
 
 
 def check_ranks(n, tp, pp, ep, cp=1, *, shard=0):
-    """Return dp, the number of replicas, of n ranks as a mesh. ValueError: the ranks do not divide.
-
-    A group of --shard is shard * tp neighbours. If ep is larger than a group, no two of its ranks hold the
-    same expert.
-    """
+    """Return dp, the number of replicas, of n ranks as a mesh. ValueError: the ranks do not divide."""
     model = tp * cp * pp
     if n % model:
         raise ValueError(f"{n} ranks do not divide by tp {tp} * cp {cp} * pp {pp}; "
@@ -23,7 +16,7 @@ def check_ranks(n, tp, pp, ep, cp=1, *, shard=0):
     replicas = n // pp // tp
     if shard:
         must_divide("the number of data-parallel ranks, dp * cp =", replicas, "shard", shard)
-    group = shard * tp
+    group = shard * tp  # neighbours; if ep is larger, no two of them hold the same expert
     if shard and group % ep and ep % group:
         raise ValueError(f"ep {ep} and the {group} ranks of a group, shard {shard} * tp {tp}, do not divide "
                          "each other; leave out --shard")
@@ -46,7 +39,7 @@ def check_layout(cfg, ranks):
     must_divide("the padded vocabulary, a multiple of", 128, "tp", tp)
     if cp > 1 and cfg.seq_len % (2 * cp):
         raise ValueError(f"seq-len {cfg.seq_len} does not divide by 2 * cp {cp} segments; "
-                         f"try --seq-len {next_multiple(cfg.seq_len, 2 * cp)}")
+                         f"try --seq-len {ceil_div(cfg.seq_len, 2 * cp) * 2 * cp}")
     must_divide("the tokens of a micro-batch,", cfg.micro_batch * cfg.seq_len // cp, "tp", tp)
     check_batch(cfg, dp)
     if cfg.zero == 3 and pp > 1:
@@ -68,17 +61,13 @@ def check_batch(cfg, dp):
     batch = cfg.global_batch or unit
     if batch % unit:
         raise ValueError(f"global-batch {batch} does not divide by micro-batch {cfg.micro_batch} * dp {dp}; "
-                         f"try --global-batch {next_multiple(batch, unit)}")
+                         f"try --global-batch {ceil_div(batch, unit) * unit}")
     if cfg.rampup_batch_size:
         start, increment, over = cfg.rampup_batch_size
         if start % unit or increment % unit or start > batch or (batch - start) % increment:
             raise ValueError(f"--rampup-batch-size {start} {increment} {over} does not lead to global-batch "
                              f"{batch} in multiples of micro-batch * dp = {unit}; "
                              f"try --rampup-batch-size {unit} {unit} {over}")
-
-
-def next_multiple(n, of):
-    return ceil_div(n, of) * of
 
 
 # -----------------------------------------------------------------------------
@@ -112,10 +101,7 @@ def command(ranks, argv, starter="mpiexec", program="train.py", nodes=1):
 # The blocks of each stage
 
 def stage_layers(cfg, stages):
-    """Return the blocks of each stage, [(first, last + 1)].
-
-    ValueError: --pp-layers does not fit, or a stage would be empty.
-    """
+    """Return the blocks of each stage, [(first, last + 1)]. ValueError: --pp-layers does not fit them."""
     if cfg.n_layer < stages:
         raise ValueError(f"n-layer {cfg.n_layer} is less than pp * pp-chunks = {stages}, so a stage would be "
                          f"empty; try --n-layer {stages}")
@@ -131,14 +117,9 @@ def stage_layers(cfg, stages):
 
 
 def balanced_counts(n_layer, stages):
-    """Return each stage's number of blocks, with the largest as small as possible: the embedding and the head
-    each count as a block."""
+    """Return each stage's number of blocks; the embedding and the head each count as one, too."""
     counts = [1] * stages
-
-    def load(stage):
-        from_end = min(stage, stages - 1 - stage)
-        return counts[stage] + (from_end == 0), -from_end  # of equal loads the middle is first
-
+    order = sorted(range(stages), key=lambda stage: -min(stage, stages - 1 - stage))  # the middle first
     for _ in range(n_layer - stages):
-        counts[min(range(stages), key=load)] += 1
+        counts[min(order, key=lambda stage: counts[stage] + (stage in (0, stages - 1)))] += 1
     return counts

@@ -17,22 +17,18 @@ def steps(run):
     return sorted(found, key=lambda path: int(path.name.removeprefix("step_")), reverse=True)
 
 
-def make_data(folder, source="FILE..."):
-    name = Path(folder).name
-    if name == "stdlib":
-        return "make it with: python prepare.py stdlib"
-    return f"make it with: python prepare.py {source} --name {shlex.quote(name)}"
-
-
 def meant_data(folder):
     """Return what to type for the data set `folder`, which is not there."""
     path = Path(folder)
     if path.is_file():
-        how = make_data(path.stem, shlex.quote(str(path)))
-        return f"it is a file: {how}, then --data data/{path.stem}"
+        name = shlex.quote(path.stem)
+        return (f"it is a file: make it with: python prepare.py {shlex.quote(str(path))} --name {name}, "
+                f"then --data data/{name}")
     if Path("data", path.name, "meta.json").exists():
         return f"give --data data/{path.name}"
-    return make_data(path)
+    if path.name == "stdlib":
+        return "make it with: python prepare.py stdlib"
+    return f"make it with: python prepare.py FILE... --name {shlex.quote(path.name)}"
 
 
 def meant_run(run):

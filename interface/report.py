@@ -1,7 +1,4 @@
-"""report.html: what a run was and how it went, as one file that needs no network; also several runs together.
-
-train.py writes OUT/report.html when a run ends, and plot.py --html the page of several runs.
-"""
+"""report.html: what a run was and how it went, in one file that needs no network; or several runs."""
 import html
 import itertools
 import shlex
@@ -50,7 +47,6 @@ class Run:
 
 
 def write_report(path, runs):
-    """Write the page of Runs to a file: a text of HTML that is XML, too."""
     title = " and ".join(run.path for run in runs)
     legend = [f'<b style="color:{colour_of(i)}">&#9632;</b> {escape(run.path)}' for i, run in enumerate(runs)]
     body = [f"<h1>{escape(title)}</h1><p>{' &#160; '.join(legend)}</p>", grid(map(summary, runs))]
@@ -136,11 +132,10 @@ def samples(run):
 
 
 def flags(runs):
-    """Return the table of the flags of all runs. A star marks those that differ."""
     lines = [("", "flag", *(run.path for run in runs))]
     for name in dict.fromkeys(name for run in runs for name in run.config if name not in OF_THE_RUN):
         values = [run.config.get(name) for run in runs]
-        star = "* " if any(value != values[0] for value in values) else ""
+        star = "* " if any(value != values[0] for value in values) else ""  # they differ
         lines.append((star, typed(name), *values))
     rows = ["".join(f"<td>{escape(cell)}</td>" for cell in line) for line in lines]
     return f'<div class="scroll"><table><tr>{"</tr><tr>".join(rows)}</tr></table></div>'

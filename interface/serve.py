@@ -66,7 +66,6 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
 
 class Server(http.server.ThreadingHTTPServer):
-    """It listens from the beginning, and answers in run()."""
     server_bind = socketserver.TCPServer.server_bind  # http.server's asks the network for our name
 
     def __init__(self, host, port):
@@ -75,10 +74,8 @@ class Server(http.server.ThreadingHTTPServer):
         super().__init__((host, port), Handler)
 
     def run(self, talk, settings, page="serve.html"):
-        """Answer until Ctrl-C. settings: what the page shows.
-
-        talk: a function of what the page asks that returns the pieces of an answer. ValueError: it is wrong.
-        """
+        """Answer until Ctrl-C. settings: what the page shows. talk: a function of what it asks that returns
+        the pieces of an answer. ValueError: it is wrong."""
         text = Path(__file__).with_name(page).read_text()
         self.page = text.replace("SETTINGS", html.escape(json.dumps(settings)))
         self.talk = talk

@@ -36,7 +36,7 @@ def show(text):
 
 
 def drop_what_fails(stream):
-    """Print what waits in a stream. If that fails, it leads nowhere from now on."""
+    """Flush a stream. If that fails, it leads nowhere from now on."""
     try:
         stream.flush()
     except OSError:
