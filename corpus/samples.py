@@ -183,40 +183,34 @@ class Tokens:
 # is its sample j when it is used alone.
 
 def parse_blend(spec):
-    """Return the data sets of --data, {folder: weight}. The weights are Fractions."""
-    if "," not in spec and ":" not in spec:
-        return {spec: Fraction(1)}
+    """Return the data sets of --data, {folder: its samples per period}.
 
-    blend = {}
+    They are the smallest whole numbers in the ratio of the weights.
+    """
+    if "," not in spec and ":" not in spec:
+        return {spec: 1}
+
+    weights = {}
     for item in spec.split(","):
         folder, _, weight = item.partition(":")
         try:
             weight = Fraction(weight)
         except (ValueError, ZeroDivisionError):
             weight = 0
-        if not folder or folder in blend or weight <= 0:
+        if not folder or folder in weights or weight <= 0:
             raise ValueError(f"--data {spec}: write it as A:0.7,B:0.3, each folder once with a weight "
                              "above 0")
-        blend[folder] = weight
-    return blend
+        weights[folder] = weight
+    total = sum(weights.values())
+    period = lcm(*((weight / total).denominator for weight in weights.values()))
+    if period > MAX_PERIOD:
+        raise ValueError(f"--data {spec}: as whole numbers the weights sum to {period:,}, at most"
+                         f" {MAX_PERIOD:,} are possible; round them")
+    return {folder: int(weight / total * period) for folder, weight in weights.items()}
 
 
 def first_folder(spec):
     return next(iter(parse_blend(spec)))
-
-
-def samples_per_period(spec):
-    """Return how many samples each data set of --data gives per period, [int].
-
-    They are the smallest whole numbers in the ratio of the weights.
-    """
-    weights = parse_blend(spec).values()
-    shares = [weight / sum(weights) for weight in weights]
-    period = lcm(*(share.denominator for share in shares))
-    if period > MAX_PERIOD:
-        raise ValueError(f"--data {spec}: as whole numbers the weights sum to {period:,}, at most"
-                         f" {MAX_PERIOD:,} are possible; round them")
-    return [int(share * period) for share in shares]
 
 
 def sample_schedule(counts):
@@ -240,32 +234,30 @@ def sample_schedule(counts):
     return schedule
 
 
-def load_blend_meta(spec):
-    """Return the meta.json of the first data set of --data, with the `identity` of all.
+def identify(spec):
+    """Return a str that other data or other weights would change; checkpoints keep it.
 
-    identity: a str that other data or other weights would change; checkpoints keep it.
+    ValueError: the data sets of --data do not fit each other.
     """
-    blend = parse_blend(spec)
-    first = load_meta(first_folder(spec))
-    train = []
-    val = []
+    counts = parse_blend(spec)
+    metas = {folder: load_meta(folder) for folder in counts}
+    first = metas[first_folder(spec)]
     masks = []
-    for folder in blend:
-        meta = load_meta(folder)
+    for folder, meta in metas.items():
         if meta["tokenizer_sha256"] != first["tokenizer_sha256"]:
             raise ValueError(f"{folder} has another tokenizer than {first_folder(spec)}; prepare it again "
                              f"with --tokenizer {first_folder(spec)} and another --name")
-        train += meta["shards"]["train"]
-        val += meta["shards"]["val"]
         if "masks" in meta:
             masks += meta["masks"]["train"] + meta["masks"]["val"]
+    train = [file for meta in metas.values() for file in meta["shards"]["train"]]
+    val = [file for meta in metas.values() for file in meta["shards"]["val"]]
     if {file["sha256"] for file in train} & {file["sha256"] for file in val}:
         raise ValueError(f"--data {spec}: a train and a val shard have equal sha256; one data set would be "
                          "tested on what another trains on: leave one out")
     identity = [file["sha256"][:16] for file in train + val + masks]
-    if len(blend) > 1:
-        identity.append(":".join(map(str, samples_per_period(spec))))
-    return {**first, "identity": " ".join(identity)}
+    if len(counts) > 1:
+        identity.append(":".join(map(str, counts.values())))
+    return " ".join(identity)
 
 
 class Blend:
@@ -273,30 +265,25 @@ class Blend:
 
     def __init__(self, spec, split, seq_len, seed=0, doc_mask="auto"):
         self.seq_len = seq_len
-        self.parts = [Tokens(folder, split, seq_len, seed, doc_mask) for folder in parse_blend(spec)]
+        counts = parse_blend(spec)
+        self.parts = [Tokens(folder, split, seq_len, seed, doc_mask) for folder in counts]
         self.vocab_size = self.parts[0].vocab_size
         self.all_trained = all(part.all_trained for part in self.parts)
         self.has_documents = any(part.has_documents for part in self.parts)
-
-        per_period = samples_per_period(spec)
-        self.per_period = np.array(per_period)  # (data sets,)
-        self.schedule, self.given = sample_schedule(per_period)
+        self.per_period = list(counts.values())
+        self.schedule, self.given = sample_schedule(self.per_period)
         # Until the first data set begins its second epoch.
         self.n_samples = min(max(1, part.n_samples * len(self.schedule) // count)
-                             for part, count in zip(self.parts, per_period, strict=True))
-
-    def locate(self, i):
-        """Return the data set of each sample, and the sample's number in it: (n,) -> (n,) int64 both."""
-        period, k = np.divmod(i, len(self.schedule))
-        which = self.schedule[k]
-        return which, period * self.per_period[which] + self.given[k]
+                             for part, count in zip(self.parts, self.per_period, strict=True))
 
     def pieces(self, first, n):
         """Yield what each data set gives to n samples: (Tokens, its first sample, their rows among the n)."""
-        which, numbers = self.locate(np.arange(first, first + n, dtype=np.int64))
+        period, k = np.divmod(np.arange(first, first + n), len(self.schedule))
+        which = self.schedule[k]
         for i in np.unique(which).tolist():
             rows = np.flatnonzero(which == i)
-            yield self.parts[i], int(numbers[rows[0]]), rows
+            start = period[rows[0]] * self.per_period[i] + self.given[k[rows[0]]]
+            yield self.parts[i], int(start), rows
 
     def batch(self, first, n):
         import torch
@@ -332,15 +319,14 @@ def open_data(cfg):
         val = Synthetic(vocab_size - n_mask, cfg.seq_len, cfg.seed + 1)
         identity = f"synthetic-{vocab_size}"
     else:
-        meta = load_blend_meta(cfg.data)
-        needed = meta["vocab_size"] + n_mask
+        identity = identify(cfg.data)
+        train = Blend(cfg.data, "train", cfg.seq_len, cfg.seed, cfg.doc_mask)
+        val = Blend(cfg.data, "val", cfg.seq_len, cfg.seed, cfg.doc_mask)
+        needed = train.vocab_size + n_mask
         vocab_size = cfg.vocab_size or needed
         if vocab_size < needed:
             raise ValueError(f"--vocab-size {vocab_size} is less than the {needed} symbols that {cfg.data} "
                              f"needs; try --vocab-size {needed}")
-        train = Blend(cfg.data, "train", cfg.seq_len, cfg.seed, cfg.doc_mask)
-        val = Blend(cfg.data, "val", cfg.seq_len, cfg.seed, cfg.doc_mask)
-        identity = meta["identity"]
     if cfg.objective == "mlm":
         if not train.all_trained:
             raise ValueError(f"--data {cfg.data} has conversations, --objective mlm would mask their "
