@@ -101,7 +101,7 @@ def main(argv=None):
     elif mode == "serve":
         serve(model, vocabulary, flags, str(run))
     else:
-        converse(model, vocabulary, flags, world)
+        converse(model, vocabulary, flags)
         del model  # and with it the mesh
         launch.shutdown(world)
     if world.rank == 0:
@@ -152,8 +152,8 @@ def print_samples(model, vocabulary, flags):
         show("\n")
 
 
-def new_ids(model, prompt, flags, share=lambda token: token):
-    """Yield the tokens that follow a prompt, a list of ids. share: see answer()."""
+def new_ids(model, prompt, flags):
+    """Yield the tokens that follow a prompt, a list of ids. All ranks call this together."""
     import torch
 
     from pipeline import stream
@@ -161,7 +161,8 @@ def new_ids(model, prompt, flags, share=lambda token: token):
     rng = torch.Generator().manual_seed(flags.seed)
     for token in stream(model, tokens, flags.max_new_tokens, temperature=flags.temperature,
                         top_k=flags.top_k, rng=rng):
-        tokens[-1] = share(token)
+        # A few bytes from rank 0 to all, over the world: sums of experts may differ in their last bits.
+        tokens[-1] = model.mesh.world.everyone.broadcast(token)
         yield tokens[-1]
 
 
@@ -263,18 +264,15 @@ def total_loss(model, ids):
 # -----------------------------------------------------------------------------
 # --chat
 
-def answer(model, vocabulary, flags, said, share=lambda token: token):
-    """Return the pieces of the answer to a conversation: what the user and the assistant said, in turn.
-
-    share: a function that gives rank 0's token on all ranks. ValueError: the vocabulary lacks a character.
-    """
+def answer(model, vocabulary, flags, said):
+    """Return the pieces of the answer to a conversation: what the user and the assistant said, in turn."""
     template = Template(vocabulary)
     messages = [{"role": role, "content": content}
                 for role, content in zip(itertools.cycle(("user", "assistant")), said, strict=False)]
     if flags.system:
         messages = [{"role": "system", "content": flags.system}, *messages]
     prompt, _ = template.conversation(messages)
-    ids = new_ids(model, [*prompt, template.role_ids["assistant"]], flags, share)
+    ids = new_ids(model, [*prompt, template.role_ids["assistant"]], flags)
     ends = vocabulary.special.values()
     return vocabulary.whole_characters(itertools.takewhile(lambda token: token not in ends, ids))
 
@@ -289,19 +287,20 @@ def share_out(cfg, flags, world):
     return cfg
 
 
-def converse(model, vocabulary, flags, world):
+def converse(model, vocabulary, flags):
     """Answer questions that rank 0 reads until there are no more; rank 0 prints."""
-    share = world.everyone.broadcast  # a few bytes over the world
-    say = show if world.rank == 0 else len
+    everyone = model.mesh.world.everyone
+    say = show if everyone.rank == 0 else len
     said = []
-    while (question := share(read_line() if world.rank == 0 else None)) is not None:
+    # A line from rank 0 to all, over the world
+    while (question := everyone.broadcast(read_line() if everyone.rank == 0 else None)) is not None:
         pieces = []
         try:
             if question == "/reset":
                 said = []
             elif question:
                 drawn = dataclasses.replace(flags, seed=flags.seed + len(said))
-                for piece in answer(model, vocabulary, drawn, [*said, question], share):
+                for piece in answer(model, vocabulary, drawn, [*said, question]):
                     say(piece)
                     pieces.append(piece)
                 say("\n")
@@ -326,10 +325,8 @@ def serve(model, vocabulary, flags, name):
     talks = set(MARKERS) <= vocabulary.special.keys()
     settings = {"name": name, "mode": "chat" if talks else "text", "temperature": flags.temperature}
     seeds = itertools.count(flags.seed)
-
-    def talk(asked):
-        return reply(asked, model, vocabulary, flags, next(seeds))
-    Server(flags.host, flags.port).run(talk, settings)
+    Server(flags.host, flags.port).run(
+        lambda asked: reply(asked, model, vocabulary, flags, next(seeds)), settings)
 
 
 def reply(asked, model, vocabulary, flags, seed):

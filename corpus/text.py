@@ -81,13 +81,12 @@ def kind_of(name, path, key):
     if kind_of_line(first, key) == "records":
         return "records"
     is_json = re.match(rb'\[?\s*\{\s*("|$)|\[$', first)
-    if is_json or kind_of_line(first, key) == "table" or name.endswith((".json", ".csv", ".tsv")):
-        if not name.endswith(".txt"):
-            raise ValueError(f"{path} would be trained on with its brackets or separators; write a JSON "
-                             f"object per line (jq -c '.[]'), text under --text-key {key}, or name it .txt")
-        warn(f"{path} is JSON or a table, and as its name ends in .txt, its signs are trained on as well")
-    elif kind_of_line(second, key) != "text":
-        warn(f"{path} has records or a table below its first line, whose signs are trained on as well")
+    is_foreign = is_json or kind_of_line(first, key) == "table" or name.endswith((".json", ".csv", ".tsv"))
+    if is_foreign and not name.endswith(".txt"):
+        raise ValueError(f"{path} would be trained on with its brackets or separators; write a JSON object "
+                         f"per line (jq -c '.[]'), its text under --text-key {key}, or name it .txt")
+    if is_foreign or kind_of_line(second, key) != "text":
+        warn(f"{path} has JSON, records or a table, whose signs are trained on as well")
     return "text"
 
 
