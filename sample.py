@@ -92,18 +92,11 @@ def main(argv=None):
             Template(vocabulary)  # refuses a vocabulary
         cfg = share_out(cfg, flags, world)
         model = load_model(cfg, vocab_size, weights, world).eval()
-    if mode == "prompt":
-        print_samples(model, vocabulary, flags)
-    elif mode == "fill":
-        print_fillings(model, vocabulary, flags.fill, load_json(run / "config.json")["mask_token"])
-    elif mode == "score":
-        print_scores(model, vocabulary, flags.score)
-    elif mode == "serve":
-        serve(model, vocabulary, flags, str(run))
-    else:
-        converse(model, vocabulary, flags)
-        del model  # and with it the mesh
-        launch.shutdown(world)
+    answers = {"prompt": print_samples, "fill": print_fillings, "score": print_scores, "chat": converse,
+               "serve": serve}
+    answers[mode](model, vocabulary, flags)
+    del model  # and with it the mesh
+    launch.shutdown(world)
     if world.rank == 0:
         print(f"from {weights.path}", file=sys.stderr)
 
@@ -190,8 +183,8 @@ def print_step(run, number):
 # -----------------------------------------------------------------------------
 # --fill
 
-def encode_gaps(text, vocabulary, mask, seq_len):
-    """Return the ids of a text, in which each [MASK] has the id `mask`."""
+def encode_gaps(text, vocabulary, seq_len):
+    """Return the ids of a text, in which each [MASK] has the id that follows those of the vocabulary."""
     if MASK not in text:
         raise ValueError(f"--fill {text!r} has no {MASK}; for example --fill 'a {MASK} in a text'")
     *before, last = text.split(MASK)
@@ -200,17 +193,18 @@ def encode_gaps(text, vocabulary, mask, seq_len):
         # A byte pair begins with the space in front of its word, so that space belongs to the gap.
         if vocabulary.kind != "char":
             piece = piece.removesuffix(" ")
-        ids += [*vocabulary.encode(piece), mask]
+        ids += [*vocabulary.encode(piece), vocabulary.n_vocab]
     ids += vocabulary.encode(last)
     if len(ids) > seq_len:
         raise ValueError(f"--fill has {len(ids)} tokens, a sequence has {seq_len}; give less text")
     return ids
 
 
-def print_fillings(model, vocabulary, text, mask):
+def print_fillings(model, vocabulary, flags):
     """Print the text with the likeliest token in each gap, and then the likeliest tokens of each gap."""
     import torch
-    ids = encode_gaps(text, vocabulary, mask, model.cfg.seq_len)
+    mask = vocabulary.n_vocab
+    ids = encode_gaps(flags.fill, vocabulary, model.cfg.seq_len)
     ids = torch.tensor(ids, device=next(model.parameters()).device)
     with torch.no_grad():
         logits, _ = model(ids.unsqueeze(0))  # (t, V), of all gaps at once
@@ -227,10 +221,10 @@ def print_fillings(model, vocabulary, text, mask):
 # -----------------------------------------------------------------------------
 # --score
 
-def print_scores(model, vocabulary, path):
+def print_scores(model, vocabulary, flags):
     """Print a line of JSON for each document of a file."""
     start = [] if vocabulary.eod is None else [vocabulary.eod]
-    [file] = text.list_files(path, "text")
+    [file] = text.list_files(flags.score, "text")
     for document in text.texts(file, "text"):
         ids = [*start, *vocabulary.encode(document)]
         row = {"tokens": max(0, len(ids) - 1), "loss": None, "perplexity": None}
@@ -320,10 +314,10 @@ def read_line():
 # -----------------------------------------------------------------------------
 # --serve
 
-def serve(model, vocabulary, flags, name):
-    """Let a page in the browser ask, until Ctrl-C. name: of the run, which the page shows."""
+def serve(model, vocabulary, flags):
+    """Let a page in the browser ask, until Ctrl-C."""
     talks = set(MARKERS) <= vocabulary.special.keys()
-    settings = {"name": name, "mode": "chat" if talks else "text", "temperature": flags.temperature}
+    settings = {"name": flags.run_dir, "mode": "chat" if talks else "text", "temperature": flags.temperature}
     seeds = itertools.count(flags.seed)
     Server(flags.host, flags.port).run(
         lambda asked: reply(asked, model, vocabulary, flags, next(seeds)), settings)

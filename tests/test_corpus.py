@@ -323,9 +323,9 @@ def test_sample_i_is_a_pure_function_of_seed_and_i(folders):
     n = 50 * max(one.n_samples for one in alone)  # each begins another epoch
     which, number = np.empty((2, n), np.int64)
     for at in (0, n // 3):  # sample j that a data set gives is its sample j alone
-        for part, start, rows in ds.pieces(at, n - at):
-            assert start == (number[at + rows[0]] if at else 0)
-            which[at + rows], number[at + rows] = ds.parts.index(part), np.arange(start, start + len(rows))
+        for part, start, its in ds.pieces(at, n - at):
+            assert start == (number[at + its[0]] if at else 0)
+            which[at + its], number[at + its] = ds.parts.index(part), start + np.arange(len(its))
     assert Counter(which.tolist()) == {0: n // 10 * 5, 1: n // 10 * 3, 2: n // 10 * 2}
     x, y = ds.batch(0, 40)
     for i in range(40):

@@ -231,7 +231,7 @@ def test_score_starts_a_document_after_end_of_document(tmp_path, monkeypatch):
     words = tokenizer.train_bpe(["to be or not to be"], 260)
     seen = []
     monkeypatch.setattr(sample, "total_loss", lambda model, ids: seen.append(ids) or 0.0)
-    sample.print_scores(None, words, str(tmp_path / "one.txt"))
+    sample.print_scores(None, words, sample.Flags("run", score=str(tmp_path / "one.txt")))
     assert seen == [[words.eod, *words.encode("to be or not to be")]]
 
 
