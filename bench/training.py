@@ -30,10 +30,11 @@ class Documents(Synthetic):
         self.has_documents = True
         self.mean = mean
 
-    def places(self, first, x):
+    def batch(self, first, n):
+        x, y = super().batch(first, n)
         draw = torch.Generator().manual_seed(first)
         is_first = torch.rand(x.shape, generator=draw) < 1 / self.mean
-        return document_places(is_first.long(), 1)
+        return x, y, document_places(is_first.long(), 1)
 
 
 class Training:

@@ -120,21 +120,22 @@ class Tokens:
         self.end = ({token["content"]: token["id"] for token in theirs} | spec.get("special", {}))[END]
 
     def batch(self, first, n):
-        """Return samples first .. first+n-1 of the run as x, y, (n, T) int64 each: new tensors."""
+        """Return samples first .. first+n-1 of the run as x, y, (n, T) int64 each: new tensors.
+
+        Where documents are apart, also the place of each token in its document; 0 for what fills a window.
+        """
         starts = self.window_starts(first, n).tolist()
         x, y = inputs_and_targets(self.read(self.shards, starts))
         if not self.all_trained:
             from ops.cross_entropy import IGNORE  # not at the top: it imports torch
             _, trained = inputs_and_targets(self.read(self.masks, starts))
             y.masked_fill_(trained == 0, IGNORE)
-        return x, y
-
-    def places(self, first, x):
-        """Return the place of each token in its document, (n, T); 0 for what fills a window's rest."""
+        if not self.has_documents:
+            return x, y
         places = document_places(x, self.eod)
         if not self.all_trained:  # conversations: every <|end|> after another one
             places[:, 1:].masked_fill_((x[:, 1:] == self.end) & (x[:, :-1] == self.end), 0)
-        return places
+        return x, y, places
 
     def read(self, shards, starts):
         """Return the windows at these positions of the stream of `shards`, (n, T+1)."""
@@ -286,20 +287,13 @@ class Blend:
             yield self.parts[i], int(start), rows
 
     def batch(self, first, n):
+        """Return Tokens.batch; a window is one document where its data set does not separate them."""
         import torch
-        x = torch.empty(n, self.seq_len, dtype=torch.int64)
-        y = torch.empty_like(x)
+        whole = torch.arange(1, self.seq_len + 1).repeat(2 + self.has_documents, n, 1)  # x, y, places
         for part, start, rows in self.pieces(first, n):
-            x[rows], y[rows] = part.batch(start, len(rows))
-        return x, y
-
-    def places(self, first, x):
-        """Return Tokens.places; a window is one document where its data set does not separate them."""
-        places = document_places(x, -1)  # no token has this id
-        for part, start, rows in self.pieces(first, len(x)):
-            if part.has_documents:
-                places[rows] = part.places(start, x[rows])
-        return places
+            for tensor, read in zip(whole, part.batch(start, len(rows)), strict=False):
+                tensor[rows] = read
+        return tuple(whole)
 
     def n_targets(self, first, n):
         return sum(part.n_targets(start, len(rows)) for part, start, rows in self.pieces(first, n))
@@ -366,15 +360,13 @@ def micro_batches(cfg, mesh, source, first, count, device):
 
     x, y: (B, T/cp) int64. With micro-batches of mb samples, micro-batch j holds samples j*mb .. (j+1)*mb-1.
     Rank d of dp takes n_batches of them, from d*n_batches on, and its cp ranks their segments of each sample.
-    Where --doc-mask separates documents, a micro-batch is (x, y, places), counted before the cut over cp.
+    Where --doc-mask separates documents, a micro-batch is (x, y, places), each cut over cp.
     """
     n_batches = count // (cfg.micro_batch * mesh.dp.size)
     start = first + mesh.dp.rank * n_batches * cfg.micro_batch
     batches = []
     for number in range(start, start + n_batches * cfg.micro_batch, cfg.micro_batch):
         batch = source.batch(number, cfg.micro_batch)
-        if source.has_documents:
-            batch = (*batch, source.places(number, batch[0]))
         if mesh.cp.size > 1:
             batch = tuple(mesh.cp.own_segments(tensor, 1) for tensor in batch)
         if device.type != "cpu":

@@ -72,10 +72,7 @@ class Documents(Synthetic):
         for number, row in enumerate(tokens, first):
             draw = torch.Generator().manual_seed(number)
             row[torch.rand(len(row), generator=draw) < 0.35] = EOD
-        return tokens[:, :-1], tokens[:, 1:]
-
-    def places(self, first, x):
-        return document_places(x, EOD)
+        return tokens[:, :-1], tokens[:, 1:], document_places(tokens[:, :-1], EOD)
 
 
 class Padded(Synthetic):
@@ -85,11 +82,12 @@ class Padded(Synthetic):
         super().__init__(*args)
         self.has_documents = True
 
-    def places(self, first, x):
+    def batch(self, first, n):
+        x, y = super().batch(first, n)
         places = document_places(x, -1)  # no token has this id
         for number, row in enumerate(places, first):
             row[-1 - number % 3:] = 0
-        return places
+        return x, y, places
 
 
 def shared_folder(axis):

@@ -129,7 +129,7 @@ def test_every_conversation_is_in_one_window(data):
     seen = []
     for split in shards.SPLITS:
         ds = samples.Tokens(data / "qa", split, SEQ, seed=1)
-        x, _ = ds.batch(0, ds.n_samples)
+        x, *_ = ds.batch(0, ds.n_samples)
         for row in x:
             parts = vocab.decode(row.tolist()).split(tokenizer.EOD)
             assert parts[0] == "", "a window begins with a conversation"
@@ -147,7 +147,7 @@ def test_every_conversation_is_in_one_window(data):
 def test_sample_i_of_conversations_is_a_pure_function_of_seed_and_i(data):
     ds = samples.Blend(str(data / "qa"), "train", SEQ, seed=3)
     n = ds.n_samples
-    x, y = ds.batch(0, 3 * n)  # three epochs: each window once in each
+    x, y, _ = ds.batch(0, 3 * n)  # three epochs: each window once in each
     for e in range(3):
         assert len({tuple(row) for row in x[e * n : (e + 1) * n].tolist()}) == len({*map(tuple, x.tolist())})
     assert not torch.equal(x[:n], x[n : 2 * n]) and not torch.equal(ds.batch(0, n)[0], samples.Blend(
@@ -237,7 +237,7 @@ def test_the_loss_of_a_run_is_the_mean_over_trained_tokens(data):
     def loop(source, n):
         losses = []
         for i in range(n):
-            x, y = source.batch(i, 1)
+            x, y, _ = source.batch(i, 1)
             with torch.no_grad():
                 logits = model(x)[0][:, :vocab_size].log_softmax(1)
             losses += [-row[t].item() for row, t in zip(logits, y[0].tolist(), strict=True) if t != IGNORE]
@@ -299,7 +299,7 @@ def test_a_blend_with_conversations_counts_on_the_device_in_every_step(data):
     counts = [trained_tokens(blend, i, 1, torch.device("cpu")) for i in range(10)]
     assert all(isinstance(count, torch.Tensor) for count in counts) and SEQ in [c.item() for c in counts]
     both = samples.Blend(f"{data}/qa:0.5,{data}/qa-text:0.5", "train", SEQ, seed=3)
-    _, y = both.batch(3, 20)
+    _, y, _ = both.batch(3, 20)
     assert both.n_targets(3, 20) == (y != IGNORE).sum() and (y != IGNORE).all(1).sum() == 10
     text = samples.Blend(f"{data}/qa-text", "train", SEQ)
     assert trained_tokens(text, 0, 2, torch.device("cpu")) == 2 * SEQ
@@ -343,7 +343,7 @@ def test_a_fault_of_the_masks_is_caught(faults, data, tmp_path):
             stack.enter_context(planted(*fault))
         assert prepare_chat(tmp_path, data / "conversations.jsonl")[0] == 0
         ds = samples.Tokens(tmp_path / "qa", "train", SEQ, seed=1)
-        x, y = ds.batch(0, 3 * ds.n_samples)
+        x, y, _ = ds.batch(0, 3 * ds.n_samples)
         count = ds.n_targets(3, 40)
     vocab = tokenizer.load(tmp_path / "qa")
     answers = {f"It is {2 * i}." * (1 + i % 3) + "<|end|>" for i in range(150)} | {"Yes.<|end|>"}

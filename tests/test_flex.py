@@ -200,7 +200,7 @@ def check_model(family, **flags):
     model.load_state_dict(plain.state_dict())
     places = torch.empty(3, 24, dtype=torch.int64)
     for number in range(3):  # the same memory, as in a captured graph; the last has no documents
-        x, _ = Documents(cfg.vocab_size, 24, 1).batch(number, 3)
+        x, *_ = Documents(cfg.vocab_size, 24, 1).batch(number, 3)
         documents = places.copy_(document_places(x, 0)) if number < 2 else None
         for got, want in zip(gradients(model, x, documents), gradients(plain, x, documents), strict=True):
             torch.testing.assert_close(got, want, rtol=0, atol=1e-10 * max(want.abs().max().item(), 1e-4))

@@ -210,7 +210,7 @@ def check_against_documents_alone(family, **flags):
     model = GPT(cfg, MESH, cfg.vocab_size).double()
     randomize(model)
     source = Documents(cfg.vocab_size, cfg.seq_len, 1)
-    x, y = source.batch(0, 3)
+    x, y, places = source.batch(0, 3)
     parts = [(row, *span) for row in x for span in documents_of(row.tolist())]
     lengths = [end - first for _, first, end in parts]
     assert len(parts) > 12 and max(lengths) > 4 and min(lengths) == 1
@@ -220,7 +220,7 @@ def check_against_documents_alone(family, **flags):
         grads = torch.autograd.grad(losses.sum(), list(model.parameters()))
         return losses.detach(), grads
 
-    together = losses_and_gradients(model(x, None, source.places(0, x))[0])
+    together = losses_and_gradients(model(x, None, places)[0])
     each = losses_and_gradients(torch.cat([alone(model, *part) for part in parts]))
     torch.testing.assert_close(together[0], each[0], rtol=0, atol=1e-10)
     for name, got, want in zip(dict(model.named_parameters()), together[1], each[1], strict=True):
@@ -285,26 +285,26 @@ def test_conversations_have_documents_and_text_has_on_demand(data, tmp_path):
         assert_refused(said, "--doc-mask on", "leave")
     eod = shards.load_meta(data / "chat")["eod"]
     source = opened(data, ["chat"])
-    x, _ = source.batch(0, 8)
-    for row, places in zip(x.tolist(), source.places(0, x).tolist(), strict=True):
+    x, _, places = source.batch(0, 8)
+    for row, found in zip(x.tolist(), places.tolist(), strict=True):
         assert row[0] == eod and row.count(eod) > 2, "several conversations in a window"
         expected = [place for first, end in documents_of(row, eod) for place in range(1, end - first + 1)]
         for i in range(1, len(row)):
             if row[i] == row[i - 1] == source.parts[0].end:
                 expected[i] = 0  # padding
-        assert places == expected
+        assert found == expected
 
 
 def test_a_blend_separates_the_documents_of_its_conversations_alone(data):
     source = opened(data, ["chat", "more"])
     assert source.has_documents
-    x, y = source.batch(5, 24)
+    x, y, places = source.batch(5, 24)
     whole = [*range(1, WIDTH + 1)]
-    for row, targets, places in zip(x.tolist(), y.tolist(), source.places(5, x).tolist(), strict=True):
+    for row, targets, found in zip(x.tolist(), y.tolist(), places.tolist(), strict=True):
         is_chat = IGNORE in targets
-        assert (places == whole) != is_chat and row.count(source.parts[0].eod) > 2
+        assert (found == whole) != is_chat and row.count(source.parts[0].eod) > 2
     everywhere = opened(data, ["chat", "more"], "on")
-    places = everywhere.places(5, x)
+    _, _, places = everywhere.batch(5, 24)
     expected = document_places(x, source.parts[0].eod)
     assert torch.equal(places, expected.masked_fill(places == 0, 0)) and (places > 0).float().mean() > 0.5
 
@@ -317,7 +317,7 @@ def test_steps_and_evaluations_see_each_conversation_alone(data):
 
     def loop(source, n):
         total, count = 0.0, 0
-        for x, y in zip(*source.batch(0, n), strict=True):
+        for x, y, _ in zip(*source.batch(0, n), strict=True):
             for first, end in documents_of(x.tolist(), source.parts[0].eod):
                 total += model(x[None, first:end], y[None, first:end])[0].item()
                 count += (y[first:end] != IGNORE).sum().item()
