@@ -149,34 +149,36 @@ def load_tokenizer(folder, sha256):
     return tokenizer.load(folder)
 
 
-def encode(folder, sha256, job):
-    """Return a document's split, its tokens and their end, its characters, the ENDS that it spells.
+def encode(folder, sha256, jobs):
+    """Return [(a document's split, its tokens and their end, its characters, the ENDS that it spells)].
 
-    folder, sha256: of the tokenizer. job: the share of val, the document.
+    folder, sha256: of the tokenizer. jobs: [(the share of val, the document)].
     """
-    val_fraction, document = job
     vocab = load_tokenizer(folder, sha256)
-    split = split_of(document, val_fraction)
-    tokens = vocab.encode_numpy(document)
-    if vocab.eod is not None:
-        tokens = np.append(tokens, vocab.eod)
-    return split, tokens.astype(token_dtype(vocab)), len(document), ENDS.findall(document)
+    encoded = []
+    for val_fraction, document in jobs:
+        ids = vocab.encode(document)
+        if vocab.eod is not None:
+            ids.append(vocab.eod)
+        encoded.append((split_of(document, val_fraction), np.array(ids, token_dtype(vocab)), len(document),
+                        ENDS.findall(document)))
+    return encoded
 
 
 def token_dtype(vocab):
     return np.dtype("<u2" if vocab.n_vocab <= 1 << 16 else "<u4")
 
 
-def encode_all(jobs, workers, encode_one):
-    """Yield what encode_one() returns for each job, in order."""
+def encode_all(jobs, workers, encode_part):
+    """Yield what encode_part() returns for each job, in order."""
+    parts = iter(lambda: list(itertools.islice(jobs, 64)), [])
     if workers == 1:
-        yield from map(encode_one, jobs)
+        yield from itertools.chain.from_iterable(map(encode_part, parts))
         return
     context = multiprocessing.get_context("spawn")
     # At Ctrl-C this process ends its workers, which ignore it.
     with context.Pool(workers, signal.signal, (signal.SIGINT, signal.SIG_IGN)) as pool:
-        parts = iter(lambda: list(itertools.islice(jobs, 64)), [])
-        encoded = pool.imap(functools.partial(encode_part, encode_one), parts)
+        encoded = pool.imap(encode_part, parts)
         try:
             while True:
                 yield from encoded.next(timeout=600)
@@ -184,10 +186,6 @@ def encode_all(jobs, workers, encode_one):
             return
         except multiprocessing.TimeoutError:
             raise ValueError("no worker has answered for 600 s: was one killed, out of memory?") from None
-
-
-def encode_part(encode_one, jobs):
-    return [encode_one(job) for job in jobs]
 
 
 def write_tokens(encoded, work):
@@ -232,8 +230,8 @@ def prepare_text(flags, files, val_files, work):
     fraction = 0 if val_files or vocab.eod is None else flags.val_fraction
     jobs = ((share, document) for share, some in ((fraction, files), (1, val_files))
             for document in text.documents(some, flags.text_key, flags.split_at))
-    encode_one = functools.partial(encode, work, vocab.sha256)
-    lengths, total = write_tokens(encode_all(jobs, flags.workers, encode_one), work)
+    encode_part = functools.partial(encode, work, vocab.sha256)
+    lengths, total = write_tokens(encode_all(jobs, flags.workers, encode_part), work)
 
     are_records = any(file.kind not in ("whole", "text") for file in files)
     shuffled = flags.shuffle or (are_records and vocab.eod is not None and not flags.no_shuffle)

@@ -278,7 +278,6 @@ def test_bpe_round_trip(tmp_path):
     for text in (make_text(500, 9), "other 字 \r\n\t  x" + tok.EOD, ""):
         ids = again.encode(text)
         assert again.decode(ids) == text and ids == t.encode(text) and t.eod not in ids
-        assert again.encode_numpy(text).tolist() == ids
     assert len(t.encode(make_text(500, 9))) < 0.6 * len(make_text(500, 9)), "it merges"
     assert again.decode([t.eod]) == tok.EOD and again.decode([10**6]) == "\ufffd"
     refused(FileNotFoundError, lambda: tok.load(tmp_path / "none"), "none")
