@@ -61,10 +61,7 @@ class Flags:
 # A run, or a directory of Hugging Face
 
 def read_run(run_dir):
-    """Read a run, one of its checkpoints, or a directory of Hugging Face.
-
-    Return (Config, vocabulary size, Reader, directory of the run, its tokenizer or None).
-    """
+    """Return (Config, vocabulary size, Reader, folder, tokenizer) of a run, a step_N, or one of theirs."""
     run = Path(run_dir)
     if run.name.startswith("step_") and not (run / "config.json").exists():
         run = run.parent

@@ -122,18 +122,10 @@ def load_model(cfg, vocab_size, weights, world=None):
 # -----------------------------------------------------------------------------
 # --prompt
 
-def encode_prompt(prompt, vocabulary):
-    """Return the ids of a text, or of the end-of-document if it is empty."""
-    ids = vocabulary.encode_prompt(prompt) or [vocabulary.eod]
-    if None in ids:
-        raise ValueError("the prompt is empty, and this vocabulary has no end-of-document to start from")
-    return ids
-
-
 def print_samples(model, vocabulary, flags):
     """Print flags.n samples of each prompt."""
     start = "\n" if "\n" in vocabulary.spec.get("chars", "\n") else vocabulary.decode([0])
-    prompts = [encode_prompt(prompt, vocabulary) for prompt in flags.prompt or (start,)]
+    prompts = [vocabulary.encode_prompt(prompt) for prompt in flags.prompt or (start,)]
     samples = [(prompt, flags.seed + i) for prompt in prompts for i in range(flags.n)]
     for number, (prompt, seed) in enumerate(samples, 1):
         if len(samples) > 1:
@@ -329,7 +321,7 @@ def reply(asked, model, vocabulary, flags, seed):
     if asked["mode"] == "chat":
         return answer(model, vocabulary, flags, asked["messages"])
     *_, text = asked["messages"]
-    prompt = encode_prompt(text, vocabulary)
+    prompt = vocabulary.encode_prompt(text)
     return vocabulary.whole_characters(new_ids(model, prompt, flags), prompt[-1:])
 
 

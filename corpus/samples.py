@@ -184,10 +184,7 @@ class Tokens:
 # is its sample j when it is used alone.
 
 def parse_blend(spec):
-    """Return the data sets of --data, {folder: its samples per period}.
-
-    They are the smallest whole numbers in the ratio of the weights.
-    """
+    """Return {folder: its samples per period}: the smallest whole numbers in the ratio of the weights."""
     if "," not in spec and ":" not in spec:
         return {spec: 1}
 
@@ -236,10 +233,7 @@ def sample_schedule(counts):
 
 
 def identify(spec):
-    """Return a str that other data or other weights would change; checkpoints keep it.
-
-    ValueError: the data sets of --data do not fit each other.
-    """
+    """Return a str that other data or other weights would change; checkpoints keep it."""
     counts = parse_blend(spec)
     metas = {folder: load_meta(folder) for folder in counts}
     first = metas[first_folder(spec)]

@@ -32,10 +32,7 @@ def how_to_fix(meta):
 
 
 def load_meta(folder):
-    """Return the meta.json of one data set as a dict.
-
-    FileNotFoundError: no such data set. ValueError: damaged, or another version.
-    """
+    """Return the meta.json of one data set as a dict."""
     path = Path(folder) / "meta.json"
     if not path.is_file():
         raise FileNotFoundError(f"{folder} holds no prepared data (no meta.json); {paths.meant_data(folder)}")
@@ -51,8 +48,7 @@ def load_meta(folder):
 def open_shards(folder, split, meta, kind="shards"):
     """Return the tokens of each shard of a split, (tokens,) uint16 or uint32, memory-mapped.
 
-    kind: "masks" opens the shards that say which tokens are trained, uint8. ValueError, OSError: sizes,
-    headers and meta.json do not agree. verify() reads the tokens.
+    kind: "masks" opens the shards that say which tokens are trained, uint8.
     """
     itemsize = 1 if kind == "masks" else np.dtype(meta["dtype"]).itemsize
     opened = []
@@ -92,10 +88,7 @@ def verify_once(folder):
 
 
 def verify(folder):
-    """Compare all files with their sha256, and return the number of files. It reads 1-2 GB/s.
-
-    ValueError, OSError: the first difference, or a file that is missing.
-    """
+    """Compare all files with their sha256, and return the number of files. It reads 1-2 GB/s."""
     meta = load_meta(folder)
     files = [{"file": "tokenizer.json", "sha256": meta["tokenizer_sha256"]}]
     for split in SPLITS:

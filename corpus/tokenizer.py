@@ -50,8 +50,11 @@ class Tokenizer:
         Path(path).write_bytes(self.text.encode())
 
     def encode_prompt(self, text):
-        """Return the ids of a text to be continued; some of Hugging Face begin it with a special token."""
-        return self.encode(text)
+        """Return the ids of a text to be continued, or of the end-of-document if it is empty."""
+        ids = self.encode(text) or [self.eod]
+        if None in ids:
+            raise ValueError("the prompt is empty, and this vocabulary has no end-of-document to start from")
+        return ids
 
     def with_special(self, names):
         """Return a tokenizer that has these special tokens, too; new ones come after all others."""
@@ -164,7 +167,7 @@ class HfTokenizer(Tokenizer):
         return self.library.encode(text, add_special_tokens=False).ids
 
     def encode_prompt(self, text):
-        return self.library.encode(text).ids
+        return self.library.encode(text).ids or super().encode_prompt(text)  # some put a special token first
 
     def decode(self, ids):
         return self.library.decode([int(i) for i in ids], skip_special_tokens=False)

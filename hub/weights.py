@@ -203,9 +203,7 @@ class HuggingFace(checkpoint.Reader):
             check_finite(self.path, theirs, whole)
             if self.layout[theirs].transposed:
                 whole = whole.T
-            if not self.layout[theirs].expert:
-                whole = whole[first:first + part.size[0]]
-            out[here] = whole.reshape(part.size)[there]
+            out[here] = whole.reshape(-1, *part.size[1:])[first:first + part.size[0]][there]
 
     def pieces(self):
         """Return [(name, Lazy, full shape, offset)] of all tensors, for checkpoint.save."""

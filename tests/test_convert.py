@@ -322,7 +322,8 @@ def test_a_tokenizer_of_theirs_is_ours(hf, trained, tmp_path):
     library(hf, again, tmp_path)
     back = tokenizer.load(tmp_path)
     for text in texts()[:100]:
-        assert again.encode(text) == read.encode(text) == trained.encode(text) == read.encode_prompt(text)
+        assert again.encode(text) == read.encode(text) == trained.encode(text)
+        assert read.encode_prompt(text) == (trained.encode(text) or [trained.eod])
         assert again.decode(trained.encode(text)) == text and back.encode(text) == again.encode(text)
     assert again.sha256 == read.sha256 and (back.n_vocab, back.eod) == (n, trained.eod)
 
