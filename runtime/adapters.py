@@ -15,10 +15,8 @@ def reference(path, index):
 
 
 def base_path(base, moved_to=""):
-    """Return where the base, of which this is the reference(), is. FileNotFoundError, with the fix: nowhere.
-
-    moved_to: a checkpoint, or a run that has it, to look at besides the path that the reference has.
-    """
+    """Return where the base of this reference() is: there, or in moved_to, a checkpoint or a run.
+    FileNotFoundError, with the fix: nowhere."""
     path = Path(base["path"])
     places = [path]
     if moved_to:
@@ -32,10 +30,7 @@ def base_path(base, moved_to=""):
 
 
 def check_import(given, step):
-    """Return the index of the checkpoint `step` of the run or checkpoint `given`, as a base of adapters.
-
-    ValueError: it holds adapters itself, or training would have started from another one, the newest.
-    """
+    """Return the index of the checkpoint `step` of the run or checkpoint `given`, as a base of adapters."""
     newest = checkpoint.latest(given)
     if step != newest:
         raise ValueError(f"--base {given} has {step.name}, of the lowest validation loss, and {newest.name}, "

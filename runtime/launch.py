@@ -55,8 +55,7 @@ class Start(NamedTuple):
 
 
 def started_by(env=os.environ):
-    """Return this process's Start, before launch(), for example so that only one rank prints. ValueError: the
-    environment describes none."""
+    """Return this process's Start, also before launch(). ValueError: the environment describes none."""
     for launcher, names in LAUNCHERS.items():
         rank, size, local_rank = map(env.get, names)
         if launcher == "pals" and size is None:
@@ -231,11 +230,8 @@ def end_all_on_exception(comm):
 # The store by which the ranks meet
 
 def _meet(start, comm, n_nodes, wait):
-    """Return the TCPStore through which the ranks find each other.
-
-    torchrun's agent has opened one. Otherwise rank 0 opens it, and tells the others its address through MPI.
-    Where srun runs without MPI (comm is None), all derive it from the job.
-    """
+    """Return the TCPStore through which the ranks find each other: torchrun's, or one that rank 0 opens. The
+    others learn its address through MPI, or where srun runs without MPI (comm is None) from the job."""
     import torch.distributed as dist
     if start.launcher == "torchrun":
         store, _, _ = next(dist.rendezvous("env://", timeout=wait))
@@ -251,7 +247,7 @@ def _meet(start, comm, n_nodes, wait):
         host = host or _own_address()
         port = 0  # a free one, so that two jobs on a host never clash
 
-    store = None
+    listener = None
     if start.rank == 0:
         # It listens only where the others connect, as it trusts everybody who reaches it; on all interfaces
         # if this host's name leads only to itself.
@@ -260,13 +256,12 @@ def _meet(start, comm, n_nodes, wait):
             address = ""
         server = socket.create_server((address, port), backlog=4096)
         port = server.getsockname()[1]
+        listener = server.detach()
         host = address or host  # the other ranks might resolve the name to another address
-        store = dist.TCPStore(host, port, is_master=True, timeout=wait, wait_for_workers=False,
-                              master_listen_fd=server.detach())
     if comm is not None:
         host, port = comm.bcast((host, port))
-    if store is None:
-        store = dist.TCPStore(host, port, timeout=wait, wait_for_workers=False)
+    store = dist.TCPStore(host, port, is_master=start.rank == 0, timeout=wait, wait_for_workers=False,
+                          master_listen_fd=listener)
     if comm is not None:
         store.add("met", 1)
         while store.add("met", 0) < comm.size:  # over tcp, MPICH's OFI sends only while a rank is in MPI

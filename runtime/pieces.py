@@ -102,11 +102,8 @@ def first_sound(everyone, paths, hint=""):
 
 
 def load_pieces(world, path, index, requested, unused=()):
-    """Fill this rank's rectangles `requested` from a checkpoint. Collective over the world.
-
-    unused: names of the checkpoint's tensors that no rank need ask for.
-    ValueError: a tensor is missing, or has another shape, or no rank asks for it.
-    """
+    """Fill this rank's rectangles `requested` from a checkpoint. unused: tensors that no rank need ask for.
+    Collective over the world. ValueError: a tensor is missing, or no rank asks for it."""
     reader = checkpoint.Reader(path, index)
     for piece in requested:
         reader.fill(*piece)

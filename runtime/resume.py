@@ -224,7 +224,7 @@ def start_from(found, skip, model, opt, data_id):
                 for name, (before, now) in state.changed.items()]
         if "steps" in state.changed and not cfg.decay_steps:
             before, now = state.changed["steps"]
-            said.append(f"lr now decays to step {now}, so it jumps; --decay-steps {before} keeps it")
+            said.append(f"lr now decays until step {now}; --decay-steps {before} keeps its curve")
         if cfg.dump_grads or cfg.init_from and not cfg.lora:
             said.append(f"goes on from {found}: --init-from and --dump-grads are for a start, and not used")
         skip = sorted({*skip, *skipped_ranges(state.skip)})  # a resume inside a range goes on skipping it

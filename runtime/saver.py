@@ -1,9 +1,5 @@
 """Saving in the background: training goes on while a checkpoint is written.
 
-    start()   main thread: wait for the save before, copy the pieces to host buffers, start the thread
-    thread    writes rank_R.safetensors; rank 0's waits for all ranks' lists, then renames the directory
-    wait()    main thread: join, and learn whether all ranks succeeded; called before each save and at the end
-
 On a GPU the copy runs on its own stream during the next forward and backward, and the optimizer waits for it
 before its update. The thread calls no collective, because those of two threads would get mixed up.
 """
