@@ -9,6 +9,7 @@ import json
 import math
 import os
 import platform
+import re
 import secrets
 import shlex
 import statistics
@@ -98,7 +99,7 @@ class Metrics:
             if run.log_file is not None:
                 run.log_file.experts.add({"step": run.state.step, "layers": experts})
         if stats is not None and run.state.step == run.first_step and run.log_file is not None:
-            report_traffic(run, batch, sent)
+            run.log_file.after_row = functools.partial(report_traffic, run, batch, sent)
         return row
 
 
@@ -223,8 +224,8 @@ def end(run):
     run.log_file.close()
     is_finished = run.outcome in (Outcome.DONE, Outcome.FAILED)  # a run that goes on draws its plot later
     plot.at_end(run.out, run.cfg.plot and is_finished)
-    begun = run.log_file.begun
-    say(f"{run.state.step - begun['step']} steps in {clock(time.time() - begun['time'])}")
+    if run.log_file.speeds:
+        say(run.log_file.speed())
     report_ending(run)
 
 
@@ -305,6 +306,9 @@ class Log:
         self.experts = Rows(self.out / "experts.jsonl", resumed or -1)
         self.notes = Rows(self.out / "notes.jsonl", resumed or -1)
         self.last_row = {}
+        self.after_row = None  # called once, when the next row is printed
+        self.speeds = []  # (ms, tok_s) of the rows behind the first, which also compiles
+        self.widths = {"step": len("step={0}/{0}".format(config["steps"]))}
         self.profiler = None  # of --profile
         self.tracker = None if wandb == "off" else start_wandb(wandb, self.out, config)
 
@@ -315,16 +319,25 @@ class Log:
             values["val_ppl"] = math.exp(min(values["val_loss"], 700))  # more is no float
         self.metrics.add(values)
         config = self.begun["config"]
+        steps = config["steps"]
         shown = dict(values)
-        rest = config["steps"] - values["step"]
-        if self.last_row and "ms" in values and rest:  # the first row also counts what is compiled
-            shown["left"] = rest * values["ms"] / 1e3
+        if self.last_row and "ms" in values:
+            self.speeds.append((values["ms"], values["tok_s"]))
+            if values["step"] < steps:
+                shown["left"] = (steps - values["step"]) * values["ms"] / 1e3
         self.last_row = values
         if config.get("rampup_batch_size") and values["global_batch"] != config["global_batch"]:
             shown["batch"] = values["global_batch"]
         if config.get("machine", {}).get("device", "CPU").startswith("CPU"):
             shown.pop("tflops", None)
-        say(format_row(shown, config["steps"]))
+        line = format_row(shown, steps, self.widths)
+        if sys.stdout.isatty():
+            line = re.sub(r"\bloss=\S+", "\x1b[36m\\g<0>\x1b[0m", line)  # cyan
+            line = re.sub(r"\bval_loss=\S+", "\x1b[33m\\g<0>\x1b[0m", line)  # yellow
+        say(line)
+        if self.after_row is not None:
+            self.after_row()
+            self.after_row = None
         if self.tracker is not None:
             try:
                 self.tracker.log(values, step=values["step"])
@@ -339,6 +352,13 @@ class Log:
             with best_effort(WANDB, Exception):
                 self.tracker.finish()
 
+    def speed(self):
+        """Return how fast this start was: 400 steps in 1:52, median 240 ms, 17,000 tok/s."""
+        ms, tok_s = map(statistics.median, zip(*self.speeds, strict=True))
+        steps = self.last_row["step"] - self.begun["step"]
+        took = clock(time.time() - self.begun["time"])
+        return f"{steps} steps in {took}, median {ms:.0f} ms, {tok_s:,.0f} tok/s"
+
 
 # The words of a step's line; a row may lack some: {key: how it is printed}
 WORDS = {"loss": "loss={:.4f}".format, "lr": "lr={:.2e}".format, "grad_norm": "gnorm={:.3f}".format,
@@ -348,10 +368,20 @@ WORDS = {"loss": "loss={:.4f}".format, "lr": "lr={:.2e}".format, "grad_norm": "g
          "batch": "batch={}".format, "val_loss": "val_loss={:.4f}".format, "val_ppl": "val_ppl={:.5g}".format}
 
 
-def format_row(row, steps):
-    """Return the printed lines of a row of a run of so many steps; below the first, experts and --timers."""
-    line = [f"step={row['step']}/{steps}"]
-    line += [form(row[key]) for key, form in WORDS.items() if key in row]
+def format_row(row, steps, widths):
+    """Return the printed lines of a row of a run of so many steps; below the first, experts and --timers.
+
+    widths: {word: characters of its longest so far}, which grow: words stand below each other.
+    """
+    words = {"step": f"step={row['step']}/{steps}"}
+    words.update({key: form(row[key]) for key, form in WORDS.items() if key in row})
+    line = []
+    for key in ("step", *WORDS):
+        word = words.get(key, "")
+        widths[key] = max(widths.get(key, 0), len(word))
+        if widths[key]:
+            line.append(word.ljust(widths[key]))
+    line = [" ".join(line).rstrip()]
     if row.get("skip_reason"):
         line.append(f"({row['skip_reason']})")
     line += [f"{key}={row[key]}" for key in ("skipped", "nan_steps") if row.get(key)]

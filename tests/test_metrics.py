@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import re
+import sys
 import time
 from types import SimpleNamespace
 
@@ -265,7 +266,7 @@ def test_timers_mean_over_steps():
     stages = SimpleNamespace(world=SimpleNamespace(everyone=everyone), pp=SimpleNamespace(size=2))
     row = log.phase_times(timers.per_step(), stages)
     assert row.pop("bubble") == pytest.approx(20 / 18 - 1) and row.keys() == keys
-    assert log.format_row({"step": 1, "lr": 0.0, "bubble": 1 / 9, **row}, 1).endswith(
+    assert log.format_row({"step": 1, "lr": 0.0, "bubble": 1 / 9, **row}, 1, {}).endswith(
         "ms: data=0.0 forward=5.0-6.0 backward=12.0 pipeline=1.0-2.0 grad_sync=0.0 norm=0.0 optimizer=0.0 "
         "param_gather=0.0 bubble=11.1%")
 
@@ -381,16 +382,16 @@ def test_the_printed_line():
     row = dict(step=12, loss=2.34567, val_loss=2.5, lr=1.5e-3, grad_norm=0.98765, ms=12.34, tok_s=4000.4,
                tok_s_gpu=2000.2, aux_loss=1.0321, expert_load_max=1.756, dropped=0.0123, mfu=0.4321,
                tflops=101.23, loss_scale=65536.0, val_ppl=12.18249, tokens=778240, left=62, batch=32)
-    assert log.format_row(row, 99) == (
+    assert log.format_row(row, 99, {}) == (
         "step=12/99 loss=2.3457 lr=1.50e-03 gnorm=0.988 dt=12.3ms tok/s=4000 tflops=101.2 mfu=43.2% "
         "scale=65536 tokens=778.2k left=1:02 batch=32 val_loss=2.5000 val_ppl=12.182\n"
         "  aux=1.032 load_max=1.76 dropped=1.2%")
     assert log.format_row(dict(step=3, lr=0.0, skipped=2, nan_steps=0, skip_reason="range", t_data=1.25,
-                               t_data_min=1.25), 9) == (
+                               t_data_min=1.25), 9, {}) == (
         "step=3/9 lr=0.00e+00 (range) skipped=2\n  ms: data=1.2")
 
 
-def test_the_printed_lines_of_a_growing_batch(tmp_path, capsys):
+def test_columns_align_and_only_a_terminal_gets_colours(tmp_path, monkeypatch, capsys):
     """tflops of a CPU would be 0.0. batch= stands there while the batch grows."""
     config = {"steps": 100, "rampup_batch_size": [4, 4, 8], "global_batch": 8}
     run_log = log.Log(tmp_path, {**config, "machine": {"device": "NVIDIA H200"}})
@@ -398,14 +399,17 @@ def test_the_printed_lines_of_a_growing_batch(tmp_path, capsys):
     run_log.row(step=1, loss=2.0, grad_norm=10.0, val_loss=2.5, global_batch=4, **common)
     run_log.row(step=20, loss=1.5, grad_norm=2.0, val_loss=800.0, global_batch=8, **common)
     run_log.row(step=99, skip_reason="range", global_batch=8, **common)
-    log.Log(tmp_path / "cpu", config).row(step=1, global_batch=8, tflops=0.1)
     assert capsys.readouterr().out.splitlines() == [
-        "step=1/100 loss=2.0000 lr=1.00e-01 gnorm=10.000 tflops=9.5 tokens=10 batch=4 val_loss=2.5000 "
+        "step=1/100   loss=2.0000 lr=1.00e-01 gnorm=10.000 tflops=9.5 tokens=10 batch=4 val_loss=2.5000 "
         "val_ppl=12.182",
-        "step=20/100 loss=1.5000 lr=1.00e-01 gnorm=2.000 tflops=9.5 tokens=10 val_loss=800.0000 "
+        "step=20/100  loss=1.5000 lr=1.00e-01 gnorm=2.000  tflops=9.5 tokens=10         val_loss=800.0000 "
         "val_ppl=1.0142e+304",
-        "step=99/100 lr=1.00e-01 tflops=9.5 tokens=10 (range)", "step=1/100"]
+        "step=99/100              lr=1.00e-01              tflops=9.5 tokens=10 (range)"]
     assert [r.get("val_ppl", 0) for r in rows(tmp_path)] == [math.exp(2.5), math.exp(700), 0]
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    log.Log(tmp_path, config).row(step=1, loss=2.0, val_loss=2.5, global_batch=8, tflops=0.1)
+    assert capsys.readouterr().out == (
+        "step=1/100   \x1b[36mloss=2.0000\x1b[0m \x1b[33mval_loss=2.5000\x1b[0m val_ppl=12.182\n")
 
 
 def test_expert_loads_are_drawn():

@@ -22,13 +22,16 @@ from runtime.resume import State
 # -----------------------------------------------------------------------------
 # The first lines of a run, and the last
 
-def test_the_time_left_is_told_from_the_second_row_on(tmp_path, capsys):
+def test_the_time_left_and_the_closing_line_leave_out_the_first_row(tmp_path, monkeypatch, capsys):
     """The first row of a start also counts what is compiled."""
+    now = iter([1000.0, 1112.0])
+    monkeypatch.setattr("time.time", lambda: next(now))
     run_log = log.Log(tmp_path, {"steps": 400})
     for step, ms in ((1, 9999.0), (100, 240.0), (200, 230.0), (400, 950.0)):
         run_log.row(step=step, ms=ms, tok_s=17e3)
     left = [line.partition("left=")[2] for line in capsys.readouterr().out.splitlines()]
     assert left == ["", "1:12", "0:46", ""]
+    assert run_log.speed() == "400 steps in 1:52, median 240 ms, 17,000 tok/s"
 
 
 @pytest.mark.parametrize("flags, said", [
