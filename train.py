@@ -199,7 +199,6 @@ class Run:
         """Open the data, build the model, fill it from a checkpoint or with equal replicas."""
         cfg = self.cfg
         world = self.world
-        skip = skipped_ranges(cfg.train_range_to_skip)
         mesh = agree.make_mesh(cfg, world)
         self.mesh = mesh
         # how many sequences all ranks train in a step, after the ramp-up
@@ -212,7 +211,8 @@ class Run:
                                                          self.metrics.timers, self.choice)
 
         found = resume.prepare_out_dir(cfg, world, self.out)
-        self.state, self.skip = resume.start_from(found, skip, self.model, self.opt, data_id)
+        self.state = resume.start_from(found, self.model, self.opt, data_id)
+        self.skip = skipped_ranges(self.state.skip)
         self.saver = resume.settle(cfg, world, self.out, self.state, found)
         self.first_step = self.state.step + 1
         self.guard = Guard(cfg, world, self.state)
@@ -224,7 +224,6 @@ class Run:
         if cfg.dump_grads or cfg.log_layers:
             plain.before_update = self.before_update
         self.step = make_step(plain, self.choice)  # plain itself, or a CUDA graph of it
-        self.metrics.start(self)
         self.log_file = None
         if world.rank == 0:
             self.log_file = log.begin(self, found)
@@ -248,7 +247,7 @@ class Run:
             resume.dump_grads(self.cfg.dump_grads, self.world, self.data_parallel, self.opt,
                               self.model.vocab_size)
         if self.cfg.log_layers and self.is_logged:
-            self.metrics.layer_norms.measure()
+            self.metrics.layer_norms.measure(self.data_parallel, self.opt)
 
     def log(self, batch, stats, evaluates):
         """Write a row of metrics.jsonl and print its line; evaluate, and print a sample."""

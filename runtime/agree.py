@@ -167,8 +167,18 @@ class Stop:
 
 def replica_differences(model, mesh):
     """Return one line per parameter that differs between such ranks, the same list on all. Collective."""
+    parts = {f"blocks.{i}": block for i, block in model.blocks.items()}
+    parts.update((name, module) for name, module in model.named_children() if name != "blocks")
+    held = {}  # {axis whose ranks hold the same tensor: {tensor's name: its hash}}
+    for part, module in parts.items():
+        model.provide_weights(module)  # weights may be on their way; ZeRO-3 gathers them
+        for name, p in module.named_parameters(part):
+            held.setdefault(p.reduction_axis, {})[name] = checksum(p)
+    for name, t in model.named_buffers():  # the routers' biases: equal on a whole stage
+        held.setdefault("stage", {})[name] = checksum(t)
+
     lines = []
-    for axis_name, tensors in sorted(hashes_by_axis(model).items()):
+    for axis_name, tensors in sorted(held.items()):
         axis = getattr(mesh, axis_name)
         mine = torch.stack([*tensors.values()])  # (n, 2)
         hashes = axis.all_gather(mine).view(axis.size, -1, 2)  # 2 n int64 from each rank to all
@@ -182,17 +192,3 @@ def replica_differences(model, mesh):
 
     found = mesh.world.everyone.gather(lines)  # a few lines, or none, from each rank, over the world
     return [line for part in found for line in part]
-
-
-def hashes_by_axis(model):
-    """Return {axis name: {tensor name: its hash}}: the axis is the one whose ranks hold the same tensor."""
-    parts = {f"blocks.{i}": block for i, block in model.blocks.items()}
-    parts.update((name, module) for name, module in model.named_children() if name != "blocks")
-    held = {}
-    for part, module in parts.items():
-        model.provide_weights(module)  # weights may be on their way; ZeRO-3 gathers them
-        for name, p in module.named_parameters(part):
-            held.setdefault(p.reduction_axis, {})[name] = checksum(p)
-    for name, t in model.named_buffers():  # the routers' biases: equal on a whole stage
-        held.setdefault("stage", {})[name] = checksum(t)
-    return held

@@ -51,14 +51,7 @@ class Metrics:
         self.clock = timing.Clock(device)
         self.timers = self.clock if cfg.timers else contextlib.nullcontext
         self.stragglers = watch.Stragglers(mesh, device)
-        self.layer_norms = None
-
-    def start(self, run):
-        """Count what is sent from here on: the first step of a train.Run comes next."""
-        if run.cfg.log_layers:
-            self.layer_norms = LayerNorms(run.cfg, run.data_parallel, run.opt)
-        for axis in run.mesh.axes().values():
-            axis.sent.clear()
+        self.layer_norms = LayerNorms(cfg) if cfg.log_layers else None
 
     def row(self, run, batch, stats):
         """Return the row of the step that a train.Run has done on `batch` sequences. Collective.
@@ -89,7 +82,7 @@ class Metrics:
         if run.opt.loss_scale is not None:
             row["loss_scale"] = run.opt.loss_scale.item()
         if self.layer_norms is not None:
-            row.update(self.layer_norms.report())
+            row.update(self.layer_norms.report(run.mesh.world))
         if stats is not None and cfg.n_experts:
             experts = expert_stats(run.model, batch // cfg.micro_batch)  # of every layer, on every rank
             for key, name in (("aux_loss", "aux"), ("z_loss", "z"), ("dropped", "dropped")):
@@ -177,6 +170,8 @@ def begin(run, found):
     cfg = run.cfg
     world = run.world
     run.stop.watch_file(run.out)
+    for axis in run.mesh.axes().values():
+        axis.sent.clear()  # what is sent from here on counts: the first step comes next
     device = f"CPU, {os.cpu_count()} cores" if world.device.type == "cpu" else device_name(world.device)
     config = {**dataclasses.asdict(cfg), "vocab_size_used": run.state.vocab_size, "git": git_revision(),
               "argv": sys.argv, "world": world.size, "nodes": world.n_nodes, "launcher": world.launcher,
@@ -186,10 +181,9 @@ def begin(run, found):
     if cfg.objective == "mlm":
         config["mask_token"] = run.train_data.mask_token
     log_file = Log(run.out, config, run.state.step, cfg.wandb, run.state.changed)
-    for name in ("meta.json", "tokenizer.json"):  # sample.py reads them there
-        path = Path(first_folder(cfg.data), name)
-        if cfg.data != "synthetic" and path.exists():
-            write_whole(run.out / name, path.read_bytes())
+    tokenizer = Path(first_folder(cfg.data), "tokenizer.json")
+    if cfg.data != "synthetic" and tokenizer.exists():  # sample.py reads it in OUT
+        write_whole(run.out / tokenizer.name, tokenizer.read_bytes())
 
     how = f"resumed {found}" if found else "started"
     n_parameters = sum(p.numel() for p in run.model.parameters())
@@ -242,8 +236,7 @@ def report_ending(run):
         why = run.guard.reason or run.log_file.last_row.get("skip_reason")
         complain(give_up_message(saved, *run.guard.refused_range, why, run.cfg.steps))
     if outcome is Outcome.REPLICAS_DIFFER:
-        newest = f"the newest checkpoint is {saved[0]}" if saved else "no checkpoint was saved"
-        complain(f"nanoshard: replicas differ after step {state.step}; {newest}")
+        complain(f"nanoshard: replicas differ after step {state.step}")
         for line in run.differences:
             complain(line)
     if run.cfg.report:

@@ -197,14 +197,13 @@ def set_run_aside(out, init_from):
 # -----------------------------------------------------------------------------
 # The start
 
-def start_from(found, skip, model, opt, data_id):
+def start_from(found, model, opt, data_id):
     """Go on from the checkpoint `found`, or start with equal replicas, perhaps with another run's weights.
     When it goes on, these do not count: a job script can give both --init-from and --resume auto.
-
-    skip: [(first, last)] of the flags, to which those of the checkpoint are added. Return (State, skip).
-    Collective; ValueError: the checkpoint does not fit.
+    Return the State. Collective; ValueError: the checkpoint does not fit.
     """
     cfg = model.cfg
+    skip = skipped_ranges(cfg.train_range_to_skip)
     if found is None:
         if cfg.lora and not cfg.init_from:
             raise ValueError(f"--lora {cfg.lora} fine-tunes a model that is there: give --init-from RUN, a "
@@ -232,7 +231,7 @@ def start_from(found, skip, model, opt, data_id):
         for line in said:
             say(one_line(line))
     state.skip = [end for pair in skip for end in pair]
-    return state, skip
+    return state
 
 
 @torch.no_grad()

@@ -233,7 +233,8 @@ def test_one_changed_bit_on_one_replica_ends_the_run(tmp_path, n, layout, which,
     assert [r["code"] for r in results] == [Outcome.REPLICAS_DIFFER] * n, results[0]["err"]
     assert rows(tmp_path)[-1]["step"] == 8 and not (tmp_path / "step_000008").exists()
     lines = results[0]["err"].splitlines()
-    assert lines[0].endswith(f"replicas differ after step 8; the newest checkpoint is {tmp_path}/step_000004")
+    assert lines[0].endswith("replicas differ after step 8")
+    assert f"gave up after step 8: {tmp_path}/ holds step_000004" in results[0]["out"]
     assert lines[1] == f"{which} on {message}" and len(lines) == 2
 
 
