@@ -56,9 +56,8 @@ def check_gpus(cfg, gpus):
 def estimate(cfg, gpus, gpu, vocab, uneven=False):
     """Return {name: plain numbers} of one layout: memory of the fullest stage, time of the slowest.
 
-    cfg: a Config with a global batch. gpu: a name in cost.gpus.GPUS. vocab: the number of symbols, before
-    padding. uneven: the time is that of the experts' young routing, not of what it settles to. ValueError:
-    the GPU has no product that the flags ask for.
+    cfg: with its global batch. vocab: before padding. uneven: the time is that of the experts' young routing,
+    not of what it settles to. ValueError: the GPU has no product that the flags ask for.
     """
     chip = GPUS[gpu]
     if cfg.fp8 and not chip.fp8:
@@ -154,11 +153,7 @@ def divisors(n):
 
 
 def layouts(cfg, gpus, gpu):
-    """Yield cfg with each layout that train.py accepts on `gpus` GPUs, all with one global batch.
-
-    cp is that of cfg if it is above 1, or else any size that leaves each rank at least SHORTEST_SHARE
-    positions of a sequence. ZeRO shares among all replicas or, with --shard, among those of a node.
-    """
+    """Yield cfg with each layout that train.py accepts on `gpus` GPUs, all with one global batch."""
     batch = cfg.global_batch or cfg.micro_batch * gpus
     sizes = divisors(gpus)
     node = GPUS[gpu].node
@@ -173,6 +168,7 @@ def layouts(cfg, gpus, gpu):
             continue
         replicas = gpus // (tp * pp)
         shares = [(zero, 0) for zero in range(4)]
+        # ZeRO shares among all replicas or, with --shard, among those of a node.
         inside = max(size for size in divisors(replicas) if size == 1 or size * tp <= node)
         if 1 < inside < replicas:
             shares += [(zero, inside) for zero in (1, 2, 3)]
@@ -204,13 +200,10 @@ def search(cfg, vocab):
 
 
 def scaling(cfg, counts, gpu, vocab):
-    """Return the plans of one layout on each number of GPUs, with the same work per GPU; dp grows.
-
-    ep is the largest divisor of cfg's ep that divides the ranks of a stage.
-    """
+    """Return the plans of one layout on each number of GPUs, with the same work per GPU; dp grows."""
     plans = []
     for gpus in counts:
-        ep = math.gcd(cfg.ep, gpus // cfg.pp)
+        ep = math.gcd(cfg.ep, gpus // cfg.pp)  # the ranks of a stage
         batch = cfg.global_batch * gpus // counts[0]
         layout, _ = check_gpus(dataclasses.replace(cfg, ep=ep, global_batch=batch), gpus)
         plans.append(estimate(layout, gpus, gpu, vocab))
@@ -255,10 +248,7 @@ def schedule(cfg):
 
 
 def draw_schedule(ops, ranks, chunks, width=100):
-    """Return one line per pipeline rank: F0 and B0 are the forward and the backward of micro-batch 0.
-
-    With several chunks F0a is its forward through chunk a. ops: as timeline() gives them.
-    """
+    """Return a line per rank: F0 and B0 are both ways of micro-batch 0, F0a its forward through chunk a."""
     unit = max(len(f"F{op['micro_batch']} ") for op in ops) + (chunks > 1)  # columns of a forward
     rows = [[" "] * unit * max(op["end"] for op in ops) for _ in range(ranks)]
     for op in ops:
@@ -285,7 +275,6 @@ def print_schedule(cfg):
 
 
 def print_plan(cfg, plan):
-    """Print what plan_one() returns."""
     flags = ", ".join(f"{name} {plan['layout'][name]}" for name in ("dp", *LAYOUT))
     print(f"{cfg.preset} on {cfg.gpus} {cfg.gpu}: {flags}")
     print_numbers("parameters", plan["parameters"], "{:,}")
@@ -315,7 +304,6 @@ def print_plan(cfg, plan):
 
 
 def print_search(cfg, plans):
-    """Print what search() returns."""
     print(f"{cfg.preset} on {cfg.gpus} {cfg.gpu}: {len(plans)} layouts fit; the first {min(20, len(plans))}")
     columns = {"dp": "dp", "cp": "cp", "tp": "tp", "pp": "pp", "pp_chunks": "chunks", "ep": "ep",
                "zero": "zero", "shard": "shard", "micro_batch": "mbs", "recompute": "recompute"}
@@ -329,7 +317,6 @@ def print_search(cfg, plans):
 
 
 def print_scaling(cfg, plans):
-    """Print what scaling() returns."""
     rows = [("GPUs", "dp", "ep", "GiB", "ms", "of it exposed sums", "ms/sample", "tok/s/GPU", "efficiency")]
     for plan in plans:
         layout = plan["layout"]

@@ -10,7 +10,6 @@ So the data of a skipped step is dropped:
     advance     step, tokens, data position, learning rate (all are functions of the step), evaluation, saving
     unchanged   weights, Adam's moments and its own t, the routers' bias, the detector's window
 
-A range costs no forward and no backward pass. A spike has already cost both when it is noticed.
 """
 import math
 import statistics
@@ -62,13 +61,12 @@ class Guard:
         # [(step, flag)] since the last count_refused(), which the caller appends. The flag of a spike is
         # None. Otherwise it is () on the device: 1.0 if the step was not finite, else 0.0.
         self.refused_flags = []
-        self.given_up = False  # whether too many steps in a row were refused; stays true
-        self.refused_range = None  # (first, last) of those steps
+        self.given_up = None  # (first, last) of too many refused steps in a row; stays
 
     def veto(self, stats):
         """Return True, on all ranks, if --skip-spikes says that the update must not be made.
 
-        stats: (loss, grad_norm, ...), () fp64 each, the same on all ranks. One small collective, world.
+        stats: (loss, grad_norm, ...), () fp64 each, the same on all ranks.
         """
         self.reason = None
         loss, norm = torch.stack(tuple(stats)).tolist()[:2]  # sync point
@@ -89,7 +87,7 @@ class Guard:
         return is_spike
 
     def count_refused(self):
-        """Count the steps that were refused since the last call, also before a save. Return given_up."""
+        """Count the steps that were refused since the last call. Return whether the run must give up."""
         state = self.state
         on_device = [flag for _, flag in self.refused_flags if flag is not None]
         values = iter(torch.stack(on_device).tolist() if on_device else [])  # sync point
@@ -100,10 +98,9 @@ class Guard:
             state.nan_steps += is_not_finite
             state.streak = state.streak + 1 if is_spike or is_not_finite else 0
             if state.streak >= self.max_refused:
-                self.given_up = True
-                self.refused_range = (step - state.streak + 1, step)
+                self.given_up = (step - state.streak + 1, step)
         self.refused_flags = []
-        return self.given_up
+        return self.given_up is not None
 
 
 def not_finite_reason(loss, norm):
@@ -112,11 +109,8 @@ def not_finite_reason(loss, norm):
 
 
 def give_up_message(checkpoints, first, last, reason, steps):
-    """Return the last words of a run that gave up, with flags that avoid the steps first to last.
-
-    checkpoints: paths, newest first. reason: of the last step, or None. steps: those of the whole run.
-    """
-    good = [path for path in checkpoints if step_of(path) < first]
+    """Return the last words of a run that gave up, with flags that avoid the steps first to last."""
+    good = [path for path in checkpoints if step_of(path) < first]  # newest first
     early = [path for path in good if step_of(path) <= first - 100]
     start = next(iter(early + good), None)
     flags = ""

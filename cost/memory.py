@@ -1,7 +1,4 @@
-"""The bytes that a rank needs on a GPU, before it runs: weights, gradients, optimizer, activations.
-
-Activations are counted tensor by tensor, as model.py and ops/ keep them for backward.
-"""
+"""The bytes that a rank needs on a GPU, before it runs: weights, gradients, optimizer, activations."""
 import itertools
 
 from cost.parameters import Rank, micro_batches
@@ -19,7 +16,7 @@ FRAGMENTS = 0.05  # of what a step allocates and frees, what torch's allocator r
 GRADIENTS = 1 / 3  # of what a block keeps for backward, the largest gradients that are alive at once
 
 # -----------------------------------------------------------------------------
-# What a block keeps for backward, in bytes of one micro-batch
+# What a block keeps for backward, in bytes of one micro-batch, tensor by tensor
 
 def saved_activations(rank):
     """Return (saved, remains) of one block: what backward needs, and what is kept of it under --recompute."""

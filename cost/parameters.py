@@ -1,7 +1,6 @@
 """How many parameters a model has, how many of them one rank holds, and how much work one token is.
 
-Parameters are counted on the model itself, built on the meta device, which allocates nothing, and in the
-buckets of ddp.assign_buckets. So no formula can drift from the model that trains.
+Parameters are counted on the model itself, built on the meta device, which allocates nothing.
 """
 import dataclasses
 from collections import Counter

@@ -179,10 +179,7 @@ def ring_bandwidth(axis, stride, gpu):
 
 
 def communication_seconds(rank, gpu, sent):
-    """Return the seconds of one micro-batch's messages over tp, cp, ep and pp, which compute does not hide.
-
-    sent: {axis name: bytes of the micro-batch}, the experts' rows those of the fullest rank.
-    """
+    """Return the seconds of one micro-batch's messages, {axis name: bytes}, which compute does not hide."""
     mesh = rank.mesh
     ep_rate = gpu.link if mesh.ep.size <= gpu.node else gpu.net
     pp_rate = gpu.link if mesh.pp.size * mesh.stage.size <= gpu.node else gpu.net
@@ -224,8 +221,7 @@ def bubble(ranks, chunks, num_micro_batches):
 def stage_time(rank, gpu, saved, sent, *, uneven=False):
     """Return the seconds of one micro-batch on this rank's stages, both ways.
 
-    saved: bytes that a block keeps for backward. sent: {axis name: bytes that this rank sends in a step},
-    with the experts' rows balanced. uneven: while routing is young.
+    saved: bytes that a block keeps for backward. sent: those of traffic(). uneven: while routing is young.
     """
     cfg = rank.cfg
     load = max_load_factor(cfg, rank.mesh, uneven=uneven)
@@ -242,10 +238,7 @@ def stage_time(rank, gpu, saved, sent, *, uneven=False):
 
 
 def step_time(rank, gpu, slowest, reductions):
-    """Return {part: seconds} of an optimizer step.
-
-    slowest: seconds of the slowest rank's micro-batch. reductions: those of cost.traffic.
-    """
+    """Return {part: seconds} of a step. slowest: seconds of the slowest rank's micro-batch."""
     cfg = rank.cfg
     num_micro_batches = micro_batches(cfg, rank.mesh)
     compute = num_micro_batches * slowest

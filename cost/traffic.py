@@ -1,7 +1,6 @@
 """The bytes that a rank sends in one optimizer step, collective by collective, before it runs.
 
-parallel.Axis counts the same bytes while a model trains, by the same formulas of ring algorithms. A test
-compares the two, and a run prints both after its first step.
+parallel.Axis counts the same bytes while a model trains. A run prints both after its first step.
 """
 from collections import Counter
 
@@ -13,10 +12,7 @@ from zero import uses_slot
 
 
 def traffic(rank, batch):
-    """Return {axis name: bytes that this rank sends in an optimizer step of `batch` sequences}.
-
-    rank: a cost.parameters.Rank. The experts' rows count as if they were balanced.
-    """
+    """Return {axis name: bytes that a Rank sends in a step of `batch` sequences}, if experts are balanced."""
     cfg = rank.cfg
     num_micro_batches = micro_batches(cfg, rank.mesh, batch)
     sent = Counter({axis: nbytes for axis, (nbytes, _) in reductions(rank, batch).items()})

@@ -1,7 +1,4 @@
-"""The command line of every program: a frozen dataclass whose fields are the flags, its comments their help.
-
-parse() reads that of train.py, which has a preset, and of programs that take its flags; command_line() any.
-"""
+"""The command line of every program: a dataclass whose fields are the flags, its comments their help."""
 import contextlib
 import dataclasses
 import inspect
@@ -27,10 +24,7 @@ INTERRUPTED = 130
 
 
 def parse(argv, cls=Config, prog="train.py", about="Train a GPT; --list [DIR]: show all runs.", **defaults):
-    """Return [PRESET] [flags] (list of str) as a cls, which is Config or a dataclass derived from it.
-
-    defaults: values that replace the preset's. ValueError: one line that says what is wrong.
-    """
+    """Return [PRESET] [flags] as a cls, Config or derived from it. defaults: replace the preset's values."""
     words.refuse_foreign(argv, cls, prog)
     preset = "tiny"
     has_preset = bool(argv) and not argv[0].startswith("-")
@@ -55,10 +49,7 @@ def parse(argv, cls=Config, prog="train.py", about="Train a GPT; --list [DIR]: s
 
 
 def command_line(cls, argv, prog, about, default=None):
-    """Return the flags argv (list of str) as a cls, a dataclass whose fields are the flags.
-
-    ValueError: one line that says what is wrong. SystemExit(0): --help or --help-all was printed.
-    """
+    """Return argv as a cls. ValueError: one line that says what is wrong. SystemExit(0): --help."""
     if issubclass(cls, Config) and {"-h", "--help", "--help-all"} & set(argv):
         sys.stdout.write(format_help(cls, prog, about, default, "--help-all" in argv))
         raise SystemExit(Outcome.DONE)
@@ -81,10 +72,7 @@ def command_line(cls, argv, prog, about, default=None):
 
 @contextlib.contextmanager
 def wrong_input(quiet=False):
-    """Turn a ValueError or OSError of a program's body, its wrong input, into one line and exit code 2.
-
-    quiet: another rank prints the line. Ctrl-C is one line, too, and exit code 130.
-    """
+    """Turn a ValueError or OSError of the body, wrong input, into one line (quiet: none) and exit code 2."""
     try:
         yield
         sys.stdout.flush()
@@ -111,10 +99,7 @@ OF_THE_RUN = ("vocab_size_used", "mask_token", "git", "argv", "world", "nodes", 
 
 
 def model_of(source, values):
-    """Return {flag: value} of the model of a run, or of its step_N, for --init-from; {} if none is told.
-
-    The preset's `values` keep experts that the run has not: they start as its MLP.
-    """
+    """Return {flag: value} of the model of a run, or of its step_N, for --init-from; {} if none is told."""
     folder = Path(source)
     if folder.name.startswith("step_"):
         folder = folder.parent
@@ -125,7 +110,7 @@ def model_of(source, values):
     if found.get("pos", Config.pos) == "rope":
         left_out.add("seq_len")
     if not found.get("n_experts") and values.get("n_experts"):
-        left_out |= {"n_experts", "n_shared_experts", "top_k"}
+        left_out |= {"n_experts", "n_shared_experts", "top_k"}  # the preset's experts start as its MLP
     return {name: value for name, value in found.items()
             if name in (*config.SHAPE, *config.flags_of_kind("meaning")) and name not in left_out}
 

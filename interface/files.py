@@ -135,10 +135,7 @@ _held = None  # the open file that this process has locked
 
 
 def lock(out, wait=0.0):
-    """Claim OUT, which is made if it is not there, for this process until unlock().
-
-    wait: seconds that another run has to leave. ValueError: another run works in OUT.
-    """
+    """Claim OUT for this process until unlock(). ValueError: another run works there after `wait` seconds."""
     global _held
     folder = out.resolve()  # a link may lead to a folder that comes later
     folder.mkdir(parents=True, exist_ok=True)
@@ -196,10 +193,7 @@ def sound_rows(path):
 
 
 class Rows:
-    """Appends rows to the .jsonl file at path, of which those up to the step `until` stay.
-
-    create: make the file, also where there is no row yet.
-    """
+    """Appends rows to a .jsonl file, of which those up to the step `until` stay. create: make it at once."""
     is_full = False  # the disk: one of the files says so, once
 
     def __init__(self, path, until, create=False):

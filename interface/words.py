@@ -1,7 +1,4 @@
-"""The words of nanoGPT, wordplay, Hugging Face, Megatron-LM and torchrun, and what is typed here for them.
-
-A word is looked up without its dashes and dotted prefixes, with _ for -: model.block-size=64 is block_size.
-"""
+"""The words of nanoGPT, wordplay, Hugging Face, Megatron-LM and torchrun, and what is typed here for them."""
 import re
 import shlex
 

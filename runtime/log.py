@@ -234,7 +234,7 @@ def report_ending(run):
     saved = checkpoint.steps(out)
     if outcome is Outcome.GAVE_UP:
         why = run.guard.reason or run.log_file.last_row.get("skip_reason")
-        complain(give_up_message(saved, *run.guard.refused_range, why, run.cfg.steps))
+        complain(give_up_message(saved, *run.guard.given_up, why, run.cfg.steps))
     if outcome is Outcome.REPLICAS_DIFFER:
         complain(f"nanoshard: replicas differ after step {state.step}")
         for line in run.differences:

@@ -339,7 +339,7 @@ def test_the_guard_allows_for_the_overflows_that_find_the_scale():
         for number in range(1, patience + 1):
             guard.refused_flags.append((number, torch.ones(())))
             assert guard.count_refused() == (number == patience), dtype
-        assert guard.refused_range == (1, patience)
+        assert guard.given_up == (1, patience)
 
 
 def test_a_resumed_fp16_run_equals_the_uninterrupted_one(tmp_path):
