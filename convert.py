@@ -160,21 +160,19 @@ def export_model(flags, folder):
     if vocabulary:
         files |= export_tokenizer(vocabulary, cfg.seq_len)
     write_json(folder, files)
+
     layout = read_from(weights, tensors(full, kind, vocab_size), flags.dtype)
-    write_weights(folder, layout, flags.shard_gb * 1e9)
-    return f"{flags.out}: {FAMILIES[kind].architecture} of {weights.path}"
-
-
-def write_weights(folder, layout, most):
-    """Write {name: Lazy} as files of at most `most` bytes. A larger tensor has a file of its own."""
     sizes = {name: tensor.nbytes for name, tensor in layout.items()}
+    # A larger tensor has a file of its own.
     split = require("huggingface_hub", "convert.py export").split_state_dict_into_shards_factory(
-        sizes, get_storage_size=int, filename_pattern="model{suffix}.safetensors", max_shard_size=most)
+        sizes, get_storage_size=int, filename_pattern="model{suffix}.safetensors",
+        max_shard_size=flags.shard_gb * 1e9)
     for file, names in split.filename_to_tensors.items():
         checkpoint.write_safetensors(folder / file, {name: layout[name] for name in names})
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         write_json(folder, {"model.safetensors.index.json": index})
+    return f"{flags.out}: {FAMILIES[kind].architecture} of {weights.path}"
 
 
 def export_adapter(flags, folder):

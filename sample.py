@@ -175,28 +175,23 @@ def print_step(run, number):
 # -----------------------------------------------------------------------------
 # --fill
 
-def encode_gaps(text, vocabulary, seq_len):
-    """Return the ids of a text, in which each [MASK] has the id that follows those of the vocabulary."""
-    if MASK not in text:
-        raise ValueError(f"--fill {text!r} has no {MASK}; for example --fill 'a {MASK} in a text'")
-    *before, last = text.split(MASK)
+def print_fillings(model, vocabulary, flags):
+    """Print the text with the likeliest token in each gap, and then the likeliest tokens of each gap."""
+    import torch
+    mask = vocabulary.n_vocab  # the id of [MASK]
+    *before, last = flags.fill.split(MASK)
+    if not before:
+        raise ValueError(f"--fill {last!r} has no {MASK}; for example --fill 'a {MASK} in a text'")
     ids = []
     for piece in before:
         # A byte pair begins with the space in front of its word, so that space belongs to the gap.
         if vocabulary.kind != "char":
             piece = piece.removesuffix(" ")
-        ids += [*vocabulary.encode(piece), vocabulary.n_vocab]
+        ids += [*vocabulary.encode(piece), mask]
     ids += vocabulary.encode(last)
-    if len(ids) > seq_len:
-        raise ValueError(f"--fill has {len(ids)} tokens, a sequence has {seq_len}; give less text")
-    return ids
+    if len(ids) > model.cfg.seq_len:
+        raise ValueError(f"--fill has {len(ids)} tokens, a sequence has {model.cfg.seq_len}; give less text")
 
-
-def print_fillings(model, vocabulary, flags):
-    """Print the text with the likeliest token in each gap, and then the likeliest tokens of each gap."""
-    import torch
-    mask = vocabulary.n_vocab
-    ids = encode_gaps(flags.fill, vocabulary, model.cfg.seq_len)
     ids = torch.tensor(ids, device=next(model.parameters()).device)
     with torch.no_grad():
         logits, _ = model(ids.unsqueeze(0))  # (t, V), of all gaps at once

@@ -99,22 +99,20 @@ class Tokens:
         # From a window's start to the next window's: windows of text overlap by one token.
         self.stride = seq_len
         self.n_samples = (self.n_tokens - 1) // seq_len  # windows per epoch
-        if not self.all_trained:
-            self.open_masks(folder, meta)
-        if self.n_samples < 1:
+        if self.n_samples < 1 and self.all_trained:
             raise ValueError(f"{folder}: {split} has {self.n_tokens} tokens, one window needs {seq_len + 1};"
                              f" use --seq-len {max(1, self.n_tokens - 1)} or prepare more text")
+        if self.all_trained:
+            return
 
-    def open_masks(self, folder, meta):
-        """Open the masks of conversations, which stay in the windows of prepare.py."""
-        if meta["seq_len"] != self.seq_len:
-            raise ValueError(f"{folder} has windows of {meta['seq_len']} tokens, --seq-len is {self.seq_len};"
+        if meta["seq_len"] != seq_len:
+            raise ValueError(f"{folder} has windows of {meta['seq_len']} tokens, --seq-len is {seq_len};"
                              f" give --seq-len {meta['seq_len']}, or prepare the conversations again")
-        self.stride = self.seq_len + 1
+        self.stride = seq_len + 1
         self.n_samples = self.n_tokens // self.stride
-        self.masks = open_shards(folder, self.split, meta, "masks")
+        self.masks = open_shards(folder, split, meta, "masks")
         if [*map(len, self.masks)] != [*map(len, self.shards)]:
-            raise ValueError(f"{folder}: the masks of {self.split} do not fit its tokens; {how_to_fix(meta)}")
+            raise ValueError(f"{folder}: the masks of {split} do not fit its tokens; {how_to_fix(meta)}")
         spec = json.loads(Path(folder, "tokenizer.json").read_text())
         theirs = spec.get("json", {}).get("added_tokens", [])  # of Hugging Face, which may have END itself
         self.end = ({token["content"]: token["id"] for token in theirs} | spec.get("special", {}))[END]

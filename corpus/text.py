@@ -48,23 +48,18 @@ def require(module, user):
 
 def list_files(source, key):
     """Return the Files of one source, a path or a name on the hub, in order. key: --text-key."""
+    names = [source]
+    paths = names
     if source in HUB or source.startswith("hf:"):
-        found = fetch_from_hub(source)
-    elif Path(source).is_file():
-        found = [(source, source)]
-    else:
+        datasets = require("datasets", f"the data set {source}")
+        repo, _, pattern = source.removeprefix("hf:").partition("::")
+        repo, pattern = HUB.get(source, (repo, pattern or "**"))
+        builder = datasets.load_dataset_builder(repo, data_files={"train": pattern})
+        names = list(builder.config.data_files["train"])  # in the repository
+        paths = datasets.DownloadManager().download(names)
+    elif not Path(source).is_file():
         raise FileNotFoundError(f"{source} is not a file; give stdlib, files, or one of {', '.join(HUB)}")
-    return [File(kind_of(name, path, key), str(path)) for name, path in found]
-
-
-def fetch_from_hub(name):
-    """Fetch a data set from the Hugging Face hub; return [(name in the repository, local path)]."""
-    datasets = require("datasets", f"the data set {name}")
-    repo, _, pattern = name.removeprefix("hf:").partition("::")
-    repo, pattern = HUB.get(name, (repo, pattern or "**"))
-    builder = datasets.load_dataset_builder(repo, data_files={"train": pattern})
-    found = list(builder.config.data_files["train"])
-    return list(zip(map(str, found), datasets.DownloadManager().download(found), strict=True))
+    return [File(kind_of(name, path, key), str(path)) for name, path in zip(names, paths, strict=True)]
 
 
 def kind_of(name, path, key):

@@ -209,7 +209,7 @@ def from_tiktoken(name):
 def load(folder):
     """Return the tokenizer saved in a folder. ValueError, OSError: none."""
     spec = load_json(Path(folder, "tokenizer.json"))
-    if "model" in spec and "kind" not in spec:
+    if "model" in spec and "kind" not in spec:  # Hugging Face's
         spec = spec_of_theirs(spec, Path(folder))
     kind = {"char": CharTokenizer, "hf": HfTokenizer}.get(spec["kind"], BpeTokenizer)
     return kind(spec)

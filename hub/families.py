@@ -244,7 +244,21 @@ def read_config(path, seq_len=0):
     config.check(cfg)
     ours = by_transformers(path, kind, config_json(cfg, kind, theirs["vocab_size"], None, ""))
     theirs["architectures"] = given.get("architectures") or ours["architectures"]
-    check_same(path, theirs, ours)
+
+    from transformers import GenerationConfig, PreTrainedConfig
+    harmless = {*HARMLESS.split(), *GenerationConfig().to_dict(), *PreTrainedConfig().to_dict()}
+    harmless -= {"is_encoder_decoder", "architectures"}
+    if "moe_intermediate_size" in theirs:
+        harmless.add("intermediate_size")  # of layers without experts
+    wrong = []
+    for field in sorted((theirs.keys() | ours.keys()) - harmless):
+        default = field == "is_causal"  # no field of the classes, but the attention reads it
+        have = plain(theirs.get(field, default))
+        want = plain(ours.get(field, default))
+        if have != want:
+            wrong.append(f"{field} is {have!r}, in our model {want!r}")
+    if wrong:
+        raise ValueError(f"{path}: {'; '.join(wrong)[:600]}")
     return kind, cfg, theirs["vocab_size"]
 
 
@@ -267,7 +281,7 @@ def by_transformers(path, kind, fields):
 
 
 def our_flags(kind, theirs):
-    """Return our flags for their model, {flag: value}; check_same says whether they are all of it."""
+    """Return our flags for their model, {flag: value}; read_config says whether they are all of it."""
     family = FAMILIES[kind]
     flags = {**family.flags, **family.extra}
     if kind == "gpt2" and theirs["n_inner"] is None:
@@ -296,24 +310,6 @@ def our_flags(kind, theirs):
         if "full_attention" in layers:
             flags["full_every"] = layers.index("full_attention") + 1
     return flags
-
-
-def check_same(path, theirs, ours):
-    """Raise ValueError if two models of a class differ in a field on which the logits depend."""
-    from transformers import GenerationConfig, PreTrainedConfig
-    harmless = {*HARMLESS.split(), *GenerationConfig().to_dict(), *PreTrainedConfig().to_dict()}
-    harmless -= {"is_encoder_decoder", "architectures"}
-    if "moe_intermediate_size" in theirs:
-        harmless.add("intermediate_size")  # of layers without experts
-    wrong = []
-    for field in sorted((theirs.keys() | ours.keys()) - harmless):
-        default = field == "is_causal"  # no field of the classes, but the attention reads it
-        have = plain(theirs.get(field, default))
-        want = plain(ours.get(field, default))
-        if have != want:
-            wrong.append(f"{field} is {have!r}, in our model {want!r}")
-    if wrong:
-        raise ValueError(f"{path}: {'; '.join(wrong)[:600]}")
 
 
 def plain(value):

@@ -149,6 +149,7 @@ class HuggingFace(checkpoint.Reader):
     """The weights of a directory of Hugging Face, read as if they were a checkpoint of ours."""
 
     def __init__(self, folder, seq_len=0):
+        import torch
         self.path = Path(folder)
         files = {"model.safetensors"}
         index = self.path / "model.safetensors.index.json"
@@ -162,21 +163,6 @@ class HuggingFace(checkpoint.Reader):
         kind, cfg, self.vocab_size = read_config(self.path / "config.json", seq_len)
         self.layout = tensors(cfg, kind, self.vocab_size)
         embedding = f"{FAMILIES[kind].names['wte']}.weight"
-        self.check(cfg, embedding)
-        self.cfg = dataclasses.replace(cfg, dtype=FLOATS[self.slices[embedding].get_dtype()])
-        self.index = {"tensors": {}}
-        self.sources = {}  # {our name: [(their name, first row of the part there, Part)]}
-        for name, theirs in self.layout.items():
-            dtype = str(self.slices[name][:0].dtype).removeprefix("torch.")
-            first = 0
-            for part in theirs.parts:
-                self.index["tensors"][part.name] = {"shape": list(part.full), "dtype": dtype}
-                self.sources.setdefault(part.name, []).append((name, first, part))
-                first += part.size[0]
-
-    def check(self, cfg, embedding):
-        """Raise ValueError, with the tensor's name, unless the files hold the tensors of the model."""
-        import torch
         for name, theirs in self.layout.items():
             found = self.slices.get(name)
             have = (tuple(found.get_shape()), found.get_dtype()) if found else "not there"
@@ -190,6 +176,17 @@ class HuggingFace(checkpoint.Reader):
             more.remove("lm_head.weight")
         if more:
             raise ValueError(f"{self.path}: our model has no place for {min(more)}; it is of another kind")
+
+        self.cfg = dataclasses.replace(cfg, dtype=FLOATS[self.slices[embedding].get_dtype()])
+        self.index = {"tensors": {}}
+        self.sources = {}  # {our name: [(their name, first row of the part there, Part)]}
+        for name, theirs in self.layout.items():
+            dtype = str(self.slices[name][:0].dtype).removeprefix("torch.")
+            first = 0
+            for part in theirs.parts:
+                self.index["tensors"][part.name] = {"shape": list(part.full), "dtype": dtype}
+                self.sources.setdefault(part.name, []).append((name, first, part))
+                first += part.size[0]
 
     def fill(self, name, out, full, offset):
         """Copy into out the rectangle of its shape at offset of our tensor `name`; its padding is zeros."""
