@@ -30,7 +30,6 @@ from interface.terminal import one_line, say
 OUR_FILES = re.compile(r"index\.json|rank_[0-9]+\.(json|safetensors)")  # all that a save writes
 
 
-# -----------------------------------------------------------------------------
 # A safetensors file: 8 bytes with the length of the header, the header in JSON, then all elements
 
 SAFETENSORS_DTYPE = {"float64": "F64", "float32": "F32", "bfloat16": "BF16", "float16": "F16", "int64": "I64",
@@ -72,7 +71,6 @@ def write_safetensors(path, tensors):
         return f.tell(), crc
 
 
-# -----------------------------------------------------------------------------
 # Writing a checkpoint
 
 def save(root, step, pieces, meta, rank=0, size=1, run_id="0"):
@@ -158,7 +156,6 @@ def recover(root):
         discard(path)
 
 
-# -----------------------------------------------------------------------------
 # Finding and verifying
 
 def step_of(path):
@@ -209,7 +206,6 @@ def damage(path, rank=0, size=1):
     return None
 
 
-# -----------------------------------------------------------------------------
 # Reading
 
 class Reader:
@@ -270,7 +266,6 @@ def full_tensors(path):
     return {name: reader.whole(name) for name in reader.index["tensors"]}
 
 
-# -----------------------------------------------------------------------------
 # The command line
 
 def show(path):

@@ -57,7 +57,6 @@ class Flags:
     RANGES = {"shard_gb": (1e-6, 10**6), "seq_len": (0, 2**24)}
 
 
-# -----------------------------------------------------------------------------
 # A run, or a directory of Hugging Face
 
 def read_run(run_dir):
@@ -95,7 +94,6 @@ def choose_step(run):
     return best if best.is_dir() else saved[0]
 
 
-# -----------------------------------------------------------------------------
 # Import. Each command writes into a folder that becomes --out, and returns lines that say what it wrote.
 
 def import_adapter(flags, folder):
@@ -138,7 +136,6 @@ def write_json(folder, files):
         (folder / name).write_bytes(json.dumps(content, indent=1, ensure_ascii=False).encode())
 
 
-# -----------------------------------------------------------------------------
 # Export
 
 def export_model(flags, folder):
@@ -202,7 +199,6 @@ def write_gguf(flags, folder):
     return f"{flags.out}: {writer.arch} of {weights.path}"
 
 
-# -----------------------------------------------------------------------------
 # The command line
 
 COMMANDS = {"import": import_model, "import of adapters": import_adapter, "export": export_model,

@@ -110,7 +110,6 @@ def list_files(sources, flags):
     return [file for source in sources for file in text.list_files(source, flags.text_key)]
 
 
-# -----------------------------------------------------------------------------
 # The tokenizer
 
 def training_texts(files, flags):
@@ -141,7 +140,6 @@ def make_tokenizer(flags, files):
     return found
 
 
-# -----------------------------------------------------------------------------
 # Documents to tokens
 
 @functools.lru_cache(1)  # a vocabulary of 100,000 takes 0.1 s
@@ -220,7 +218,6 @@ def shuffle(path, lengths, dtype, seed):
     os.replace(f.name, path)
 
 
-# -----------------------------------------------------------------------------
 # Making the data
 
 def prepare_text(flags, files, val_files, work):

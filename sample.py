@@ -119,7 +119,6 @@ def load_model(cfg, vocab_size, weights, world=None):
     return model
 
 
-# -----------------------------------------------------------------------------
 # --prompt
 
 def print_samples(model, vocabulary, flags):
@@ -151,7 +150,6 @@ def new_ids(model, prompt, flags):
         yield tokens[-1]
 
 
-# -----------------------------------------------------------------------------
 # --step
 
 def print_step(run, number):
@@ -172,7 +170,6 @@ def print_step(run, number):
         show(vocabulary.decode(source.batch(sample, 1)[0][0].tolist()) + "\n")
 
 
-# -----------------------------------------------------------------------------
 # --fill
 
 def print_fillings(model, vocabulary, flags):
@@ -205,7 +202,6 @@ def print_fillings(model, vocabulary, flags):
         print(f"{MASK} {number}: {likeliest}", flush=True)
 
 
-# -----------------------------------------------------------------------------
 # --score
 
 def print_scores(model, vocabulary, flags):
@@ -242,7 +238,6 @@ def total_loss(model, ids):
     return total
 
 
-# -----------------------------------------------------------------------------
 # --chat
 
 def answer(model, vocabulary, flags, said):
@@ -298,7 +293,6 @@ def read_line():
         return None
 
 
-# -----------------------------------------------------------------------------
 # --serve
 
 def serve(model, vocabulary, flags):

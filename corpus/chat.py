@@ -57,9 +57,6 @@ class Template:
         return ids, trained
 
 
-# -----------------------------------------------------------------------------
-# A file -> conversations
-
 def read_conversations(files):
     """Return the conversations of files of records: [messages] each. ValueError: one cannot be trained on."""
     found = []
@@ -78,9 +75,6 @@ def read_conversations(files):
         warn(f"only the messages of records become tokens, not {', '.join(sorted(dropped))}")
     return found
 
-
-# -----------------------------------------------------------------------------
-# Conversations -> windows
 
 def pack(conversations, val, template, seq_len, val_fraction, seed):
     """Return {split: (ids, trained) of windows, (windows, seq_len + 1) int64 and uint8}, and counts.

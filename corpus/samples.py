@@ -24,7 +24,6 @@ from corpus.shards import how_to_fix, load_meta, open_shards
 MAX_PERIOD = 100_000  # the most entries of a blend's schedule; that many take 0.6 s to compute
 
 
-# -----------------------------------------------------------------------------
 # 1) One data set
 
 def inputs_and_targets(windows):
@@ -176,7 +175,6 @@ class Tokens:
         return starts
 
 
-# -----------------------------------------------------------------------------
 # 2) One data set, or several by weight. The weights become whole numbers that sum to a period P. Within every
 # P samples, each data set gives exactly its number of them. The j-th sample that a data set gives to a blend
 # is its sample j when it is used alone.
@@ -291,7 +289,6 @@ class Blend:
         return sum(part.n_targets(start, len(rows)) for part, start, rows in self.pieces(first, n))
 
 
-# -----------------------------------------------------------------------------
 # 3) A run
 
 def open_data(cfg):

@@ -43,7 +43,6 @@ def require(module, user):
         raise ValueError(f"{user} needs the package {package} ({e}): pip install {package}") from e
 
 
-# -----------------------------------------------------------------------------
 # Which files, and how each is read
 
 def list_files(source, key):
@@ -108,7 +107,6 @@ def open_bytes(path):
             raise ValueError(f"{path}: {e}") from None
 
 
-# -----------------------------------------------------------------------------
 # Documents
 
 def documents(files, key, split_at=""):

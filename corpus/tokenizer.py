@@ -29,7 +29,6 @@ SET_PREFIX_SPACE = {"GPT2Tokenizer", "Qwen2Tokenizer", "GPTNeoXTokenizer", "Cohe
 UNKNOWN = "\ufffd"  # what decoding gives for an id without a token, such as padding
 
 
-# -----------------------------------------------------------------------------
 # The kinds of tokenizers
 
 class Tokenizer:
@@ -173,7 +172,6 @@ class HfTokenizer(Tokenizer):
         return self.library.decode([int(i) for i in ids], skip_special_tokens=False)
 
 
-# -----------------------------------------------------------------------------
 # New ones
 
 def train_char(texts):
@@ -203,7 +201,6 @@ def from_tiktoken(name):
     return BpeTokenizer.make(name, found._pat_str, found._mergeable_ranks, found._special_tokens)
 
 
-# -----------------------------------------------------------------------------
 # Saved ones
 
 def load(folder):
@@ -241,7 +238,6 @@ def spec_of_theirs(content, folder):
     return {"kind": "hf", "json": content, "config": config, "eos_id": of_model.get("eos_token_id")}
 
 
-# -----------------------------------------------------------------------------
 # A run and its tokenizer
 
 def refuse_other_tokens(run, folder, more=True):

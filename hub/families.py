@@ -136,7 +136,6 @@ TRAINING_ONLY = ("capacity_factor", "drop_policy", "router_bias_rate")
 LLAMA3_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
 
-# -----------------------------------------------------------------------------
 # Our flags: of which family, as config.json
 
 def family_of(cfg):
@@ -212,7 +211,6 @@ def config_json(cfg, kind, vocab_size, eod, dtype):
     return out
 
 
-# -----------------------------------------------------------------------------
 # Their config.json
 
 # Logits do not depend on these, nor on what PreTrainedConfig has for every model and GenerationConfig for

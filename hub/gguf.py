@@ -39,9 +39,6 @@ def open_writer(path, cfg, kind):
     return gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[gguf.MODEL_ARCH[ARCHITECTURES[kind]]])
 
 
-# -----------------------------------------------------------------------------
-# Tensors
-
 def pair_rows(tensor, heads):
     """Put the rows i and i + D/2 of each head of a query or key matrix, or its bias, side by side."""
     halves = tensor.reshape(heads, 2, -1, *tensor.shape[1:])  # (heads, 2, D/2, C)
@@ -65,9 +62,6 @@ def read_from(weights, cfg, kind, vocab_size, dtype):
         tensors.setdefault(name, new).parts.append(part)
     return tensors
 
-
-# -----------------------------------------------------------------------------
-# Keys
 
 def add_model(writer, cfg, kind, vocab_size, dtype):
     from gguf import ExpertGatingFuncType
@@ -131,9 +125,6 @@ def add_tokenizer(writer, vocabulary, vocab_size):
         writer.add_eot_token_id(vocabulary.special[chat.END])
         writer.add_chat_template(template)
 
-
-# -----------------------------------------------------------------------------
-# The file
 
 def write(writer, tensors, cfg, kind):
     """Write the file. tensors: {name: Lazy}. ValueError: one is not finite."""

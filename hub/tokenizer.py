@@ -63,9 +63,6 @@ def split(pattern):
     return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
 
 
-# -----------------------------------------------------------------------------
-# Conversations
-
 def chat_template(tokenizer):
     """Return Jinja that writes a conversation as chat.Template does, or "": this tokenizer cannot."""
     if not set(chat.MARKERS) <= tokenizer.special.keys():

@@ -57,7 +57,6 @@ class Lazy:
         return whole.T if self.transposed else whole.view(self.shape)
 
 
-# -----------------------------------------------------------------------------
 # Ours, as theirs
 
 def build(cfg, vocab_size, device, world=None):
@@ -126,7 +125,6 @@ def read_from(weights, layout, dtype):
     return layout
 
 
-# -----------------------------------------------------------------------------
 # Theirs, as ours
 
 BUFFERS = re.compile(r".*(\.attn\.(masked_)?bias|\.rotary_emb\.inv_freq)")  # not weights: masks, frequencies
@@ -163,11 +161,20 @@ class HuggingFace(checkpoint.Reader):
         kind, cfg, self.vocab_size = read_config(self.path / "config.json", seq_len)
         self.layout = tensors(cfg, kind, self.vocab_size)
         embedding = f"{FAMILIES[kind].names['wte']}.weight"
+        self.index = {"tensors": {}}
+        self.sources = {}  # {our name: [(their name, first row of the part there, Part)]}
         for name, theirs in self.layout.items():
             found = self.slices.get(name)
             have = (tuple(found.get_shape()), found.get_dtype()) if found else "not there"
             if not found or have[0] != theirs.shape or have[1] not in FLOATS:
                 raise ValueError(f"{self.path}: {name} is {have}, by config.json it should be {theirs.shape}")
+            dtype = str(found[:0].dtype).removeprefix("torch.")
+            first = 0
+            for part in theirs.parts:
+                self.index["tensors"][part.name] = {"shape": list(part.full), "dtype": dtype}
+                self.sources.setdefault(part.name, []).append((name, first, part))
+                first += part.size[0]
+
         more = {name for name in self.slices.keys() - self.layout.keys() if not BUFFERS.fullmatch(name)}
         if cfg.tied and "lm_head.weight" in more:  # some files hold the head although it is tied
             if not torch.equal(self.slices[embedding][:], self.slices["lm_head.weight"][:]):
@@ -176,17 +183,7 @@ class HuggingFace(checkpoint.Reader):
             more.remove("lm_head.weight")
         if more:
             raise ValueError(f"{self.path}: our model has no place for {min(more)}; it is of another kind")
-
         self.cfg = dataclasses.replace(cfg, dtype=FLOATS[self.slices[embedding].get_dtype()])
-        self.index = {"tensors": {}}
-        self.sources = {}  # {our name: [(their name, first row of the part there, Part)]}
-        for name, theirs in self.layout.items():
-            dtype = str(self.slices[name][:0].dtype).removeprefix("torch.")
-            first = 0
-            for part in theirs.parts:
-                self.index["tensors"][part.name] = {"shape": list(part.full), "dtype": dtype}
-                self.sources.setdefault(part.name, []).append((name, first, part))
-                first += part.size[0]
 
     def fill(self, name, out, full, offset):
         """Copy into out the rectangle of its shape at offset of our tensor `name`; its padding is zeros."""
