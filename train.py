@@ -261,6 +261,8 @@ class Run:
             row["val_loss"] = self.state.evaluated(loss)
         if self.log_file is not None:
             self.log_file.row(**row, time=time.time())
+            if step == self.first_step and stats is not None:
+                log.report_traffic(self, batch)
         if evaluates and self.tokenizer:
             text = log.print_sample(self.model, self.tokenizer, cfg.prompt, cfg.seed)
             if self.log_file is not None:
@@ -281,7 +283,7 @@ class Run:
                 return Outcome.REPLICAS_DIFFER
         if step == self.cfg.steps:
             return Outcome.DONE
-        self.stop_reason = self.stop.poll(self.world, begun)
+        self.stop_reason = self.stop.poll(self.world, begun, self.saver.seconds)
         if self.stop_reason is None:
             return Outcome.DONE
         diverged = self.guard.count_refused()  # such a run must not be saved and requeued
@@ -291,9 +293,7 @@ class Run:
         """Start to write a checkpoint."""
         self.metrics.clock.pause()
         self.watchdog.heartbeat(self.state.step, "save")
-        begun = time.monotonic()
         resume.save(self.cfg, self.mesh, self.data_parallel, self.opt, self.saver, self.state)
-        self.stop.save_took(time.monotonic() - begun + self.saver.seconds)
         self.metrics.clock.resume()
 
     def leave(self):

@@ -50,7 +50,8 @@ def started(argv=None):
                 if wrong is not None:
                     raise ValueError(wrong)
                 compare(world, vars(cfg), "start all ranks with the same flags")
-            profiles.attach_pdb(world, cfg.pdb)
+            if cfg.pdb >= 0:
+                profiles.attach_pdb(world, cfg.pdb)
             yield cfg, world, watchdog
         except SystemExit as leaving:  # everyone.input() has printed why
             traceback.clear_frames(leaving.__traceback__)  # they may hold process groups
@@ -112,7 +113,7 @@ class Stop:
         self.file = None  # None: this rank looks for no file
         self.started = time.monotonic()
         self.longest_step = 0.0  # seconds, so far
-        self.longest_save = 0.0
+        self.longest_save = 0.0  # likewise
         self.sums = None  # the votes' sums of this step, (6,); None if no statistics were summed
         self.copied = None  # on a GPU (copy of those of the step before on the host, event)
 
@@ -122,9 +123,6 @@ class Stop:
         if os.path.lexists(self.file):
             self.file.unlink()
             say(f"removed {self.file}, which was there before this start")
-
-    def save_took(self, seconds):
-        self.longest_save = max(self.longest_save, seconds)
 
     def votes(self, device):
         """Return this rank's votes for REASONS, () fp64 each: 1.0 where it knows the reason, else 0.0."""
@@ -138,9 +136,11 @@ class Stop:
         is_late = time.monotonic() - self.started + reserve > self.limit
         return [*(session.signals.number == number for number in session.STOPPING), is_asked, is_late]
 
-    def poll(self, world, begun):
-        """Return why to stop, of REASONS, or None; the same on all ranks. begun: when this step began."""
+    def poll(self, world, begun, longest_save):
+        """Return why to stop, of REASONS, or None; the same on all ranks. begun: when this step began.
+        longest_save: seconds, so far."""
         now = time.monotonic()
+        self.longest_save = longest_save
         self.longest_step = max(self.longest_step, now - begun)
         before = self.copied
         self.copied = None

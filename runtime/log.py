@@ -61,7 +61,7 @@ class Metrics:
         """
         cfg = run.cfg
         state = run.state
-        sent = {name: sum(axis.sent.values()) for name, axis in run.mesh.axes().items()}
+        self.sent = {name: sum(axis.sent.values()) for name, axis in run.mesh.axes().items()}
         steps = self.clock.steps
         mean_batch = self.clock.samples / max(1, steps)  # it may have grown since the row before
         times = self.clock.per_step()  # which sets both to zero
@@ -91,8 +91,6 @@ class Metrics:
             row["expert_load_max"] = busiest  # of any layer; 1.0 is balanced
             if run.log_file is not None:
                 run.log_file.experts.add({"step": run.state.step, "layers": experts})
-        if stats is not None and run.state.step == run.first_step and run.log_file is not None:
-            run.log_file.after_row = functools.partial(report_traffic, run, batch, sent)
         return row
 
 
@@ -141,16 +139,14 @@ def phase_times(times, mesh):
     return row
 
 
-def report_traffic(run, batch, sent):
-    """Print and note the bytes that this rank sent in the first step, by axis: predicted, and counted.
-
-    sent: {axis name: bytes}. Where there are several nodes, what leaves them has a line of its own.
-    """
+def report_traffic(run, batch):
+    """Print and note the bytes that this rank sent in the first step, by axis: predicted, and counted. Where
+    there are several nodes, what leaves them has a line of its own."""
     mesh = run.mesh
     nodes = run.world.nodes
     settled = dataclasses.replace(run.cfg, doc_mask="on" if run.train_data.has_documents else "off")
     predicted = traffic(Rank(settled, mesh, run.state.vocab_size, run.choice), batch)
-    counted = {axis: sent[axis] for axis in predicted}
+    counted = {axis: run.metrics.sent[axis] for axis in predicted}
     pairs = {axis: [nbytes, counted[axis]] for axis, nbytes in predicted.items()}
     if len(set(nodes)) > 1:
         leaving = [bytes_between_nodes(mesh, by_axis, nodes.__getitem__) for by_axis in (predicted, counted)]
@@ -299,7 +295,6 @@ class Log:
         self.experts = Rows(self.out / "experts.jsonl", resumed or -1)
         self.notes = Rows(self.out / "notes.jsonl", resumed or -1)
         self.last_row = {}
-        self.after_row = None  # called once, when the next row is printed
         self.speeds = []  # (ms, tok_s) of the rows behind the first, which also compiles
         self.widths = {"step": len("step={0}/{0}".format(config["steps"]))}
         self.profiler = None  # of --profile
@@ -328,9 +323,6 @@ class Log:
             line = re.sub(r"\bloss=\S+", "\x1b[36m\\g<0>\x1b[0m", line)  # cyan
             line = re.sub(r"\bval_loss=\S+", "\x1b[33m\\g<0>\x1b[0m", line)  # yellow
         say(line)
-        if self.after_row is not None:
-            self.after_row()
-            self.after_row = None
         if self.tracker is not None:
             try:
                 self.tracker.log(values, step=values["step"])
@@ -354,9 +346,9 @@ class Log:
 
 
 # The words of a step's line; a row may lack some: {key: how it is printed}
-WORDS = {"loss": "loss={:.4f}".format, "lr": "lr={:.2e}".format, "grad_norm": "gnorm={:.3f}".format,
-         "ms": "dt={:.1f}ms".format, "tok_s": "tok/s={:.0f}".format, "tflops": "tflops={:.1f}".format,
-         "mfu": "mfu={:.1%}".format, "loss_scale": "scale={:.5g}".format,
+WORDS = {"step": "step={}".format, "loss": "loss={:.4f}".format, "lr": "lr={:.2e}".format,
+         "grad_norm": "gnorm={:.3f}".format, "ms": "dt={:.1f}ms".format, "tok_s": "tok/s={:.0f}".format,
+         "tflops": "tflops={:.1f}".format, "mfu": "mfu={:.1%}".format, "loss_scale": "scale={:.5g}".format,
          "tokens": lambda n: f"tokens={short(n)}", "left": lambda seconds: f"left={clock(seconds)}",
          "batch": "batch={}".format, "val_loss": "val_loss={:.4f}".format, "val_ppl": "val_ppl={:.5g}".format}
 
@@ -366,11 +358,10 @@ def format_row(row, steps, widths):
 
     widths: {word: characters of its longest so far}, which grow: words stand below each other.
     """
-    words = {"step": f"step={row['step']}/{steps}"}
-    words.update({key: form(row[key]) for key, form in WORDS.items() if key in row})
+    row = {**row, "step": f"{row['step']}/{steps}"}
     line = []
-    for key in ("step", *WORDS):
-        word = words.get(key, "")
+    for key, form in WORDS.items():
+        word = form(row[key]) if key in row else ""
         widths[key] = max(widths.get(key, 0), len(word))
         if widths[key]:
             line.append(word.ljust(widths[key]))

@@ -82,9 +82,7 @@ def traced(run):
 # --pdb. Launchers give the terminal to no rank or to the wrong one, so the rank waits at two pipes.
 
 def attach_pdb(world, rank):
-    """Let breakpoint() stop one rank in pdb, and do nothing on the others; with -1 nothing changes."""
-    if rank < 0:
-        return
+    """Let breakpoint() stop one rank in pdb, and do nothing on the others."""
     if world.rank != rank:
         sys.breakpointhook = lambda *args, **how: None
         return

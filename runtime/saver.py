@@ -40,6 +40,7 @@ class Saver:
 
     def start(self, step, pieces, meta):
         """Start to save, and return an event after which the tensors may change (None: now)."""
+        begun = time.monotonic()
         self.wait()
         copies, copied = self.copy(pieces)
         self.step = step
@@ -47,7 +48,7 @@ class Saver:
         self.part_done = threading.Event()
         self.error = None
         self.gives_up = False  # a part of another rank will never come
-        self.thread = threading.Thread(target=self.write, args=(copies, copied, meta), daemon=True)
+        self.thread = threading.Thread(target=self.write, args=(copies, copied, meta, begun), daemon=True)
         self.thread.start()
         return copied
 
@@ -72,9 +73,8 @@ class Saver:
             self.buffers[key] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=has_stream)
         return self.buffers[key].copy_(tensor, non_blocking=has_stream)
 
-    def write(self, copies, copied, meta):
+    def write(self, copies, copied, meta, begun):
         """Write this rank's part; on rank 0, commit and remove what --keep does not keep. In the thread."""
-        started = time.monotonic()
         rank = self.everyone.rank
         try:
             if copied is not None:
@@ -91,7 +91,7 @@ class Saver:
         except Exception as e:  # any exception: wait() must learn of it
             self.error = f"{one_line(e)} (rank {rank})"
         self.part_done.set()
-        self.seconds = max(self.seconds, time.monotonic() - started)
+        self.seconds = max(self.seconds, time.monotonic() - begun)
 
     def wait(self):
         """Wait for the save that is under way. Return False if it failed on any rank. Collective.

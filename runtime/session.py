@@ -66,17 +66,15 @@ class Signals:
         now = time.monotonic()
         since = now - self.came.setdefault(number, now)  # the first time 0
         if not self.can_save:
-            self._leave(Outcome.STOPPED, f"stopped by {name} during start-up: there is nothing to save")
+            self._say(f"stopped by {name} during start-up: there is nothing to save")
+            os._exit(Outcome.STOPPED)
         elif number == signal.SIGINT and since > AGAIN:
-            self._leave(INTERRUPTED, f"a second {name}: left at once, the last checkpoint stands")
+            self._say(f"a second {name}: left at once, the last checkpoint stands")
+            os._exit(INTERRUPTED)
         elif since == 0:
             self.number = self.number or number
             wait = "" if self.leaves is None else f", in about {clock(max(1, self.leaves - now))}"
             self._say(f"{name}: finishes this step, saves and leaves{wait}")
-
-    def _leave(self, code, text):
-        self._say(text)
-        os._exit(code)
 
     def _say(self, text):
         if self.rank == 0:

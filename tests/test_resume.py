@@ -19,7 +19,6 @@ from runs import TINY, assert_refused, final, go, rows, same, session
 
 import checkpoint
 import prepare
-import train
 from interface import files
 from runtime import agree, resume
 from runtime.agree import Stop
@@ -151,20 +150,17 @@ def test_a_stopped_run_saves_and_exits_with_85(why, uninterrupted, tmp_path):
 def test_max_minutes_keeps_the_time_of_three_steps_and_two_saves(monkeypatch):
     now, handlers = [1000.0], {s: signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGUSR1)}
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(resume, "save", lambda *_: None)
     stop, never = Stop(10.0), Stop(0.0)  # minutes
     for s, handler in handlers.items():
         signal.signal(s, handler)
     said = []
-    for seconds in (0, 540, 554, 556, 571, 589, 591):
-        now[0] = 1000.0 + seconds
-        said.append(stop.poll(World(), now[0]))
+    for seconds, save in ((0, 0), (540, 0), (554, 15), (556, 15), (571, 15), (589, 15), (591, 15)):
+        now[0] = 1000.0 + seconds  # at last 3 * 5 + 2 * 15 s in reserve
+        said.append(stop.poll(World(), now[0], save))
         if seconds == 540:
             for took in (2.0, 5.0, 1.0):
-                said.append(stop.poll(World(), now[0] - took))  # at last 3 * 5 s in reserve
-            for took in (15.0, 3.0):  # in the background: 3 * 5 + 2 * 15 s
-                train.Run.save(mock.Mock(stop=stop, saver=mock.Mock(seconds=took)))
-    assert said == [None] * 6 + ["max-minutes"] * 4 and never.poll(World(), now[0]) is None
+                said.append(stop.poll(World(), now[0] - took, save))  # at last 3 * 5 s in reserve
+    assert said == [None] * 6 + ["max-minutes"] * 4 and never.poll(World(), now[0], 15) is None
 
 
 def session_whose_votes_are_read_late(world, argv, at):
@@ -193,9 +189,9 @@ def test_the_file_stop_is_looked_at_and_removed_at_the_start(tmp_path, capsys):
     (tmp_path / "stop").touch()  # an earlier run obeyed it
     stop.watch_file(tmp_path)
     assert "removed" in capsys.readouterr().out and not (tmp_path / "stop").exists()
-    assert stop.poll(World(), now) is None
+    assert stop.poll(World(), now, 0.0) is None
     (tmp_path / "stop").touch()
-    assert stop.poll(World(), now) == "the file stop" and other.poll(World(), now) is None
+    assert stop.poll(World(), now, 0.0) == "the file stop" and other.poll(World(), now, 0.0) is None
 
 
 def test_a_run_stopped_in_its_last_step_is_done(tmp_path):
