@@ -228,7 +228,6 @@ def flags_of_kind(kind):
 
 
 RANGES = {name: said["within"] for name, said in FLAGS.items() if said["within"]}
-COMMON = tuple(name for name, said in FLAGS.items() if said["common"])
 SHAPE = flags_of_kind("shape")
 MEANING = flags_of_kind("data") + flags_of_kind("meaning")  # what --resume-changed can allow
 REMOVED = ("kernels",)  # of earlier versions: it changed no model, so files that hold it are read

@@ -17,13 +17,11 @@ class Gpu(NamedTuple):
 
 
 # Measured on H200 (bench/README.md, "The machine"); h100 has the same share of its memory's rate. fp8 is what
-# steps showed, with rounding; its products alone have 1.57 to 2.03 times bf16's rate. The network is assumed:
-# 80 % of 8 x 400 Gb/s per node.
+# steps showed. The network is assumed: 80 % of 8 x 400 Gb/s per node.
 HOPPER = dict(peak=989e12, sms=132, sustained=0.735, tail=0.5, link=320e9, net=40e9, rails=8, fp8=1.4)
 # sustained, tail and link (what tensor parallelism gets) are the best of a grid for 17 rows of BLOOM's
-# planning table with other models (tests/test_plan.py), with an error of 5 % rms. They describe that cluster
-# and its software of 2022. The network is assumed, 80 % of 4 x 100 Gb/s per node, and one rail: with 4
-# BLOOM's layout would come 5th of 17, not 3rd.
+# planning table with other models (tests/test_plan.py), with an error of 5 % rms. The network is assumed:
+# 80 % of 4 x 100 Gb/s per node, and one rail, with which BLOOM's layout comes 3rd of 17.
 AMPERE = dict(peak=312e12, sms=108, sustained=0.8, tail=2.0, link=80e9, net=5e9)
 # a100-40x4: a node of Polaris, with the rates that its users published of nccl-tests in 2026.
 AMPERE_X4 = {**AMPERE, "link": 205e9, "net": 28.5e9 / 4, "rails": 4, "node": 4}

@@ -208,25 +208,22 @@ def format_help(cls, prog, about, default, everything):
             continue
         field = re.match(r"    (\w+): ", line)
         name = field[1] if field else ""
-        is_rare = name in config.FLAGS and name not in config.COMMON
-        if name and name != "preset" and (everything or not is_rare):
+        is_common = name not in config.FLAGS or config.FLAGS[name]["common"]
+        if name and name != "preset" and (everything or is_common):
             if group:
                 lines += ["", group]
                 group = ""
             text = line.partition("  # ")[2] or " ".join(above)
-            lines.append(format_flag(cls, name, getattr(default, name), text))
+            kind = cls.__dataclass_fields__[name].type
+            if typing.get_origin(kind) is Literal:
+                text += f" [{' | '.join(map(str, typing.get_args(kind)))}]"
+            value = getattr(default, name)
+            if isinstance(value, tuple):
+                value = " ".join(map(str, value))
+            flag = f"{typed(name)} {'...' if value in (None, '') else value}"
+            lines.append(textwrap.fill(text, 100, initial_indent=f"  {printable(flag):25} ",
+                                       subsequent_indent=28 * " ", break_on_hyphens=False))
         above = []
     if not everything:
         lines.append("\n--help-all lists all flags; a switch is --NAME or --no-NAME.")
     return "\n".join(lines) + "\n"
-
-
-def format_flag(cls, name, value, text):
-    if isinstance(value, tuple):
-        value = " ".join(map(str, value))
-    kind = cls.__dataclass_fields__[name].type
-    if typing.get_origin(kind) is Literal:
-        text += f" [{' | '.join(map(str, typing.get_args(kind)))}]"
-    flag = f"{typed(name)} {'...' if value in (None, '') else value}"
-    return textwrap.fill(text, 100, initial_indent=f"  {printable(flag):25} ",
-                         subsequent_indent=28 * " ", break_on_hyphens=False)

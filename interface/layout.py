@@ -41,22 +41,8 @@ def check_layout(cfg, ranks):
         raise ValueError(f"seq-len {cfg.seq_len} does not divide by 2 * cp {cp} segments; "
                          f"try --seq-len {ceil_div(cfg.seq_len, 2 * cp) * 2 * cp}")
     must_divide("the tokens of a micro-batch,", cfg.micro_batch * cfg.seq_len // cp, "tp", tp)
-    check_batch(cfg, dp)
-    if cfg.zero == 3 and pp > 1:
-        raise ValueError(f"--zero 3 gathers a stage anew for each micro-batch of --pp {pp}; try --zero 2")
-    if cp > 1 and cfg.recompute == "selective" and cfg.objective == "causal":
-        raise ValueError(f"--recompute selective cannot make the mask of --cp {cp}; try --recompute full")
-    if cfg.pp_chunks > 1 and pp == 1:
-        raise ValueError(f"--pp-chunks {cfg.pp_chunks} interleaves the stages of several ranks; try --pp 2")
-    if cfg.pp_chunks > 1 and cfg.zero > 1:
-        raise ValueError(f"--pp-chunks {cfg.pp_chunks} does not go with --zero {cfg.zero}, which sums the "
-                         "gradients of one stage per micro-batch; try --zero 1")
-    stage_layers(cfg, pp * cfg.pp_chunks)
-    return dp
 
-
-def check_batch(cfg, dp):
-    """Raise ValueError unless the global batch and each phase of its ramp are whole micro-batches."""
+    # The global batch and each phase of its ramp are whole micro-batches.
     unit = cfg.micro_batch * dp
     batch = cfg.global_batch or unit
     if batch % unit:
@@ -68,6 +54,18 @@ def check_batch(cfg, dp):
             raise ValueError(f"--rampup-batch-size {start} {increment} {over} does not lead to global-batch "
                              f"{batch} in multiples of micro-batch * dp = {unit}; "
                              f"try --rampup-batch-size {unit} {unit} {over}")
+
+    if cfg.zero == 3 and pp > 1:
+        raise ValueError(f"--zero 3 gathers a stage anew for each micro-batch of --pp {pp}; try --zero 2")
+    if cp > 1 and cfg.recompute == "selective" and cfg.objective == "causal":
+        raise ValueError(f"--recompute selective cannot make the mask of --cp {cp}; try --recompute full")
+    if cfg.pp_chunks > 1 and pp == 1:
+        raise ValueError(f"--pp-chunks {cfg.pp_chunks} interleaves the stages of several ranks; try --pp 2")
+    if cfg.pp_chunks > 1 and cfg.zero > 1:
+        raise ValueError(f"--pp-chunks {cfg.pp_chunks} does not go with --zero {cfg.zero}, which sums the "
+                         "gradients of one stage per micro-batch; try --zero 1")
+    stage_layers(cfg, pp * cfg.pp_chunks)
+    return dp
 
 
 # -----------------------------------------------------------------------------

@@ -47,17 +47,15 @@ class Run:
 
 
 def write_report(path, runs):
-    title = " and ".join(run.path for run in runs)
+    title = escape(" and ".join(run.path for run in runs))
     legend = [f'<b style="color:{colour_of(i)}">&#9632;</b> {escape(run.path)}' for i, run in enumerate(runs)]
-    body = [f"<h1>{escape(title)}</h1><p>{' &#160; '.join(legend)}</p>", grid(map(summary, runs))]
+    body = [f"<h1>{title}</h1><p>{' &#160; '.join(legend)}</p>", grid(map(summary, runs))]
     dots = [points(run.rows, "val_loss") + points(run.rows, "spike_loss") for run in runs]
     curves = [chart(heading, [points(run.rows, key) for run in runs], dots if key == "loss" else ())
               for key, heading in CURVES]
-    body.append(f"<h2>Curves</h2>{grid(curves)}")
-    body.append(f"<h2>Samples</h2>{grid(map(samples, runs))}")
-    body.append(f"<h2>Flags</h2>{flags(runs)}")
-    write_whole(Path(path), FRAME.format(title=escape(title), generator=GENERATOR, style=STYLE,
-                                         body="\n".join(body)))
+    body += [f"<h2>Curves</h2>{grid(curves)}", f"<h2>Samples</h2>{grid(map(samples, runs))}",
+             f"<h2>Flags</h2>{flags(runs)}"]
+    write_whole(Path(path), FRAME.format(title=title, generator=GENERATOR, style=STYLE, body="\n".join(body)))
 
 
 def escape(text):

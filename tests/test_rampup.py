@@ -7,7 +7,7 @@ from runs import go, rows, same
 
 from config import Config
 from corpus.samples import batch_size
-from interface.layout import check_batch
+from interface.layout import check_layout
 
 RAMP = ["--global-batch=8", "--rampup-batch-size", 4, 2, 16]
 
@@ -34,9 +34,9 @@ def test_the_schedule_is_megatrons():
 def test_every_stage_is_checked_before_the_first_step(full, ramp, unit):
     cfg = Config(micro_batch=unit, rampup_batch_size=ramp, global_batch=full)
     with pytest.raises(ValueError, match=f"--rampup-batch-size .* micro-batch . dp = {unit}; try ") as e:
-        check_batch(cfg, 1)
+        check_layout(cfg, 1)
     fix = re.search(r"try --rampup-batch-size (\d+) (\d+) 100$", str(e.value))
-    check_batch(dataclasses.replace(cfg, rampup_batch_size=(int(fix[1]), int(fix[2]), 100)), 1)
+    check_layout(dataclasses.replace(cfg, rampup_batch_size=(int(fix[1]), int(fix[2]), 100)), 1)
 
 
 def test_a_ramp_with_a_resume_and_a_skipped_step_logs_the_right_numbers(tmp_path):
