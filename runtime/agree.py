@@ -42,7 +42,7 @@ def started(argv=None):
     with watch.Watch(session.signals.rank, timeout) as watchdog:
         # Only the watchdog ends a run that hangs. A timeout of gloo or NCCL would keep counting
         # while the run is suspended.
-        world = launch.launch(launch.NO_TIMEOUT)
+        world = launch.launch(launch.NO_TIMEOUT, quiet=wrong is not None)
         watchdog.started(world)
         code = Outcome.DONE
         try:

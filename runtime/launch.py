@@ -140,15 +140,15 @@ class World:
 # -----------------------------------------------------------------------------
 # Start and end
 
-def launch(timeout=600.0):
-    """Start this rank and return its World. timeout: seconds that a collective may wait."""
+def launch(timeout=600.0, quiet=False):
+    """Start this rank and return its World. timeout: seconds that a collective may wait. quiet: no line."""
     with wrong_input():
         start = started_by()
         if start.launcher == "single":  # plain python never touches MPI
             world = World(device=select_device(0, 1))
         else:
             world = _join(start, timedelta(seconds=timeout))
-    if world.local_rank == 0:
+    if world.local_rank == 0 and not quiet:
         print_node(world)
     return world
 
