@@ -19,7 +19,6 @@ class Outcome(enum.IntEnum):
     STOPPED = 85          # by a signal or --max-minutes, after a complete save; a job script requeues on it
 
 
-# -----------------------------------------------------------------------------
 # The flags
 
 # The least and the largest value of a number, for a flag's `within`.
@@ -272,7 +271,6 @@ def as_typed(flags):
     return ", ".join(f"{typed(name)} {value}" for name, value in flags.items())
 
 
-# -----------------------------------------------------------------------------
 # Values that are refused
 
 def check_numbers(flags):
@@ -339,7 +337,6 @@ def must_divide(what, n, flag, parts):
         raise ValueError(f"{what} {n} does not divide by {flag} {parts}; try --{flag} {smaller}")
 
 
-# -----------------------------------------------------------------------------
 # Numbers that follow from a flag, whatever the layout
 
 def n_masked(seq_len):

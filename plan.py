@@ -40,7 +40,6 @@ from interface.presets import PRESETS
 from interface.serve import Server
 from pipeline import DURATION, timetable
 
-# -----------------------------------------------------------------------------
 # 1) The plan of one layout
 
 LAYOUT = ("tp", "cp", "pp", "pp_chunks", "ep", "zero", "shard", "micro_batch", "global_batch", "recompute")
@@ -142,7 +141,6 @@ def vocabulary(cfg):
     return open_data(cfg)[2]
 
 
-# -----------------------------------------------------------------------------
 # 2) Many layouts
 
 SHORTEST_SHARE = 2048  # positions per rank: the search does not cut a sequence into shorter shares
@@ -211,7 +209,6 @@ def scaling(cfg, counts, gpu, vocab):
     return plans
 
 
-# -----------------------------------------------------------------------------
 # 3) The tables of a terminal
 
 def print_table(title, rows):
@@ -327,7 +324,6 @@ def print_scaling(cfg, plans):
     print_table(f"weak scaling of {cfg.preset}, predicted for {cfg.gpu}", rows)
 
 
-# -----------------------------------------------------------------------------
 # 4) The program, and the form of its page, which interface/plan.html draws
 
 FORM = {  # the flags that the page asks for, in groups

@@ -39,7 +39,6 @@ class Flags:
     RANGES = {"steps": (0, 10**15), "every": (0.1, 3600), "width": (20, 1000), "height": (8, 500)}
 
 
-# -----------------------------------------------------------------------------
 # Drawing
 
 def round_ticks(first, last):
@@ -112,7 +111,6 @@ def at_end(out, show):
         print(drawn.get("expert_load", "") + drawn.get("loss", ""), end="", flush=True)
 
 
-# -----------------------------------------------------------------------------
 # train.py --list writes nothing. A folder that is not a run is left out.
 
 ROW = "{:>16s} {:>13s} {:>8s} {:>8s}  {}"
@@ -143,7 +141,6 @@ def describe(run):
     return printable(ROW.format(state, f"{last}/{asked}", *losses, run.name))
 
 
-# -----------------------------------------------------------------------------
 # The command
 
 def read(flags):

@@ -15,7 +15,6 @@ CONTEXT = 1.2 * GIB  # CUDA context, buffers of cuBLAS and NCCL: on the card, bu
 FRAGMENTS = 0.05  # of what a step allocates and frees, what torch's allocator reserves without using it
 GRADIENTS = 1 / 3  # of what a block keeps for backward, the largest gradients that are alive at once
 
-# -----------------------------------------------------------------------------
 # What a block keeps for backward, in bytes of one micro-batch, tensor by tensor
 
 def saved_activations(rank):
@@ -100,7 +99,6 @@ def _expert_activations(rank):  # of the router and the routed experts alone
     return saved, remains + rank.weight_bytes * n * cfg.n_embd  # norm2's output
 
 
-# -----------------------------------------------------------------------------
 # What stays from step to step
 
 def gradient_bytes(rank):
@@ -146,7 +144,6 @@ def state_bytes(rank):
     return {"weights": weights * rank.weight_bytes, "gradients": gradient_bytes(rank), "optimizer": optimizer}
 
 
-# -----------------------------------------------------------------------------
 # The fullest moment of a step
 
 def blocks_in_flight(cfg, mesh):
@@ -199,7 +196,6 @@ def memory(rank):
             "symm_mem": symm_mem, "overhead": CONTEXT + FRAGMENTS * (activations + logits + workspace)}
 
 
-# -----------------------------------------------------------------------------
 # Does it fit?
 
 def check_memory(cfg, mesh, vocab_size, world):

@@ -22,7 +22,6 @@ from zero import uses_slot
 
 AXES = tuple(Mesh.__annotations__)
 
-# -----------------------------------------------------------------------------
 # The model on the meta device
 
 class BucketSize(NamedTuple):
@@ -95,7 +94,6 @@ def count_parameters(cfg, vocab_size):
     return _build(_without_layout(cfg), vocab_size, (1,) * len(AXES), 0, cfg.n_layer)[1]
 
 
-# -----------------------------------------------------------------------------
 # Work
 
 def flops_per_token(cfg, vocab_size):
@@ -126,7 +124,6 @@ def attended_length(cfg):
     return (full * T + (cfg.n_layer - full) * in_window) / cfg.n_layer
 
 
-# -----------------------------------------------------------------------------
 # The mesh of a layout before there are ranks
 
 @cache
@@ -148,7 +145,6 @@ def micro_batches(cfg, mesh, batch=0):
     return max(1, sequences // (cfg.micro_batch * mesh.dp.size))
 
 
-# -----------------------------------------------------------------------------
 # One rank
 
 class Rank:

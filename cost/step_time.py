@@ -54,7 +54,6 @@ def peak_flops(device):
     return GPUS[kind].peak if kind else None
 
 
-# -----------------------------------------------------------------------------
 # The experts' rows, over the balanced number
 
 def max_load_factor(cfg, mesh, uneven=False):
@@ -73,7 +72,6 @@ def allocated_row_factor(cfg, mesh):
     return min(max(cfg.ep_slack, MOST_UNEVEN), mesh.ep.size)
 
 
-# -----------------------------------------------------------------------------
 # Matrix products
 
 def waves(m, n, count, gpu):
@@ -127,7 +125,6 @@ def product_seconds(rank, gpu, load):
     return passes * seconds
 
 
-# -----------------------------------------------------------------------------
 # Other kernels
 
 def attention_seconds(rank, gpu):
@@ -167,7 +164,6 @@ def head_seconds(rank, gpu):
     return times * products + rows * rank.vocab * passes / gpu.hbm
 
 
-# -----------------------------------------------------------------------------
 # Waiting: for messages, whose time is bytes over the rate of a ring and latencies, and in a pipeline
 
 def ring_bandwidth(axis, stride, gpu):
@@ -215,7 +211,6 @@ def bubble(ranks, chunks, num_micro_batches):
     return idle / (3 * chunks * num_micro_batches)
 
 
-# -----------------------------------------------------------------------------
 # The step
 
 def stage_time(rank, gpu, saved, sent, *, uneven=False):

@@ -54,7 +54,6 @@ def bytes_between_nodes(mesh, sent, node_of):
     return sum(nbytes * share_between_nodes(mesh.axes()[name], node_of) for name, nbytes in sent.items())
 
 
-# -----------------------------------------------------------------------------
 # One micro-batch, forward and backward
 
 def tensor_parallel_bytes(rank):
@@ -110,7 +109,6 @@ def dispatch_bytes(rank):
     return rank.mesh.ep.ring * (trips * rank.expert_rows() * cfg.n_embd * rank.weight_bytes + counts)
 
 
-# -----------------------------------------------------------------------------
 # One step: gradients and weights, and Muon's matrices
 
 def reductions(rank, batch=0):

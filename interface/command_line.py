@@ -90,7 +90,6 @@ def wrong_input(quiet=False):
         drop_what_fails(sys.stdout)
 
 
-# -----------------------------------------------------------------------------
 # The config.json of a run
 
 # What a run writes there beside its flags. The last two are of earlier versions.
@@ -139,7 +138,6 @@ def read_run_config(path):
     return cfg, saved["vocab_size_used"]
 
 
-# -----------------------------------------------------------------------------
 # Words
 
 def given(argv, flag):
@@ -188,7 +186,6 @@ def format_tyro_error(box):
     return what
 
 
-# -----------------------------------------------------------------------------
 # --help
 
 def format_help(cls, prog, about, default, everything):

@@ -82,7 +82,6 @@ def best_effort(what, errors=OSError):
         warn(f"{what}: {e}; going on without it")
 
 
-# -----------------------------------------------------------------------------
 # JSON, which may be cut, or of another program
 
 def load_json(path):
@@ -128,7 +127,6 @@ def is_a(value, kind):
     return isinstance(value, kind)
 
 
-# -----------------------------------------------------------------------------
 # The lock: a flock on OUT/.lock. The kernel ends it with the process. Rank 0 takes it for all ranks.
 
 _held = None  # the open file that this process has locked
@@ -177,7 +175,6 @@ def unlock():
     _held = None
 
 
-# -----------------------------------------------------------------------------
 # Rows
 
 def sound_rows(path):

@@ -68,7 +68,6 @@ def check_layout(cfg, ranks):
     return dp
 
 
-# -----------------------------------------------------------------------------
 # The ranks that flags ask for
 
 def ranks_needed(cfg):
@@ -95,7 +94,6 @@ def command(ranks, argv, starter="mpiexec", program="train.py", nodes=1):
     return f"{starter if starter == 'srun' else 'mpiexec'} -n {ranks} python {program}"
 
 
-# -----------------------------------------------------------------------------
 # The blocks of each stage
 
 def stage_layers(cfg, stages):

@@ -70,7 +70,6 @@ def grid(parts):
     return f'<div class="grid">{"".join(f"<div>{part}</div>" for part in parts)}</div>'
 
 
-# -----------------------------------------------------------------------------
 # Curves
 
 def points(rows, key, steps=(0, 10**15)):
@@ -107,7 +106,6 @@ def chart(title, lines, dots=()):
             f'<text class="title" x="4" y="16">{escape(title)}</text>{"".join(drawn)}</svg>')
 
 
-# -----------------------------------------------------------------------------
 # Words
 
 def summary(run):
@@ -139,7 +137,6 @@ def flags(runs):
     return f'<div class="scroll"><table><tr>{"</tr><tr>".join(rows)}</tr></table></div>'
 
 
-# -----------------------------------------------------------------------------
 # Commands
 
 def command_of(config, goes_on=False):
