@@ -70,10 +70,8 @@ class Metrics:
                "nan_steps": state.nan_steps, **step_statistics(stats, run.guard.reason)}
         if steps:
             row.update(rates(cfg, run.world, mean_batch, times["step"], state.vocab_size))
-        held = peak_resident()  # the most bytes, of the host's memory
-        counted = peak_memory(run.world.device)  # (allocated, reserved); None on a CPU
-        if counted is not None:
-            held = counted[1] + bytes_allocated()
+        counted = peak_memory(run.world.device)  # (allocated, reserved); None on a CPU: the host's memory
+        held = peak_resident() if counted is None else counted[1] + bytes_allocated()
         most, least = run.world.everyone.maximum([held, -held])  # two numbers from each rank to all
         row.update(mem_gb=most / 2**30, mem_gb_min=-least / 2**30)
         row.update(self.stragglers.report())
@@ -126,14 +124,13 @@ def phase_times(times, mesh):
     """
     own = {phase: times[phase] for phase in timing.Clock.PHASES}
     busy = own["forward"] + own["backward"]
-    negative = [-t for t in own.values()]
     # Two numbers per phase and two more go from each rank to all, over the world.
-    *phases, busy, everything = mesh.world.everyone.maximum(
-        [*own.values(), *negative, busy, busy + own["pipeline"]])
+    everyone = mesh.world.everyone
+    *most, busy, everything = everyone.maximum([*own.values(), busy, busy + own["pipeline"]])
+    least = everyone.maximum([-ms for ms in own.values()])
     row = {}
-    for i, phase in enumerate(own):
-        row[f"t_{phase}"] = phases[i]
-        row[f"t_{phase}_min"] = -phases[i + len(own)]
+    for phase, high, low in zip(own, most, least, strict=True):
+        row.update({f"t_{phase}": high, f"t_{phase}_min": -low})
     if mesh.pp.size > 1 and busy:
         row["bubble"] = everything / busy - 1
     return row

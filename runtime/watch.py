@@ -41,7 +41,6 @@ class Watch(contextlib.AbstractContextManager):
         self.timeout = timeout  # seconds
         self.grace = min(timeout / 4, 10.0)
         self.world = None
-        self.axes = {}  # name: ranks
         self.folder = None
         self.main = threading.get_ident()
         self.heartbeat(0, "start")
@@ -205,7 +204,6 @@ class Stragglers:
         self.stage = mesh.stage.size
         self.watch = Stopwatch(device)
         self.cuda = device.type == "cuda"
-        self.start = None
         self.spans = []  # (begin, end) of this rank's own work in each step
         self.slow_streak = collections.Counter()  # {rank: intervals in a row}
 
@@ -220,17 +218,16 @@ class Stragglers:
         self.spans.append((self.start, self.watch.mark()))
 
     def report(self):
-        """On rank 0, return {step_ms_min, step_ms_max, slowest_rank} since the last call, and print who is
-        slow. Collective over the world."""
+        """Return {step_ms_min, step_ms_max, slowest_rank} since the last call, and print who is slow.
+        Collective over the world."""
         spans = self.spans
         self.spans = []
         if self.world.size == 1 or not spans:
             return {}
         own = sum(self.watch.ms(begin, end) for begin, end in spans) / len(spans)
         ms = self.world.everyone.gather(own)  # one number from each rank, over the world
-        if self.world.rank > 0:
-            return {}
-        self.say_slow(ms)
+        if self.world.rank == 0:
+            self.say_slow(ms)
         return {"step_ms_min": min(ms), "step_ms_max": max(ms), "slowest_rank": ms.index(max(ms))}
 
     def say_slow(self, ms):
