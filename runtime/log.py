@@ -37,7 +37,7 @@ from ops.accelerator import device_name, peak_memory, peak_resident
 from optim import learning_rate
 from pipeline import generate
 from runtime import launch, profiles, timing, watch
-from runtime.layer_norms import LayerNorms
+from runtime.pieces import bucket_pieces
 from runtime.session import signals
 from skip import give_up_message, not_finite_reason
 
@@ -90,6 +90,44 @@ class Metrics:
             if run.log_file is not None:
                 run.log_file.experts.add({"step": run.state.step, "layers": experts})
         return row
+
+
+def layer_of(name):
+    parts = name.split(".")
+    return ".".join(parts[:2]) if parts[0] == "blocks" else parts[0]  # "blocks.3", "wte"
+
+
+class LayerNorms:
+    """--log-layers: the norms of one step's gradients by layer, before clipping, whatever the layout is."""
+
+    def __init__(self, cfg):
+        self.layers = ["wte", "wpe", *(f"blocks.{i}" for i in range(cfg.n_layer)), "norm", "head", "mlm"]
+        self.squares = None  # (layers,) fp64: this rank's part, after measure()
+
+    @torch.no_grad()
+    def measure(self, data_parallel, opt):
+        """Compute this rank's part, without waiting for the device or for other ranks."""
+        device = data_parallel.buckets[0].flat.device
+        self.squares = torch.zeros(len(self.layers), dtype=torch.float64, device=device)
+        for bucket in data_parallel.buckets:
+            grad = bucket.grad_total
+            dtype = torch.promote_types(grad.dtype, torch.float32)
+            for piece in bucket_pieces(bucket, grad, prefix="", owned_only=False):
+                norm = torch.linalg.vector_norm(piece.view, dtype=dtype)
+                # fp16's loss scale changes in the update, so it is taken out here.
+                square = opt.unscale(norm.double()).square()
+                # a slice that k ranks hold counts 1/k on each
+                self.squares[self.layers.index(layer_of(piece.name))] += square * bucket.count_factor
+
+    def report(self, world):
+        """Return {"grad_norm/LAYER": its norm, if it is finite}; {} if no step was measured. Collective over
+        `world`, an Axis."""
+        if self.squares is None:  # The step was skipped, on all ranks.
+            return {}
+        sums = world.all_reduce(self.squares)  # SUM of a number per layer, over the world
+        self.squares = None
+        norms = zip(self.layers, sums.sqrt().tolist(), strict=True)
+        return {f"grad_norm/{layer}": norm for layer, norm in norms if 0 < norm < math.inf}
 
 
 def step_statistics(stats, refusal):

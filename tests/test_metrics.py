@@ -196,7 +196,7 @@ def without_blocks(original, name):
 
 
 def test_norms_of_other_layers_are_found(norms_of_one, tmp_path):
-    fault = "runtime.layer_norms.layer_of", without_blocks
+    fault = "runtime.log.layer_of", without_blocks
     [row] = layer_norms(tmp_path, "--steps=1", "--pp=2", ranks=2, faults=[fault])
     with pytest.raises(AssertionError):
         check_norms(*row, norms_of_one)
