@@ -164,8 +164,6 @@ def step_of(path):
 
 def latest(path):
     """Return the newest committed checkpoint of a run, or path itself if it is one or holds none."""
-    if (Path(path) / "index.json").exists():
-        return Path(path)
     return next(iter(steps(path)), Path(path))
 
 
@@ -205,8 +203,6 @@ def damage(path, rank=0, size=1):
         return one_line(e)
     return None
 
-
-# Reading
 
 class Reader:
     """A checkpoint of which any rectangle of any tensor can be read."""
@@ -265,8 +261,6 @@ def full_tensors(path):
     reader = Reader(path)
     return {name: reader.whole(name) for name in reader.index["tensors"]}
 
-
-# The command line
 
 def show(path):
     """Say which counters and tensors a checkpoint has."""

@@ -84,14 +84,10 @@ def read_run(run_dir):
 
 def choose_step(run):
     """Return a run's checkpoint with the lowest validation loss, or else the newest; a checkpoint itself."""
-    if not (run / "config.json").exists():
-        return run
-    saved = checkpoint.steps(run)
-    if not saved:
-        raise FileNotFoundError(f"{run} holds no checkpoint; train with --save-every N")
-    lowest = checkpoint.read_index(saved[0])["meta"].get("best", {})
+    newest = checkpoint.latest(run)
+    lowest = checkpoint.read_index(newest)["meta"].get("best", {})
     best = run / f"step_{lowest.get('step', 0):06d}"
-    return best if best.is_dir() else saved[0]
+    return best if best.is_dir() else newest
 
 
 # Import. Each command writes into a folder that becomes --out, and returns lines that say what it wrote.
@@ -198,8 +194,6 @@ def write_gguf(flags, folder):
         gguf.write(writer, gguf.read_from(weights, full, kind, vocab_size, flags.dtype), full, kind)
     return f"{flags.out}: {writer.arch} of {weights.path}"
 
-
-# The command line
 
 COMMANDS = {"import": import_model, "import of adapters": import_adapter, "export": export_model,
             "gguf": write_gguf, "peft": export_adapter}

@@ -45,7 +45,6 @@ TRAINING_BYTES = 64 << 20  # amount of text to train a vocabulary on
 ENDS = re.compile(r"<\|end_?of_?text\|>|</s>|<eos>")  # how texts of others spell the end of a document
 # `encodings` and `pydoc_data` are tables and help texts, 18 % of the text, and hardly programs.
 NOT_STDLIB = {"site-packages", "dist-packages", "__pycache__", "encodings", "pydoc_data"}
-TESTS = {"test", "tests", "idle_test"}
 Sources = tyro.conf.Positional[Annotated[tuple[str, ...], tyro.conf.arg(metavar="SOURCE...")]]
 Switch = tyro.conf.FlagCreatePairsOff[bool]  # a flag without its --no- twin
 
@@ -104,7 +103,7 @@ def list_files(sources, flags):
     """Return the text.Files of sources, in order."""
     if sources == ("stdlib",):
         root = Path(sysconfig.get_path("stdlib"))
-        skip = NOT_STDLIB if flags.with_tests else NOT_STDLIB | TESTS
+        skip = NOT_STDLIB if flags.with_tests else NOT_STDLIB | {"test", "tests", "idle_test"}
         names = sorted((path.relative_to(root) for path in root.rglob("*.py")), key=Path.as_posix)
         return [text.File("whole", str(root / name)) for name in names if not skip & set(name.parts)]
     return [file for source in sources for file in text.list_files(source, flags.text_key)]
@@ -294,18 +293,6 @@ def make_data(flags, files, val_files, command, work):
     return f"{read}, {vocab.n_vocab:,} symbols, {sizes['train']:,} + {sizes['val']:,} tokens (train + val)"
 
 
-def check_made(folder, command, files):
-    """Raise ValueError unless a data set stands, sound, and made by this command after its files changed."""
-    if not (folder / "meta.json").is_file():
-        raise ValueError(f"{folder} is there, and is no data set; give another --name")
-    made_by = shards.load_meta(folder).get("command", "an older prepare.py")
-    newest = max(os.path.getmtime(file.path) for file in files)
-    if made_by != command or newest > os.path.getmtime(folder / "meta.json"):
-        raise ValueError(f"{folder} is there, made by: {made_by}; for other flags or changed files give "
-                         "another --name, or --replace it")
-    shards.verify(folder)
-
-
 @wrong_input()
 def main(argv=None):
     """Make the data and return 0. SystemExit(2) after one line on stderr: wrong input."""
@@ -322,7 +309,14 @@ def main(argv=None):
     # What made a data set, but for what changes no byte of it.
     command = re.sub(r" --(workers[ =]\d+|replace\b)", "", shlex.join(["python", "prepare.py", *argv]))
     if folder.exists() and not flags.replace:
-        check_made(folder, command, files + val_files)
+        if not (folder / "meta.json").is_file():
+            raise ValueError(f"{folder} is there, and is no data set; give another --name")
+        made_by = shards.load_meta(folder).get("command", "an older prepare.py")
+        newest = max(os.path.getmtime(file.path) for file in files + val_files)
+        if made_by != command or newest > os.path.getmtime(folder / "meta.json"):
+            raise ValueError(f"{folder} is there, made by: {made_by}; for other flags or changed files give "
+                             "another --name, or --replace it")
+        shards.verify(folder)
         say(f"{folder} is up to date")
         return 0
     with whole_folder(folder) as work:

@@ -29,6 +29,7 @@ from corpus.samples import batch_size, open_data
 from hub.weights import build
 from interface.command_line import command_line, read_run_config, refuse_unread, wrong_input
 from interface.files import load_json
+from interface.layout import check_layout
 from interface.serve import Server
 from interface.terminal import show
 
@@ -90,7 +91,11 @@ def main(argv=None):
                              f"--fill 'a {MASK} in a text', and causal continues a text, with --prompt")
         if mode == "chat":
             Template(vocabulary)  # refuses a vocabulary
-        cfg = share_out(cfg, flags, world)
+        # The layout of --chat instead of the training's
+        cfg = dataclasses.replace(
+            cfg, tp=flags.tp, ep=flags.ep, pp=1, cp=1, pp_chunks=1, pp_layers="", zero=0, shard=0,
+            micro_batch=flags.tp, global_batch=0, rampup_batch_size=(), pdb=-1)
+        check_layout(cfg, world.size)
         model = load_model(cfg, vocab_size, weights, world).eval()
     answers = {"prompt": print_samples, "fill": print_fillings, "score": print_scores, "chat": converse,
                "serve": serve}
@@ -118,8 +123,6 @@ def load_model(cfg, vocab_size, weights, world=None):
         weights.fill(name, t, tuple(t.shape), (0,) * t.ndim)
     return model
 
-
-# --prompt
 
 def print_samples(model, vocabulary, flags):
     """Print flags.n samples of each prompt."""
@@ -150,8 +153,6 @@ def new_ids(model, prompt, flags):
         yield tokens[-1]
 
 
-# --step
-
 def print_step(run, number):
     """Print the samples of a step of a run whose batch never changed but by --rampup-batch-size."""
     cfg, _ = read_run_config(run / "config.json")
@@ -169,8 +170,6 @@ def print_step(run, number):
         print(f"--- sample {sample}: rank {rank} of dp, micro-batch {within // cfg.micro_batch}")
         show(vocabulary.decode(source.batch(sample, 1)[0][0].tolist()) + "\n")
 
-
-# --fill
 
 def print_fillings(model, vocabulary, flags):
     """Print the text with the likeliest token in each gap, and then the likeliest tokens of each gap."""
@@ -201,8 +200,6 @@ def print_fillings(model, vocabulary, flags):
         likeliest = ", ".join(f"{vocabulary.decode([token])!r} {100 * value:.1f} %" for value, token in pairs)
         print(f"{MASK} {number}: {likeliest}", flush=True)
 
-
-# --score
 
 def print_scores(model, vocabulary, flags):
     """Print a line of JSON for each document of a file."""
@@ -238,8 +235,6 @@ def total_loss(model, ids):
     return total
 
 
-# --chat
-
 def answer(model, vocabulary, flags, said):
     """Return the pieces of the answer to a conversation: what the user and the assistant said, in turn."""
     template = Template(vocabulary)
@@ -251,16 +246,6 @@ def answer(model, vocabulary, flags, said):
     ids = new_ids(model, [*prompt, template.role_ids["assistant"]], flags)
     ends = vocabulary.special.values()
     return vocabulary.whole_characters(itertools.takewhile(lambda token: token not in ends, ids))
-
-
-def share_out(cfg, flags, world):
-    """Return cfg with the layout of --chat instead of the training's. ValueError: the ranks do not fit."""
-    from interface.layout import check_layout
-    cfg = dataclasses.replace(
-        cfg, tp=flags.tp, ep=flags.ep, pp=1, cp=1, pp_chunks=1, pp_layers="", zero=0, shard=0,
-        micro_batch=flags.tp, global_batch=0, rampup_batch_size=(), pdb=-1)
-    check_layout(cfg, world.size)
-    return cfg
 
 
 def converse(model, vocabulary, flags):
@@ -292,8 +277,6 @@ def read_line():
     except EOFError:
         return None
 
-
-# --serve
 
 def serve(model, vocabulary, flags):
     """Let a page in the browser ask, until Ctrl-C."""

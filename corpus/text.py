@@ -107,8 +107,6 @@ def open_bytes(path):
             raise ValueError(f"{path}: {e}") from None
 
 
-# Documents
-
 def documents(files, key, split_at=""):
     """Yield the documents of Files, none of them empty. split_at: what ends one in a text, or ""."""
     for file in files:

@@ -204,10 +204,21 @@ def from_tiktoken(name):
 # Saved ones
 
 def load(folder):
-    """Return the tokenizer saved in a folder. ValueError, OSError: none."""
-    spec = load_json(Path(folder, "tokenizer.json"))
-    if "model" in spec and "kind" not in spec:  # Hugging Face's
-        spec = spec_of_theirs(spec, Path(folder))
+    """Return the tokenizer saved in a folder, ours or one of Hugging Face. ValueError, OSError: none."""
+    folder = Path(folder)
+    spec = load_json(folder / "tokenizer.json")
+    if "model" in spec and "kind" not in spec:  # theirs
+        path = folder / "tokenizer_config.json"
+        config = load_json(path) if path.exists() else {}
+        path = folder / "config.json"
+        of_model = load_json(path) if path.exists() else {}
+        name = config.get("tokenizer_class") or of_model.get("model_type") or ""
+        if name.removesuffix("Fast") in SET_PREFIX_SPACE:
+            first = spec.get("pre_tokenizer") or {}
+            for step in first.get("pretokenizers", [first]):
+                if step.get("type") == "ByteLevel":
+                    step["add_prefix_space"] = bool(config.get("add_prefix_space"))
+        spec = {"kind": "hf", "json": spec, "config": config, "eos_id": of_model.get("eos_token_id")}
     kind = {"char": CharTokenizer, "hf": HfTokenizer}.get(spec["kind"], BpeTokenizer)
     return kind(spec)
 
@@ -221,21 +232,6 @@ def load_if_there(folder, vocab_size):
         raise ValueError(f"{folder}: tokenizer.json has {vocabulary.n_vocab} ids and the model {vocab_size} "
                          "rows; give it more (resize_token_embeddings of transformers)")
     return vocabulary
-
-
-def spec_of_theirs(content, folder):
-    """Return the spec of an HfTokenizer from the content of Hugging Face's tokenizer.json in a folder."""
-    path = folder / "tokenizer_config.json"
-    config = load_json(path) if path.exists() else {}
-    path = folder / "config.json"
-    of_model = load_json(path) if path.exists() else {}
-    name = config.get("tokenizer_class") or of_model.get("model_type") or ""
-    if name.removesuffix("Fast") in SET_PREFIX_SPACE:
-        first = content.get("pre_tokenizer") or {}
-        for step in first.get("pretokenizers", [first]):
-            if step.get("type") == "ByteLevel":
-                step["add_prefix_space"] = bool(config.get("add_prefix_space"))
-    return {"kind": "hf", "json": content, "config": config, "eos_id": of_model.get("eos_token_id")}
 
 
 # A run and its tokenizer

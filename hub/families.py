@@ -164,8 +164,7 @@ def differences(cfg, kind):
                *family.fields, *family.window.values()}
     if cfg.pos == "rope":
         written |= {"head_dim"} if kind == "gemma3_text" else {"head_dim", "rope_scaling"}
-    for flag in flags_beyond(written, cfg):
-        wanted[flag] = getattr(Config(), flag)
+    wanted |= {flag: getattr(Config(), flag) for flag in flags_beyond(written, cfg)}
     return {flag: value for flag, value in wanted.items() if getattr(cfg, flag) != value}
 
 
@@ -181,10 +180,8 @@ def config_json(cfg, kind, vocab_size, eod, dtype):
     out = {"model_type": kind, "architectures": [family.architecture], "torch_dtype": dtype,
            "vocab_size": vocab_size, "bos_token_id": eod, "eos_token_id": eod, "pad_token_id": None,
            **family.fixed}
-    for flag, field in family.fields.items():
-        out[field] = getattr(cfg, flag)
-    for field, flag in family.also.items():
-        out[field] = getattr(cfg, flag)
+    out |= {field: getattr(cfg, flag) for flag, field in family.fields.items()}
+    out |= {field: getattr(cfg, flag) for field, flag in family.also.items()}
     if cfg.pos == "rope":
         out |= {"head_dim": head_width(cfg), "rope_theta": cfg.rope_base}
     if cfg.rope_scaling:
@@ -281,11 +278,10 @@ def by_transformers(path, kind, fields):
 def our_flags(kind, theirs):
     """Return our flags for their model, {flag: value}; read_config says whether they are all of it."""
     family = FAMILIES[kind]
-    flags = {**family.flags, **family.extra}
     if kind == "gpt2" and theirs["n_inner"] is None:
         theirs["n_inner"] = 4 * theirs["n_embd"]
-    for flag, field in family.fields.items():
-        flags[flag] = theirs[field]
+    read = {flag: theirs[field] for flag, field in family.fields.items()}
+    flags = {**family.flags, **family.extra, **read}
     if family.routers:
         flags["router"] = family.routers[0]
     if kind == "qwen3_moe" and not theirs["norm_topk_prob"]:

@@ -43,9 +43,8 @@ def factors(cfg, rank, vocab_size):
 
 def to_peft(merged, cfg, vocab_size, dtype):
     """Return {peft's name: Lazy} of a runtime.adapters.Merged. cfg: of its whole model."""
-    layout = {}
-    for theirs, (ours, shape) in factors(cfg, merged.cfg.lora, vocab_size).items():
-        layout[theirs] = Lazy([Part(ours, shape, (0, 0), shape)])
+    found = factors(cfg, merged.cfg.lora, vocab_size).items()
+    layout = {theirs: Lazy([Part(ours, shape, (0, 0), shape)]) for theirs, (ours, shape) in found}
     return read_from(merged.own, layout, dtype)
 
 
