@@ -57,8 +57,6 @@ class Flags:
     RANGES = {"shard_gb": (1e-6, 10**6), "seq_len": (0, 2**24)}
 
 
-# A run, or a directory of Hugging Face
-
 def read_run(run_dir):
     """Return (Config, vocabulary size, Reader, folder, tokenizer) of a run, a step_N, or one of theirs."""
     run = Path(run_dir)
@@ -90,7 +88,7 @@ def choose_step(run):
     return best if best.is_dir() else newest
 
 
-# Import. Each command writes into a folder that becomes --out, and returns lines that say what it wrote.
+# Each command writes into a folder that becomes --out, and returns a line that says what it wrote.
 
 def import_adapter(flags, folder):
     theirs = Path(flags.model)
@@ -131,8 +129,6 @@ def write_json(folder, files):
     for name, content in files.items():
         (folder / name).write_bytes(json.dumps(content, indent=1, ensure_ascii=False).encode())
 
-
-# Export
 
 def export_model(flags, folder):
     from model import DTYPES  # not at the top: it imports torch

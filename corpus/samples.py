@@ -35,10 +35,7 @@ def inputs_and_targets(windows):
 
 
 def document_places(tokens, eod):
-    """Return the place of each token in its document, counted from 1: (n, T) -> (n, T) int64.
-
-    It is also the number of keys that the token's query sees. <|endoftext|> begins a document.
-    """
+    """Return each token's place in its document, which begins with eod, from 1 on: (n, T) -> (n, T) int64."""
     import torch
     positions = torch.arange(tokens.size(1))
     starts = torch.where(tokens == eod, positions, 0).cummax(1).values  # of each token's document

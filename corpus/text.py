@@ -43,8 +43,6 @@ def require(module, user):
         raise ValueError(f"{user} needs the package {package} ({e}): pip install {package}") from e
 
 
-# Which files, and how each is read
-
 def list_files(source, key):
     """Return the Files of one source, a path or a name on the hub, in order. key: --text-key."""
     names = [source]

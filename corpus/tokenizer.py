@@ -29,8 +29,6 @@ SET_PREFIX_SPACE = {"GPT2Tokenizer", "Qwen2Tokenizer", "GPTNeoXTokenizer", "Cohe
 UNKNOWN = "\ufffd"  # what decoding gives for an id without a token, such as padding
 
 
-# The kinds of tokenizers
-
 class Tokenizer:
     """What all kinds have in common.
 
@@ -172,8 +170,6 @@ class HfTokenizer(Tokenizer):
         return self.library.decode([int(i) for i in ids], skip_special_tokens=False)
 
 
-# New ones
-
 def train_char(texts):
     """Return a CharTokenizer of the characters that occur in texts, an iterable of str."""
     chars = sorted(set(chain.from_iterable(texts)))
@@ -200,8 +196,6 @@ def from_tiktoken(name):
                          "char, bpe, a folder, hf:FOLDER, or gpt2, with TIKTOKEN_CACHE_DIR offline") from e
     return BpeTokenizer.make(name, found._pat_str, found._mergeable_ranks, found._special_tokens)
 
-
-# Saved ones
 
 def load(folder):
     """Return the tokenizer saved in a folder, ours or one of Hugging Face. ValueError, OSError: none."""
@@ -233,8 +227,6 @@ def load_if_there(folder, vocab_size):
                          "rows; give it more (resize_token_embeddings of transformers)")
     return vocabulary
 
-
-# A run and its tokenizer
 
 def refuse_other_tokens(run, folder, more=True):
     """Raise ValueError unless a data set has the tokens of a run (or of its step_N), if that read text.
