@@ -1,5 +1,4 @@
 """Where a run's time goes, and a look into it: --profile and --trace, which write into OUT, and --pdb."""
-import functools
 import os
 import pdb
 import platform
@@ -82,22 +81,19 @@ def traced(run):
 # --pdb. Launchers give the terminal to no rank or to the wrong one, so the rank waits at two pipes.
 
 def attach_pdb(world, rank):
-    """Let breakpoint() stop one rank in pdb, and do nothing on the others."""
+    """Let breakpoint() stop one rank in pdb, and do nothing on the others. One of several ranks waits here
+    until a terminal opens two pipes, which only this user can reach."""
     if world.rank != rank:
         sys.breakpointhook = lambda *args, **how: None
         return
     say(f"nanoshard: rank {rank} of {world.size} stops in pdb, the others wait")
-    if world.size > 1:
-        sys.breakpointhook = lambda *args, **how: pdb_at_pipes().set_trace(sys._getframe(1))
-
-
-@functools.cache
-def pdb_at_pipes():
-    """Wait until a terminal opens two pipes that only this user can reach, and return its debugger."""
+    if world.size == 1:
+        return
     with tempfile.TemporaryDirectory(prefix="nanoshard-pdb-") as folder:  # of mode 0700
         os.mkfifo(f"{folder}/out")
         os.mkfifo(f"{folder}/in")
         say(f"nanoshard: in another terminal of {platform.node()} type: cat {folder}/out & cat > {folder}/in")
         printed = open(f"{folder}/out", "w")
         typed = open(f"{folder}/in")
-    return pdb.Pdb(stdin=typed, stdout=printed, nosigint=True)  # Ctrl-C stays the run's
+    debugger = pdb.Pdb(stdin=typed, stdout=printed, nosigint=True)  # Ctrl-C stays the run's
+    sys.breakpointhook = lambda *args, **how: debugger.set_trace(sys._getframe(1))

@@ -161,11 +161,10 @@ def settle(cfg, world, out, state, found):
             say(f"{out if cfg.resume == 'auto' else found} has all its {state.step} steps; give a larger "
                 "--steps to go on, or another --out")
         raise SystemExit(Outcome.DONE)
-    if world.rank == 0:
-        if found is not None and found.resolve().is_relative_to(out.resolve()):
-            set_later_aside(out, state.step, found)
-        elif is_run(out):
-            set_run_aside(out, cfg.init_from)
+    if world.rank == 0 and found is not None and found.resolve().is_relative_to(out.resolve()):
+        set_later_aside(out, state.step, found)
+    elif world.rank == 0 and is_run(out):
+        set_run_aside(out, cfg.init_from)
     if world.everyone.any(world.rank == 0 and not (out / state.best_name()).is_dir()):
         state.best = {}  # no checkpoint to keep: the run goes on in another directory, or it was removed
     return Saver(out, world.everyone, cfg.keep, cfg.timeout, run_id(world.everyone))
