@@ -101,7 +101,11 @@ def stage_layers(cfg, stages):
     if cfg.n_layer < stages:
         raise ValueError(f"n-layer {cfg.n_layer} is less than pp * pp-chunks = {stages}, so a stage would be "
                          f"empty; try --n-layer {stages}")
-    counts = balanced_counts(cfg.n_layer, stages)
+    # Balanced, where the embedding and the head each count as a block
+    counts = [1] * stages
+    order = sorted(range(stages), key=lambda stage: -min(stage, stages - 1 - stage))  # the middle first
+    for _ in range(cfg.n_layer - stages):
+        counts[min(order, key=lambda stage: counts[stage] + (stage in (0, stages - 1)))] += 1
     if cfg.pp_layers:
         proposal = ",".join(map(str, counts))
         counts = [int(text) if text.strip().isdecimal() else 0 for text in cfg.pp_layers.split(",")]
@@ -110,12 +114,3 @@ def stage_layers(cfg, stages):
                              f"n-layer {cfg.n_layer}; try --pp-layers {proposal}")
     ends = list(itertools.accumulate(counts))
     return [(end - count, end) for end, count in zip(ends, counts, strict=True)]
-
-
-def balanced_counts(n_layer, stages):
-    """Return each stage's number of blocks; the embedding and the head each count as one, too."""
-    counts = [1] * stages
-    order = sorted(range(stages), key=lambda stage: -min(stage, stages - 1 - stage))  # the middle first
-    for _ in range(n_layer - stages):
-        counts[min(order, key=lambda stage: counts[stage] + (stage in (0, stages - 1)))] += 1
-    return counts
