@@ -83,6 +83,8 @@ def read_run(run_dir):
 def choose_step(run):
     """Return a run's checkpoint with the lowest validation loss, or else the newest; a checkpoint itself."""
     newest = checkpoint.latest(run)
+    if newest == run and (run / "config.json").exists():
+        raise FileNotFoundError(f"{run} holds no checkpoint; train with --save-every N")
     lowest = checkpoint.read_index(newest)["meta"].get("best", {})
     best = run / f"step_{lowest.get('step', 0):06d}"
     return best if best.is_dir() else newest
