@@ -118,8 +118,9 @@ ROW = "{:>16s} {:>13s} {:>8s} {:>8s}  {}"
 
 def print_runs(folder):
     """Print the table of the runs in a folder, a Path."""
+    folders = [folder, *sorted(folder.iterdir())]
     print(ROW.format("state", "steps", "loss", "val_loss", "run"))
-    for path in [folder, *sorted(folder.iterdir())]:
+    for path in folders:
         with contextlib.suppress(OSError):
             if path.is_dir() and paths.is_run(path):
                 print(describe(path))

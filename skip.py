@@ -9,7 +9,6 @@ So the data of a skipped step is dropped:
 
     advance     step, tokens, data position, learning rate (all are functions of the step), evaluation, saving
     unchanged   weights, Adam's moments and its own t, the routers' bias, the detector's window
-
 """
 import math
 import statistics

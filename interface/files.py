@@ -1,5 +1,6 @@
 """Files that are whole, JSON that is checked, and OUT, the directory of a run, in which one run works."""
 import contextlib
+import errno
 import fcntl
 import json
 import math
@@ -195,7 +196,7 @@ class Rows:
 
     def __init__(self, path, until, create=False):
         self.path = Path(path)
-        self.waiting = b""  # what could not be written yet
+        self.waiting = b""  # rows that could not be written yet
         Rows.is_full = False
         if create or self.path.exists():
             kept = [json.dumps(row) + "\n" for row in sound_rows(path) if row["step"] <= until]
@@ -212,8 +213,11 @@ class Rows:
 
     def _write(self):
         with open(self.path, "ab", buffering=0) as file:
-            while self.waiting:  # on a full disk a part of a row may be written
-                self.waiting = self.waiting[file.write(self.waiting):]
+            size = file.tell()
+            if file.write(self.waiting) < len(self.waiting):  # the disk is full
+                file.truncate(size)  # no part of a row stays
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self.waiting = b""  # closed, which NFS may refuse, too
 
     def close(self):
         with best_effort(f"{self.path} is not complete"):

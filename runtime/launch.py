@@ -98,7 +98,7 @@ class CollectiveLog:
             callback()
         axis.sent[kind] += nbytes
         self.started[axis.name] += 1
-        contents = "a word" if tensor is None else (tuple(tensor.shape), tensor.dtype)
+        contents = ("a word",) if tensor is None else (tuple(tensor.shape), tensor.dtype)
         self.last = (kind, axis.name, contents)
 
 
@@ -200,6 +200,9 @@ def print_node(world):
     place = f"[node {world.nodes[world.rank] + 1}/{world.n_nodes} {socket.gethostname()}]"
     say(f"{place} {world.launcher}: {world.local_size} of {world.size} ranks here, {chip}, "
         f"{backend}torch {torch.__version__}")
+    n_gpus = 0 if world.device.type == "cpu" else torch.accelerator.device_count()
+    if n_gpus > world.local_size:
+        say(f"  uses {world.local_size} of {n_gpus} GPUs")
 
 
 def shutdown(world):

@@ -331,7 +331,7 @@ class Log:
         self.notes = Rows(self.out / "notes.jsonl", resumed or -1)
         self.last_row = {}
         self.speeds = []  # (ms, tok_s) of the rows behind the first, which also compiles
-        self.widths = {"step": len("step={0}/{0}".format(config["steps"]))}
+        self.widths = {"step": len("step={0}/{0} loss=1.0000".format(config["steps"]))}
         self.profiler = None  # of --profile
         self.tracker = None if wandb == "off" else start_wandb(wandb, self.out, config)
 
@@ -381,9 +381,9 @@ class Log:
 
 
 # The words of a step's line; a row may lack some: {key: how it is printed}
-WORDS = {"step": "step={}".format, "loss": "loss={:.4f}".format, "lr": "lr={:.2e}".format,
-         "grad_norm": "gnorm={:.3f}".format, "ms": "dt={:.1f}ms".format, "tok_s": "tok/s={:.0f}".format,
-         "tflops": "tflops={:.1f}".format, "mfu": "mfu={:.1%}".format, "loss_scale": "scale={:.5g}".format,
+WORDS = {"step": "step={}".format, "lr": "lr={:.2e}".format, "grad_norm": "gnorm={:.3f}".format,
+         "ms": "dt={:.1f}ms".format, "tok_s": "tok/s={:.0f}".format, "tflops": "tflops={:.1f}".format,
+         "mfu": "mfu={:.1%}".format, "loss_scale": "scale={:.5g}".format,
          "tokens": lambda n: f"tokens={short(n)}", "left": lambda seconds: f"left={clock(seconds)}",
          "batch": "batch={}".format, "val_loss": "val_loss={:.4f}".format, "val_ppl": "val_ppl={:.5g}".format}
 
@@ -394,6 +394,8 @@ def format_row(row, steps, widths):
     widths: {word: characters of its longest so far}, which grow: words stand below each other.
     """
     row = {**row, "step": f"{row['step']}/{steps}"}
+    if "loss" in row:
+        row["step"] += f" loss={row['loss']:.4f}"
     line = []
     for key, form in WORDS.items():
         word = form(row[key]) if key in row else ""

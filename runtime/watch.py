@@ -108,7 +108,8 @@ class Watch(contextlib.AbstractContextManager):
         last = "no collective yet"
         if calls.last is not None:
             kind, axis, contents = calls.last
-            last = f"last collective {calls.started[axis]} over {axis}: {kind} of {contents}"
+            sent = " ".join(map(str, contents))
+            last = f"last collective {calls.started[axis]} over {axis}: {kind} of {sent}"
         mine = {"rank": self.rank, "step": self.step, "what": self.what,
                 "silent": time.monotonic() - self.last, "place": current_place(self.main),
                 "begun": dict(calls.started), "last": last, "axes": self.axes}

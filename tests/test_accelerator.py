@@ -218,6 +218,13 @@ def test_the_device_by_name_and_memory(capsys):
     with stand_in():
         print_node(world)
         assert capsys.readouterr().out.split(" ranks here, ")[1].startswith(f"{NAME}, torch ")
+        for ranks, nodes, words in ((1, 1, "uses 1 of 4 GPUs"), (4, 2, "uses 2 of 4 GPUs"), (4, 1, None)):
+            several = World(size=ranks, device=XPU, nodes=tuple(i % nodes for i in range(ranks)))
+            with mock.patch.object(torch.accelerator, "device_count", lambda: 4), \
+                    mock.patch("torch.distributed.get_backend", lambda: "xccl"):
+                print_node(several)
+            _, *more = capsys.readouterr().out.splitlines()
+            assert more == ([f"  {words}"] if words else [])
         assert doctor.device(world) == ("OK", f"1 x {NAME}, 60 of 64 GiB free", "")
         with mock.patch.object(torch.accelerator, "device_count", lambda: 3), mock.patch.object(
                 doctor, "free_memory", lambda device: ((60, 60, 9)[device.index] * 2**30, 2**36)):

@@ -400,16 +400,16 @@ def test_columns_align_and_only_a_terminal_gets_colours(tmp_path, monkeypatch, c
     run_log.row(step=20, loss=1.5, grad_norm=2.0, val_loss=800.0, global_batch=8, **common)
     run_log.row(step=99, skip_reason="range", global_batch=8, **common)
     assert capsys.readouterr().out.splitlines() == [
-        "step=1/100   loss=2.0000 lr=1.00e-01 gnorm=10.000 tflops=9.5 tokens=10 batch=4 val_loss=2.5000 "
+        "step=1/100 loss=2.0000   lr=1.00e-01 gnorm=10.000 tflops=9.5 tokens=10 batch=4 val_loss=2.5000 "
         "val_ppl=12.182",
-        "step=20/100  loss=1.5000 lr=1.00e-01 gnorm=2.000  tflops=9.5 tokens=10         val_loss=800.0000 "
+        "step=20/100 loss=1.5000  lr=1.00e-01 gnorm=2.000  tflops=9.5 tokens=10         val_loss=800.0000 "
         "val_ppl=1.0142e+304",
         "step=99/100              lr=1.00e-01              tflops=9.5 tokens=10 (range)"]
     assert [r.get("val_ppl", 0) for r in rows(tmp_path)] == [math.exp(2.5), math.exp(700), 0]
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     log.Log(tmp_path, config).row(step=1, loss=2.0, val_loss=2.5, global_batch=8, tflops=0.1)
     assert capsys.readouterr().out == (
-        "step=1/100   \x1b[36mloss=2.0000\x1b[0m \x1b[33mval_loss=2.5000\x1b[0m val_ppl=12.182\n")
+        "step=1/100 \x1b[36mloss=2.0000\x1b[0m   \x1b[33mval_loss=2.5000\x1b[0m val_ppl=12.182\n")
 
 
 def test_expert_loads_are_drawn():

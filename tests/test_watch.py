@@ -122,7 +122,7 @@ def report(step, begun, last, place="wait (parallel.py:1 finish)"):
             "axes": axes}
 
 
-REDUCE = "last collective 30 over dp: all-reduce of (4,) float32"
+REDUCE = "last collective 30 over dp: all-reduce of (4,) torch.float32"
 
 
 def test_verdict_names_the_late_rank_its_host_and_groups_the_others():
