@@ -76,7 +76,7 @@ class GraphedStep:
                 bucket.after_update = DeferredGather(bucket).defer
                 self.deferred_buckets.append(bucket)
         self.calls = 0
-        self.made_for = None  # the shapes of the batches, and the kind of n_trained
+        self.made_for = None  # the shapes of the batches
         self.graph = None
         self.path = "plain"  # how the last step was done: "graph", "plain", or "redone" if it was void
 
@@ -85,8 +85,7 @@ class GraphedStep:
         for bucket in self.eager_buckets:
             bucket.wait_weights()  # outside the graph, where their gather was started
         loss = self.gradients(batches, number, n_trained)
-        with self.data_parallel.timers("norm"):
-            stats = plain.opt.stats(loss, full)
+        stats = plain.opt.stats(loss, full)
         if self.sizer is None:
             return stats, plain.update(stats, number, guard)
 
@@ -110,8 +109,7 @@ class GraphedStep:
 
     def gradients(self, batches, number, n_trained=None):
         """Return this rank's part of the mean loss, (), replayed where there is a graph. See train.Step."""
-        # A graph reads n_trained where it is a tensor, and holds it as a constant where it is a number.
-        made_for = [x.shape for x, *_ in batches], torch.is_tensor(n_trained)
+        made_for = [x.shape for x, *_ in batches]
         if made_for != self.made_for:
             if self.graph is not None:
                 self.drop_graph()

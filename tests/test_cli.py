@@ -122,7 +122,7 @@ WRONG = [
     ("prepare.py inptu.txt --name x", "inptu.txt is not a file"),
     ("prepare.py a --val a", "--val a is a source, too"),
     ("prepare.py fineweb_edu", "--name NAME is missing"), ("prepare.py shakespeare", "curl -LO https"),
-    ("prepare.py fineweb --name x", "fineweb_edu_10bt"),
+    ("prepare.py fineweb --name x", "fineweb_edu_10bt"), ("prepare.py stdlib a --name x", "stdlib is not"),
     ("train.py --data synthetic --out input.txt", "File exists"),
     ("prepare.py stdlib --vocab-size 256", "--vocab-size 256 must be at least 257"),
     ("prepare.py stdlib --tokenizer gtp2", "gpt2"), ("prepare.py stdlib --verify --name y", "no prepared"),

@@ -437,7 +437,7 @@ def test_the_old_data_set_stays_when_it_is_replaced(tmp_path, texts, capsys):
 def test_stdlib_sources_and_undecodable_files(tmp_path, capsys, monkeypatch):
     flags = prepare.parse(["stdlib"])
     lib = tmp_path / "lib"
-    names = ("b.py", "a/z.py", "a.py", "a/test/t.py", "test/u.py", "site-packages/s.py", "x.txt",
+    names = ("b.py", "a/z.py", "a.py", "a/tests/t.py", "test/u.py", "site-packages/s.py", "x.txt",
              "encodings/cp037.py", "encodings.py")
     for k, name in enumerate(names):
         (lib / name).parent.mkdir(parents=True, exist_ok=True)

@@ -229,13 +229,13 @@ def test_a_full_disk_loses_no_row_and_is_one_line(frees, tmp_path, capsys, monke
 
 
 class StandIn:
-    """The part of wandb that log.py calls. on_init and on_log: what goes wrong there."""
+    """The part of wandb that log.py calls. on_init: what goes wrong there. bad: the steps that fail."""
 
     class CommError(Exception):
         pass
 
-    def __init__(self, on_init=None, on_log=None):
-        self.on_init, self.on_log = on_init, on_log
+    def __init__(self, on_init=None, bad=()):
+        self.on_init, self.bad = on_init, bad
         self.errors = SimpleNamespace(CommError=StandIn.CommError)
         self.calls, self.steps = [], []
         self.settings = SimpleNamespace(project=None, run_name=None, root_dir=Path.cwd(), mode="online")
@@ -250,12 +250,12 @@ class StandIn:
         self.calls.append(call)
         if self.on_init and call["mode"] == "online":
             self.on_init()
-        return SimpleNamespace(log=self.log, finish=lambda: self.steps.append("finish"),
+        return SimpleNamespace(log=self.log, finish=lambda: self.log({"step": "finish"}, "finish"),
                                url="https://w/1" if call["mode"] == "online" else None)
 
     def log(self, row, step):
-        if self.on_log:
-            self.on_log()
+        if step in self.bad:
+            raise ZeroDivisionError("division by zero")
         assert row["step"] == step
         self.steps.append(step)
 
@@ -296,7 +296,8 @@ def test_an_outage_of_wandb_is_one_line(tmp_path, monkeypatch, capfd):
     offline = StandIn(no_answer)
     for name, wandb, *words in (
             ("a", None, "pip install wandb", "going on without it"),
-            ("b", StandIn(on_log=lambda: 1 / 0), "division by zero", "going on without it"),
+            ("b", StandIn(bad=[1]), "division by zero", "going on without it"),
+            ("d", StandIn(bad=["finish"]), "division by zero", "going on without it"),
             ("c", offline, "no answer within 10 s, so it is recorded offline (no such host")):
         assert tracked(tmp_path / name, wandb, "online", monkeypatch) == [1, 2, 3, 4]
         err = capfd.readouterr().err

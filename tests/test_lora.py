@@ -40,10 +40,11 @@ BASES = {"qwen": dict(LLAMA, qk_norm="head", **FLAGS), "gpt2": dict(GPT2, **FLAG
 # -----------------------------------------------------------------------------
 # The numbers
 
-@pytest.mark.parametrize("batch,layout", [
-    (4, dict(tp=2, pp=2)), (8, dict(zero=3, shard=2)), (4, dict(tp=4))], ids=str)
-def test_layout_equals_the_plain_lora(batch, layout):
-    compare(BASES["qwen"], 4, batch, **layout)
+@pytest.mark.parametrize("name,batch,layout", [
+    ("qwen", 4, dict(tp=2, pp=2)), ("qwen", 8, dict(zero=3, shard=2)), ("qwen", 4, dict(tp=4)),
+    ("bert", 8, dict(tp=2, zero=3))], ids=str)
+def test_layout_equals_the_plain_lora(name, batch, layout):
+    compare(BASES[name], 4, batch, **layout)
 
 
 def frozen_memory(world):
@@ -70,7 +71,7 @@ LAYOUTS = [  # model, ranks, sequences per step, layout
     ("qwen", 2, 4, dict(tp=2, recompute="full")), ("qwen", 2, 4, dict(tp=2, recompute="selective")),
     ("qwen", 8, 8, dict(cp=2, tp=2, pp=2, zero=1)), ("one head", 2, 4, dict(tp=2, zero=1)),
     ("one head", 4, 4, dict(tp=4)), ("gpt2", 4, 8, dict(tp=2, zero=2)), ("gpt2", 2, 4, dict(pp=2)),
-    ("gpt2", 4, 8, dict(pp=2, tp=2)), ("bert", 4, 8, dict(tp=2, zero=3)), ("bert", 2, 4, dict(cp=2))]
+    ("gpt2", 4, 8, dict(pp=2, tp=2)), ("bert", 2, 4, dict(cp=2))]
 
 
 @pytest.mark.long

@@ -171,6 +171,13 @@ def test_zero_3_holds_seven_billion_parameters_on_four_gpus_of_40_gb():
     assert fits == (False, False, False, True) and memory[3] < 36
 
 
+def test_a_rank_has_buffers_for_the_rows_of_all_experts():
+    cfg = parse(["moe-4b", "--ep", "4"])
+    rows = 4 * cfg.micro_batch * cfg.seq_len * cfg.top_k
+    found = plan.estimate(cfg, 4, "h200", 65)["memory_gib"]["symm_mem"]
+    assert found * 2**30 == (cfg.n_layer + 2) * rows * cfg.n_embd * 2
+
+
 def test_uneven_routing_has_a_sum_where_it_was_measured():
     """Not over more than eight ranks, not with a capacity, and not on one rank, where nobody waits."""
     def ms(gpus, *flags):
