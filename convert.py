@@ -34,7 +34,6 @@ from hub.weights import HuggingFace, read_from, tensors
 from interface import paths
 from interface.command_line import command_line, read_run_config, refuse_unread, wrong_input
 from interface.files import load_json, whole_folder
-from runtime import adapters
 
 Command = tyro.conf.Positional[Literal["import", "export", "gguf", "peft"]]
 Folder = tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="DIR")]]
@@ -76,7 +75,7 @@ def read_run(run_dir):
     there = {**meta.get("flags", flags_of(cfg)), **meta["shape"]}
     refuse_other_model(cfg, step, there, names=SHAPE + flags_of_kind("meaning"))
     if cfg.lora:
-        cfg, weights = adapters.open_merged(cfg, weights)
+        cfg, weights = peft.open_merged(cfg, weights)
     return cfg, vocab_size, weights, run, tokenizer.load_if_there(run, vocab_size)
 
 
@@ -93,13 +92,14 @@ def choose_step(run):
 # Each command writes into a folder that becomes --out, and returns a line that says what it wrote.
 
 def import_adapter(flags, folder):
+    from runtime.init_from import reference  # not at the top: it imports torch
     theirs = Path(flags.model)
     if not flags.base:
         raise ValueError(f"{theirs} holds adapters; give --base RUN, the run or what import wrote to whose "
                          "weights they belong")
     rank, alpha = peft.read_adapter(theirs)
     step = choose_step(Path(flags.base))
-    base = adapters.reference(step, adapters.check_import(flags.base, step))
+    base = reference(step, peft.check_import(flags.base, step))
     cfg, vocab_size = read_run_config(step.parent / "config.json")
     pieces = peft.from_peft(theirs, dataclasses.replace(cfg, lora=0), rank, vocab_size)
     cfg = dataclasses.replace(cfg, lora=rank, lora_alpha=alpha, vocab_size=vocab_size)
@@ -168,7 +168,7 @@ def export_model(flags, folder):
 
 def export_adapter(flags, folder):
     cfg, vocab_size, weights, run, vocabulary = read_run(flags.model)
-    if not isinstance(weights, adapters.Merged):
+    if not isinstance(weights, peft.Merged):
         raise ValueError(f"{run} has no adapters; convert.py export writes the whole model")
     layout = peft.to_peft(weights, cfg, vocab_size, flags.dtype)
     write_json(folder, {peft.CONFIG: peft.adapter_config(weights.cfg, layout, flags.base)})

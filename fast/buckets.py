@@ -77,7 +77,6 @@ class LoneBucket(CopyBucket):
         self.sum_handle = CompletedWork()
 
 
-# -----------------------------------------------------------------------------
 # Copies between GPUs
 
 @cache

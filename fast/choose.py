@@ -159,7 +159,6 @@ def flex_possible(cfg, device):
     return cfg.dropout == 0 and 16 <= head_width(cfg) <= 256  # the widths that its kernels know
 
 
-# -----------------------------------------------------------------------------
 # Which GPUs reach each other's memory
 
 NO_ACCESS = ("note: the GPUs of {} {} cannot access each other's memory, or a process cannot see them: "

@@ -87,7 +87,6 @@ def bytes_allocated():
     return sum(buffer.local.nbytes for buffer in SymmetricBuffer.instances)
 
 
-# -----------------------------------------------------------------------------
 # Rows to the experts and back: each way is the adjoint of the other, like Permute and Unpermute
 
 class Buffers(NamedTuple):

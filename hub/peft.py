@@ -1,11 +1,14 @@
-"""Adapters in peft's format, out and in: adapter_config.json and adapter_model.safetensors.
+"""Adapters of --lora: merged into their base, and in peft's format, out and in.
 
 peft computes x A^T B^T alpha/r as layers.Adapter does, so no number changes.
 """
+import dataclasses
+
+import checkpoint
+from config import Config
 from hub.families import family_of
 from hub.weights import Lazy, Part, check_finite, open_slices, read_from, tensors
 from interface.files import check_schema, load_json
-from runtime.adapters import adapter_names
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
@@ -17,6 +20,59 @@ PLAIN = {"peft_type": ("LORA",), "bias": ("none",), "init_lora_weights": (True, 
 HARMLESS = {"r", "lora_alpha", "auto_mapping", "base_model_name_or_path", "exclude_modules",
             "inference_mode", "layers_pattern", "layers_to_transform", "lora_dropout", "megatron_core",
             "peft_version", "qalora_group_size", "revision", "target_modules", "task_type"}
+
+
+def check_import(given, step):
+    """Return the index of the checkpoint `step` of the run or checkpoint `given`, as a base of adapters."""
+    newest = checkpoint.latest(given)
+    if step != newest:
+        raise ValueError(f"--base {given} has {step.name}, of the lowest validation loss, and {newest.name}, "
+                         f"the newest; say to which of them the adapters belong, such as --base {newest}")
+    index = checkpoint.check(step)
+    if index["meta"]["shape"].get("lora"):
+        raise ValueError(f"--base {step} holds adapters itself; give {index['meta']['base']['path']}")
+    return index
+
+
+def adapter_names(name):
+    """Return the names of A and B of a matrix, such as blocks.0.attn.wq.weight."""
+    layer = name.removesuffix(".weight")
+    return f"{layer}.lora.A", f"{layer}.lora.B"
+
+
+class Merged(checkpoint.Reader):
+    """A Reader of W + scale B A. own: a Reader of A and B, of a run with --lora and the flags cfg."""
+
+    def __init__(self, own, base, cfg):
+        weights = {name: entry for name, entry in base.index["tensors"].items() if "/" not in name}
+        super().__init__(own.path, {**own.index, "tensors": weights})
+        self.own = own
+        self.base = base
+        self.cfg = cfg
+        self.scale = cfg.lora_alpha / cfg.lora
+
+    def fill(self, name, out, full, offset):
+        import torch
+        a_name, b_name = adapter_names(name)
+        if a_name not in self.own.index["tensors"] or not out.numel():
+            self.base.fill(name, out, full, offset)
+            return
+        # The sum is rounded once, to the dtype of out.
+        dtype = torch.promote_types(out.dtype, torch.float32)
+        merged = torch.empty(out.shape, dtype=dtype)
+        self.base.fill(name, merged, full, offset)
+        rows, columns = (slice(at, at + n) for at, n in zip(offset, out.shape, strict=True))
+        a = self.own.whole(a_name).to(dtype)[:, columns]
+        b = self.own.whole(b_name).to(dtype)[rows]
+        out.copy_(merged.addmm_(b, a, alpha=self.scale))
+
+
+def open_merged(cfg, own):
+    """Return (Config, Reader) of the whole model whose adapters `own`, a Reader, holds. cfg: of the run."""
+    from runtime.init_from import base_path  # not at the top: it imports torch
+    path = base_path(own.index["meta"]["base"])
+    merged = Merged(own, checkpoint.Reader(path, checkpoint.check(path)), cfg)
+    return dataclasses.replace(cfg, lora=0, lora_alpha=Config.lora_alpha), merged
 
 
 def factors(cfg, rank, vocab_size):
@@ -42,7 +98,7 @@ def factors(cfg, rank, vocab_size):
 
 
 def to_peft(merged, cfg, vocab_size, dtype):
-    """Return {peft's name: Lazy} of a runtime.adapters.Merged. cfg: of its whole model."""
+    """Return {peft's name: Lazy} of a Merged. cfg: of its whole model."""
     found = factors(cfg, merged.cfg.lora, vocab_size).items()
     layout = {theirs: Lazy([Part(ours, shape, (0, 0), shape)]) for theirs, (ours, shape) in found}
     return read_from(merged.own, layout, dtype)

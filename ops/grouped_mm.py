@@ -74,7 +74,6 @@ def row_bounds(ends):  # (e,) -> (e+1,) int32: expert i has the rows bounds[i] t
     return None if ends is None else F.pad(ends.to(torch.int32), (1, 0))
 
 
-# -----------------------------------------------------------------------------
 # One kernel each, of torch, of quack-kernels or of ops/
 
 def experts_mm(x, w, bounds):

@@ -93,7 +93,6 @@ def open_data(cfg, world, mesh):
     return train, val, vocab_size, identity, tokenizer
 
 
-# -----------------------------------------------------------------------------
 # When to stop
 
 def start_copy(tensor):
@@ -161,7 +160,6 @@ class Stop:
         return next((reason for reason, asked in zip(REASONS, found, strict=True) if asked), None)
 
 
-# -----------------------------------------------------------------------------
 # Replicas. Memory and links flip bits, and a wrong sum makes replicas drift apart without an error. So every
 # --check-every steps, ranks that must hold equal parameters compare hashes of them.
 

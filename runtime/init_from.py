@@ -1,5 +1,6 @@
 """What a run takes from another one: its weights (--init-from), and which of its flags may differ."""
 import dataclasses
+import hashlib
 import json
 from pathlib import Path
 
@@ -8,14 +9,12 @@ from config import FLAGS, MEANING, SHAPE, Config, flags_of_kind, has_effect, pad
 from corpus.samples import first_folder
 from corpus.tokenizer import refuse_other_tokens
 from ddp import frozen_parameters
-from runtime.adapters import base_path, reference
 from runtime.pieces import bucket_pieces, first_sound, load_pieces, own_pieces
 
 VOCABULARY = "wte.weight", "head.weight", "mlm.bias"  # their rows are symbols and padding
 UNKNOWN = "no such flag"
 
 
-# -----------------------------------------------------------------------------
 # Flags that differ
 
 def flags_of(cfg):
@@ -76,7 +75,6 @@ def changed_flags(cfg, path, meta, n_ranks, data_id, vocab_size):
     return changed
 
 
-# -----------------------------------------------------------------------------
 # --init-from
 
 def init_from(model, opt, path):
@@ -148,8 +146,28 @@ def weights_to_read(opt, symbols, upcycles):
     return requested
 
 
-# -----------------------------------------------------------------------------
 # --lora: the base's weights, which stay as they are
+
+def reference(path, index):
+    """Return what a checkpoint of adapters says of its base: its path, and a hash of what it holds."""
+    content = json.dumps([index["tensors"], index["files"]], sort_keys=True).encode()
+    return {"path": str(Path(path).resolve()), "hash": hashlib.blake2b(content, digest_size=16).hexdigest()}
+
+
+def base_path(base, moved_to=""):
+    """Return where the base of this reference() is: there, or in moved_to, a checkpoint or a run.
+    FileNotFoundError, with the fix: nowhere."""
+    path = Path(base["path"])
+    places = [path]
+    if moved_to:
+        places += [*checkpoint.steps(moved_to), Path(moved_to)]
+    for place in places:
+        is_there = (place / "index.json").exists()
+        if is_there and reference(place, checkpoint.read_index(place))["hash"] == base["hash"]:
+            return place
+    raise FileNotFoundError(f"the base of these adapters, {path}, is not there, or has other weights; put it "
+                            "back, or a link to where it is, or tell train.py that with --init-from")
+
 
 def load_base(model, base, moved_to=""):
     """Fill the weights that --lora freezes. Collective; ValueError, OSError: the base is not there.

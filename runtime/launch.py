@@ -32,7 +32,6 @@ os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
 
 NO_TIMEOUT = 30 * 86400.0  # seconds, longer than any run
 
-# -----------------------------------------------------------------------------
 # Which rank this process is
 
 # Each launcher's variables for (rank, world size, local rank). The first that are set count, srun's last:
@@ -79,7 +78,6 @@ def job_id():
     return os.environ.get("PBS_JOBID") or os.environ.get("SLURM_JOB_ID")
 
 
-# -----------------------------------------------------------------------------
 # What a rank knows of the others
 
 class CollectiveLog:
@@ -137,7 +135,6 @@ class World:
         return make_mesh(self).world
 
 
-# -----------------------------------------------------------------------------
 # Start and end
 
 def launch(timeout=600.0, quiet=False):
@@ -229,7 +226,6 @@ def end_all_on_exception(comm):
     sys.excepthook = hook
 
 
-# -----------------------------------------------------------------------------
 # The store by which the ranks meet
 
 def _meet(start, comm, n_nodes, wait):
@@ -283,7 +279,6 @@ def _own_address():
         return socket.gethostname()
 
 
-# -----------------------------------------------------------------------------
 # MPI, by which the ranks only meet: after that, torch's process groups take over
 
 def _mpi_world(start):
@@ -317,7 +312,6 @@ def _node(launcher, comm):
     return os.environ.get("GROUP_RANK", socket.gethostname()), 1  # torchrun's; a job script sets none
 
 
-# -----------------------------------------------------------------------------
 # The device of this rank
 
 def select_device(local_rank, local_size):

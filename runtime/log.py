@@ -41,7 +41,6 @@ from runtime.pieces import bucket_pieces
 from runtime.session import signals
 from skip import give_up_message, not_finite_reason
 
-# -----------------------------------------------------------------------------
 # The numbers of a step
 
 class Metrics:
@@ -193,7 +192,6 @@ def report_traffic(run, batch):
         say(f"  {axis:14}{expected / 1e6:10.4g} / {found / 1e6:.4g}")
 
 
-# -----------------------------------------------------------------------------
 # Both ends of a run
 
 def begin(run, found):
@@ -307,7 +305,6 @@ def print_sample(model, tokenizer, prompt, seed):
     return text
 
 
-# -----------------------------------------------------------------------------
 # The files
 
 class Log:
@@ -422,7 +419,6 @@ def format_row(row, steps, widths):
     return "\n".join(lines)
 
 
-# -----------------------------------------------------------------------------
 # Weights & Biases
 
 WANDB = "wandb (pip install wandb)"

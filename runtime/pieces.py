@@ -81,7 +81,6 @@ def saves(name, axis):
     return zlib.crc32(name.encode()) % axis.size == axis.rank
 
 
-# -----------------------------------------------------------------------------
 # All ranks read a checkpoint
 
 def first_sound(everyone, paths, hint=""):

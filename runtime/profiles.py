@@ -77,7 +77,6 @@ def traced(run):
     return traced_step
 
 
-# -----------------------------------------------------------------------------
 # --pdb. Launchers give the terminal to no rank or to the wrong one, so the rank waits at two pipes.
 
 def attach_pdb(world, rank):

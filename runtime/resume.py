@@ -27,7 +27,6 @@ from skip import skipped_ranges
 FOREIGN = "*_[0-9]*.bin", "*/metrics.jsonl", "*.safetensors", "*.md", "*.py", ".git"
 
 
-# -----------------------------------------------------------------------------
 # Where the run is
 
 @dataclasses.dataclass
@@ -115,7 +114,6 @@ def dump_grads(path, world, data_parallel, opt, vocab_size):
             shutil.rmtree(folder)
 
 
-# -----------------------------------------------------------------------------
 # The directory of the run, and the checkpoint to start from
 
 def run_id(everyone):
@@ -193,7 +191,6 @@ def set_run_aside(out, init_from):
     say(f"{out} held another run: it is now {new} (--resume auto goes on from checkpoints)")
 
 
-# -----------------------------------------------------------------------------
 # The start
 
 def start_from(found, model, opt, data_id):

@@ -21,7 +21,6 @@ from config import Outcome
 from interface.terminal import complain, say
 from runtime.timing import Stopwatch
 
-# -----------------------------------------------------------------------------
 # The watchdog. A rank that waits in a collective cannot know for which rank. So each, by its own clock,
 # writes to OUT/hang/ its stacks, and how many collectives it has begun on each axis. After a grace the lowest
 # rank that wrote reads what all wrote: who began fewer than its partners is waited for.
@@ -144,7 +143,6 @@ def current_place(thread):
     return "a library"
 
 
-# -----------------------------------------------------------------------------
 # The verdict on the reports of a hung run
 
 def verdict(reports, size, timeout, hosts=()):
@@ -189,7 +187,6 @@ def format_ranks(numbers):
     return f"{word} {', '.join(map(str, numbers))}"
 
 
-# -----------------------------------------------------------------------------
 # Slow ranks. All ranks finish a step together, so each rank's own time is compared, from the start of the
 # step to its first collective, within its stage of the pipeline. In a CUDA graph only delays before it show.
 
