@@ -102,16 +102,19 @@ def dump_grads(path, world, data_parallel, opt, vocab_size):
     found = own_pieces(data_parallel, opt, {"": opt.masters, "grad/": grads})
     found = [(name, whole(piece).cpu(), *place) for name, piece, *place in found]
     folder = Path(f"{path}.{run_id(world.everyone)}.parts")  # new: all in it is this function's
-    with world.everyone.input():
-        step = checkpoint.save(folder, 1, found, {}, world.rank, world.size)
+    try:
+        with world.everyone.input():
+            step = checkpoint.save(folder, 1, found, {}, world.rank, world.size)
+            if world.rank == 0:
+                full = checkpoint.full_tensors(step)
+                for name, tensor in full.items():
+                    if name.split("/")[-1] in VOCABULARY and tensor.size(0) == pad_vocab(vocab_size):
+                        full[name] = tensor[:vocab_size]
+                checkpoint.write_safetensors(folder / "full", full)
+                os.rename(folder / "full", path)
+    finally:
         if world.rank == 0:
-            full = checkpoint.full_tensors(step)
-            for name, tensor in full.items():
-                if name.split("/")[-1] in VOCABULARY and tensor.size(0) == pad_vocab(vocab_size):
-                    full[name] = tensor[:vocab_size]
-            checkpoint.write_safetensors(folder / "full", full)
-            os.rename(folder / "full", path)
-            shutil.rmtree(folder)
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 # The directory of the run, and the checkpoint to start from
