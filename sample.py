@@ -294,7 +294,7 @@ def reply(asked, model, vocabulary, flags, seed):
         return answer(model, vocabulary, flags, asked["messages"])
     *_, text = asked["messages"]
     prompt = vocabulary.encode_prompt(text)
-    return vocabulary.whole_characters(new_ids(model, prompt, flags), prompt[-1:])
+    return vocabulary.whole_characters(new_ids(model, prompt, flags), prompt)
 
 
 if __name__ == "__main__":
