@@ -18,6 +18,7 @@ from interface import files
 from interface.paths import is_run
 from interface.terminal import one_line, say
 from ops.split_master import whole
+from optim import learning_rate
 from runtime.init_from import VOCABULARY, changed_flags, init_from, load_base
 from runtime.pieces import first_sound, load_pieces, own_pieces
 from runtime.saver import Saver
@@ -222,7 +223,9 @@ def start_from(found, model, opt, data_id):
                 for name, (before, now) in state.changed.items()]
         if "steps" in state.changed and not cfg.decay_steps:
             before, now = state.changed["steps"]
-            said.append(f"lr now decays until step {now}; --decay-steps {before} keeps its curve")
+            old, new = (learning_rate(dataclasses.replace(cfg, steps=n), state.step) for n in (before, now))
+            said.append(f"resume: lr {old:.3g} -> {new:.3g}, as it decays until step {now}; --decay-steps "
+                        f"{before} keeps its curve")
         if cfg.dump_grads or cfg.init_from and not cfg.lora:
             said.append(f"goes on from {found}: --init-from and --dump-grads are for a start, and not used")
         skip = sorted({*skip, *skipped_ranges(state.skip)})  # a resume inside a range goes on skipping it
