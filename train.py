@@ -49,7 +49,6 @@ def train(run):
         stats = None
         if any(a <= number <= b for a, b in run.skip):  # --train-range-to-skip
             state.skipped += 1
-            run.guard.reason = None
         else:  # forward, backward, sums of gradients, update: Step, below
             stats, refused = run.step(batches, number, run.is_logged, run.guard, n_trained)
             run.guard.refused_flags.append((number, refused))

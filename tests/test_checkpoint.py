@@ -282,9 +282,10 @@ def test_only_what_a_save_wrote_is_deleted(tmp_path):
             (tmp_path / name / file).write_text(name)
     (tmp_path / "step_000008.del/notes.txt").touch()
     (tmp_path / "step_000001/notes.txt").touch()
+    (tmp_path / "step_000007.tmp").touch()  # no directory at all
     checkpoint.recover(tmp_path)
     checkpoint.prune(tmp_path, keep=1)
-    left = {p.name: sorted(os.listdir(p)) for p in tmp_path.iterdir()}
+    left = {p.name: sorted(os.listdir(p)) for p in tmp_path.iterdir() if p.is_dir()}
     kept = dict.fromkeys(["step_000003", "step_000006.aside"], sorted(ours))
     assert left == {**kept, **dict.fromkeys(["step_000008.del", "step_000001.del"], ["notes.txt"])}
 
