@@ -421,8 +421,9 @@ def replicas_that_differ(world, dtype):
     return before, differences(), all(torch.equal(row, rows[0]) for rows in masters for row in rows)
 
 
-def test_groups_start_equal_and_are_compared():
-    for before, after, masters_equal in run_ranks(4, replicas_that_differ, "bf16"):
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])  # split masters, and whole ones
+def test_groups_start_equal_and_are_compared(dtype):
+    for before, after, masters_equal in run_ranks(4, replicas_that_differ, dtype):
         assert any(line.startswith("wte.weight on ranks 2, 3 differs") for line in before), before
         assert after == [] and masters_equal, "the groups differ after the start"
 
