@@ -154,10 +154,10 @@ def encode(folder, sha256, jobs):
     vocab = load_tokenizer(folder, sha256)
     encoded = []
     for val_fraction, document in jobs:
-        ids = vocab.encode(document)
+        tokens = vocab.encode_numpy(document)
         if vocab.eod is not None:
-            ids.append(vocab.eod)
-        encoded.append((split_of(document, val_fraction), np.array(ids, token_dtype(vocab)), len(document),
+            tokens = np.append(tokens, vocab.eod)
+        encoded.append((split_of(document, val_fraction), tokens.astype(token_dtype(vocab)), len(document),
                         ENDS.findall(document)))
     return encoded
 

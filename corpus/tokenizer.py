@@ -33,7 +33,7 @@ class Tokenizer:
     """What all kinds have in common.
 
     special: the tokens that text never gives, {token: id}. A subclass has n_vocab (number of ids), eod (id of
-    end-of-document or None), encode (str -> [id]) and decode (ids -> str).
+    end-of-document or None), encode_numpy (str -> (n,) ids) and decode (ids -> str).
     """
 
     def __init__(self, spec):
@@ -45,6 +45,9 @@ class Tokenizer:
 
     def save(self, path):
         Path(path).write_bytes(self.text.encode())
+
+    def encode(self, text):
+        return self.encode_numpy(text).tolist()
 
     def encode_prompt(self, text):
         """Return the ids of a text to be continued, or of the end-of-document if it is empty."""
@@ -89,14 +92,14 @@ class CharTokenizer(Tokenizer):
         self.id_of = np.full(0x110000, -1, np.int32)  # code point -> id, so that encoding is one gather
         self.id_of[[ord(c) for c in self.chars]] = np.arange(len(self.chars))
 
-    def encode(self, text):
+    def encode_numpy(self, text):
         code_points = np.frombuffer(text.encode("utf-32-le"), np.uint32)
         ids = self.id_of[code_points]
         if (ids < 0).any():
             c = text[int(np.argmax(ids < 0))]
             raise ValueError(f"the character {c!r} (U+{ord(c):04X}) is not among the {len(self.chars)} of"
                              " this vocabulary; leave it out, or prepare the data with --tokenizer bpe")
-        return ids.tolist()
+        return ids
 
     def decode(self, ids):
         known = range(self.n_vocab)
@@ -121,8 +124,8 @@ class BpeTokenizer(Tokenizer):
         ranks = {base64.b64encode(token).decode(): i for token, i in ranks.items()}
         return cls({"kind": kind, "pattern": pattern, "ranks": ranks, "special": special})
 
-    def encode(self, text):
-        return self.encoding.encode(text, disallowed_special=())
+    def encode_numpy(self, text):
+        return self.encoding.encode_to_numpy(text, disallowed_special=())
 
     def decode(self, ids):
         tokens = [self.encoding.decode_single_token_bytes(i) if i in self.ids else UNKNOWN.encode()
@@ -160,8 +163,8 @@ class HfTokenizer(Tokenizer):
         if not isinstance(self.eod, int) or self.eod >= self.n_vocab:
             self.eod = None
 
-    def encode(self, text):
-        return self.library.encode(text, add_special_tokens=False).ids
+    def encode_numpy(self, text):
+        return np.array(self.library.encode(text, add_special_tokens=False).ids, np.int64)
 
     def encode_prompt(self, text):
         return self.library.encode(text).ids or super().encode_prompt(text)  # some put a special token first

@@ -123,6 +123,8 @@ def read(world, path):
 
 def check_source(cfg, path, shape, upcycles):
     """Raise ValueError unless a model of this shape can be the start of cfg's."""
+    if upcycles and shape["bias"]:
+        raise ValueError(f"--init-from {path} is a dense model with biases, and experts have none")
     refuse(path, {name: [value, UNKNOWN] for name, value in unknown_flags(shape).items()})
     may_differ = ["n_experts", "n_shared_experts"] if upcycles else []
     if cfg.lora and not shape.get("lora"):

@@ -26,6 +26,7 @@ from skip import skipped_ranges
 
 # What --out must not hold besides a run: prepared data, other runs, models of other programs, sources
 FOREIGN = "*_[0-9]*.bin", "*/metrics.jsonl", "*.safetensors", "*.md", "*.py", ".git"
+SCHEDULE = {"steps", "lr", "min_lr", "warmup", "lr_schedule", "decay_steps", "decay_ratio"}
 
 
 # Where the run is
@@ -221,11 +222,12 @@ def start_from(found, model, opt, data_id):
             state.base = model.base
         said = [f"resume: {name.replace('_', '-')} {before} -> {now}"
                 for name, (before, now) in state.changed.items()]
-        if "steps" in state.changed and not cfg.decay_steps:
+        if state.changed.keys() & SCHEDULE == {"steps"}:
             before, now = state.changed["steps"]
             old, new = (learning_rate(dataclasses.replace(cfg, steps=n), state.step) for n in (before, now))
-            said.append(f"resume: lr {old:.3g} -> {new:.3g}, as it decays until step {now}; --decay-steps "
-                        f"{before} keeps its curve")
+            if old != new:
+                said.append(f"resume: lr {old:.3g} -> {new:.3g}, as it decays until step {now}; "
+                            f"--decay-steps {before} keeps its curve")
         if cfg.dump_grads or cfg.init_from and not cfg.lora:
             said.append(f"goes on from {found}: --init-from and --dump-grads are for a start, and not used")
         skip = sorted({*skip, *skipped_ranges(state.skip)})  # a resume inside a range goes on skipping it
