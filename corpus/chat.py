@@ -52,7 +52,8 @@ class Template:
             new = self.message(message["role"], message["content"])
             ids += new
             is_trained = message["role"] == "assistant" and message.get("weight", 1) == 1
-            trained += [0] + [int(is_trained)] * (len(new) - 1)  # the role itself; the words and the end
+            trained.append(0)  # the role itself
+            trained += [int(is_trained)] * (len(new) - 1)  # the words and the end
         return ids, trained
 
 

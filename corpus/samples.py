@@ -270,7 +270,8 @@ class Blend:
         which = self.schedule[k]
         for i in np.unique(which).tolist():
             rows = np.flatnonzero(which == i)
-            start = period[rows[0]] * self.per_period[i] + self.given[k[rows[0]]]
+            row = rows[0]
+            start = period[row] * self.per_period[i] + self.given[k[row]]
             yield self.parts[i], int(start), rows
 
     def batch(self, first, n):

@@ -105,7 +105,8 @@ def stage_layers(cfg, stages):
     counts = [1] * stages
     order = sorted(range(stages), key=lambda stage: -min(stage, stages - 1 - stage))  # the middle first
     for _ in range(cfg.n_layer - stages):
-        counts[min(order, key=lambda stage: counts[stage] + (stage in (0, stages - 1)))] += 1
+        lightest = min(order, key=lambda stage: counts[stage] + (stage in (0, stages - 1)))
+        counts[lightest] += 1
     if cfg.pp_layers:
         proposal = ",".join(map(str, counts))
         counts = [int(text) if text.strip().isdecimal() else 0 for text in cfg.pp_layers.split(",")]
