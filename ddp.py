@@ -139,7 +139,7 @@ class Bucket:
         first = self.params[0]
         self.decayed = uses_weight_decay(first)
         self.in_turn = axis.name != "tied"  # whether make_hook starts its sum: see wait_sum
-        self.shard, self.replicas = axis.sharing(zero)
+        self.shard, self.replicas = axis.sharing(zero)  # without ZeRO: this rank, all ranks
         self.n_slices = self.shard.size
         ends = list(itertools.accumulate(p.numel() for p in self.params))
         self.starts = [0, *ends[:-1]]  # of each parameter in a buffer

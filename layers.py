@@ -59,7 +59,7 @@ class Norm(Gain):
     def __init__(self, cfg, mesh):
         super().__init__(cfg, cfg.n_embd, mesh)
         kind = NORMS[cfg.norm]
-        self.formula = kind.formula
+        self.formula = kind.formula  # such as rms_norm
         self.eps = cfg.norm_eps
         self.bias = parameter((cfg.n_embd,), mesh) if kind.takes_bias and cfg.bias else None
         self.kernel = None  # what Choice.install() may give: a function of ops/norms.py

@@ -226,7 +226,7 @@ class GPT(nn.Module):
         return initial_weights(p, name, self, self.cfg.seed)
 
     def provide_weights(self, module, x=None):
-        """Wait for a module's new weights before it reads them. x: its input, for ZeRO-3's hook."""
+        """Wait for a module's weights, if ZeRO gathers them. x: its input, for ZeRO-3's hook."""
         if self.data_parallel is not None:
             self.data_parallel.provide_weights(module, x)
 

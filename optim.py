@@ -149,12 +149,13 @@ class Optimizer:
             squares = torch.cat([self.squares([whole(master)]) for master in self.masters])
             param_squares = (squares * self.count_factors).sum()
 
-        # Nobody votes in one process, in tests and in bench/.
+        # Votes to stop the run, such as for a signal, are summed in the same message. Nobody votes
+        # in one process, in tests and in bench/.
         votes = [] if self.stop is None else self.stop.votes(loss.device)
         sums = torch.stack([loss, grad_squares, num_zeros, param_squares, *votes])
         self.data_parallel.mesh.world.all_reduce(sums)  # SUM of 4 numbers and 6 votes, over world
         if self.stop is not None:
-            self.stop.sums = sums[4:]
+            self.stop.sums = sums[4:]  # train.Run.judge asks for them
         grad_norm = self.unscale(sums[1].sqrt())
         return StepStats(sums[0], grad_norm, num_zeros=sums[2], param_norm=sums[3].sqrt())
 

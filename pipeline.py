@@ -159,6 +159,7 @@ def schedule(rank, pp, chunks, micro_batches, backward=True):
     backwards = [Op("B", i, chunks - 1 - chunk) for i, chunk in order] if backward else []
     # One forward for each later rank; with several chunks two, so that messages can arrive.
     warmup = (chunks - 1) * pp + (pp - 1 - rank) * (1 if chunks == 1 else 2)
+    # One of each in turn. As many backwards as the warm-up had forwards remain: the cool-down.
     steady = itertools.chain(*itertools.zip_longest(forwards[warmup:], backwards))
     ops = [*forwards[:warmup], *steady]
     return [op for op in ops if op is not None and op.micro_batch < micro_batches]

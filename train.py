@@ -51,13 +51,14 @@ def train(run):
             state.skipped += 1
         else:  # forward, backward, sums of gradients, update: Step, below
             stats, refused = run.step(batches, number, run.is_logged, run.guard, n_trained)
-            run.guard.refused_flags.append((number, refused))
-            run.metrics.clock.steps += 1
+            run.guard.refused_flags.append((number, refused))  # on the device: read below
+            run.metrics.clock.steps += 1  # a row's times are means over these
             run.metrics.clock.samples += batch
         state.step = number
         state.samples += batch
 
-        # A row and a checkpoint need the number of refused steps. To read it, the host waits.
+        # A row and a checkpoint need the number of refused steps, too many of which end the run. To
+        # read it, the host waits, which with --skip-spikes it does in every step.
         if run.is_logged or due(cfg.save_every) or cfg.skip_spikes:
             run.guard.count_refused()
         if run.is_logged or stats is None or run.guard.reason or run.guard.given_up:
@@ -232,9 +233,9 @@ class Run:
         cfg = self.cfg
         first = self.state.samples
         device = self.world.device
-        self.metrics.stragglers.begin()
+        self.metrics.stragglers.begin()  # this rank's own time, to find slow ranks
         batch = batch_size(first, self.batch, cfg.rampup_batch_size)
-        with self.metrics.timers("data"):
+        with self.metrics.timers("data"):  # nothing without --timers
             batches = micro_batches(cfg, self.mesh, self.train_data, first, batch, device)
         if number == cfg.inject_spike:
             batches = corrupt_targets(batches)
@@ -282,6 +283,7 @@ class Run:
                 return Outcome.REPLICAS_DIFFER
         if step == self.cfg.steps:
             return Outcome.DONE
+        # Optimizer.stats has summed the votes of all ranks, so all get the same answer.
         self.stop_reason = self.stop.poll(self.world, begun, self.saver.seconds)
         if self.stop_reason is None:
             return Outcome.DONE

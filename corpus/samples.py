@@ -353,7 +353,7 @@ def micro_batches(cfg, mesh, source, first, count, device):
     start = first + mesh.dp.rank * n_batches * cfg.micro_batch
     batches = []
     for number in range(start, start + n_batches * cfg.micro_batch, cfg.micro_batch):
-        batch = source.batch(number, cfg.micro_batch)
+        batch = source.batch(number, cfg.micro_batch)  # x, y and maybe places, (B, T) each
         if mesh.cp.size > 1:
             batch = tuple(mesh.cp.own_segments(tensor, 1) for tensor in batch)
         if device.type != "cpu":

@@ -23,7 +23,8 @@ def sort_by_expert(expert, E):
         return kernels.counting_sort(expert, E)
     perm = expert.argsort(stable=True)
     counts = torch.bincount(expert, minlength=E)
-    return perm, invert(perm, expert.numel()), counts, counts.cumsum(0)
+    inv_perm = invert(perm, expert.numel())  # the inverse of a permutation
+    return perm, inv_perm, counts, counts.cumsum(0)
 
 
 def queue_by_expert(expert, E):
