@@ -38,7 +38,7 @@ def forward_backward(model, data_parallel, batches, n_trained, loss_scale=None, 
     """
     if model.mesh.pp.size > 1:
         return several_stages(model, data_parallel, batches, n_trained, loss_scale, seeds, set_seed)
-    total = zero_loss(model)
+    total = 0
     for i, (x, y, *places) in enumerate(batches):
         if seeds:
             set_seed(seeds[0][i])

@@ -79,7 +79,7 @@ def texts(found):
 def step():
     """Return the loop over the micro-batches of a step, as pipeline.py has it."""
     code = inspect.getsource(pipeline.forward_backward)
-    loop = code[code.index("    total = zero_loss"):].rstrip()
+    loop = code[code.index("    total = 0"):].rstrip()
     return fenced(textwrap.dedent(loop).splitlines(), "python")
 
 
