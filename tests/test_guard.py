@@ -102,13 +102,13 @@ def test_a_lasting_jump_of_the_loss_is_refused_until_the_run_gives_up():
 
 def test_the_message_names_a_checkpoint_and_a_range_to_skip():
     paths = [Path(f"out/x/step_{s:06d}") for s in (1005, 1000, 900, 800)]
-    text = give_up_message(paths, 1001, 1008, "spike", 5000)
-    assert "steps 1001 to 1008" in text
-    assert text.endswith("--resume out/x/step_000900 --train-range-to-skip 951 1151, or a lower --lr")
-    without = give_up_message([], 2, 50, "spike", 5000)
+    text = give_up_message(paths, 1000, 1008, "spike", 5000)
+    assert "steps 1000 to 1008" in text
+    assert text.endswith("--resume out/x/step_000900 --train-range-to-skip 950 1150, or a lower --lr")
+    without = give_up_message([Path("out/x/step_000002")], 2, 50, "spike", 5000)
     assert "the same command with --train-range-to-skip 1 152," in without
-    short = give_up_message(paths, 1001, 1008, "spike", 1151)  # 1,001 + 150: no step would be left
-    assert "--train-range-to-skip 951 1008," in short
+    short = give_up_message(paths, 1000, 1008, "spike", 1150)  # 1,000 + 150: no step would be left
+    assert "--train-range-to-skip 950 1008," in short
 
 
 # --skip-spikes=20: the window of 16 steps is short, and the loss of these runs falls fast
