@@ -154,10 +154,6 @@ def _join(start, wait):
     """Meet the other ranks, and return the World."""
     import torch.distributed as dist
     launcher, rank, size, local_rank = start
-    # Slurm's pmi2 reads 1,024 bytes of a message and takes the rest for another one. MPICH's addresses of UCX
-    # may be longer, those of OFI have 16 bytes.
-    if launcher == "srun" and "PMI_FD" in os.environ and os.path.exists(f"{sys.prefix}/lib/mpich"):
-        os.environ.setdefault("MPIR_CVAR_CH4_NETMOD", "ofi")
     comm = None if launcher == "torchrun" else _mpi_world(start)
     if comm is not None:
         size = comm.size
@@ -284,6 +280,10 @@ def _own_address():
 def _mpi_world(start):
     """Return MPI.COMM_WORLD if it agrees with the launcher, or None if srun runs without MPI.
     ValueError, with what to do: mpi4py is missing, or belongs to another MPI than the launcher."""
+    # Slurm's pmi2 reads 1,024 bytes of a message and takes the rest for another one. MPICH's addresses of UCX
+    # may be longer, those of OFI have 16 bytes.
+    if start.launcher == "srun" and "PMI_FD" in os.environ and os.path.exists(f"{sys.prefix}/lib/mpich"):
+        os.environ.setdefault("MPIR_CVAR_CH4_NETMOD", "ofi")
     try:
         from mpi4py import MPI  # this import is MPI_Init, which waits for all ranks
         comm = MPI.COMM_WORLD

@@ -1,5 +1,6 @@
 """Whole runs of train.main on the ranks of the pool, and comparisons of what they leave behind."""
 import contextlib
+import dataclasses
 import hashlib
 import io
 import json
@@ -14,6 +15,7 @@ from pool import run_ranks
 
 import checkpoint
 import prepare
+import sample
 import train
 from cost.memory import state_bytes
 from cost.parameters import Rank
@@ -166,6 +168,17 @@ def final(out, step):
     """Return the checkpoint of a step: {name: full weight or moment}, and the meta of its index."""
     path = Path(out, f"step_{step:06d}")
     return checkpoint.full_tensors(path), checkpoint.check(path)["meta"]
+
+
+def model_of(run, **changed):
+    """Return the model of a run or a directory of Hugging Face, with other flags; in fp64 if they say so."""
+    cfg, vocab_size, weights, _, _ = sample.read_run(run)
+    cfg = dataclasses.replace(cfg, **changed)
+    torch.set_default_dtype(torch.float64 if cfg.dtype == "fp64" else torch.float32)
+    try:
+        return sample.load_model(cfg, vocab_size, weights).eval()
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def same(a, b, step):

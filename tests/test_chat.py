@@ -14,7 +14,7 @@ import test_layouts
 import torch
 from faults import planted
 from pool import run_ranks
-from runs import TINY, assert_refused, called, final, go, refused, rows, same, session
+from runs import TINY, assert_refused, called, final, go, model_of, refused, rows, same, session
 from test_moe import owned
 
 import checkpoint
@@ -387,12 +387,7 @@ def tuned(data, pretrained):
 
 def talk(run, questions):
     """Return what is said, in fp64."""
-    cfg, vocab_size, weights, _, _ = sample.read_run(run)
-    torch.set_default_dtype(torch.float64)
-    try:
-        model = sample.load_model(cfg, vocab_size, weights)
-    finally:
-        torch.set_default_dtype(torch.float32)
+    model = model_of(run, dtype="fp64")
     flags = sample.Flags(str(run), chat=True, max_new_tokens=12, temperature=0, system="Be brief.")
     said = []
     for question in questions:

@@ -61,6 +61,7 @@ WRONG = [
     ("train.py --tp 2", "this layout needs 2 ranks: mpiexec -n 2 python train.py --tp 2"),
     ("train.py --cp 2 --tp 2", "this layout needs 4 ranks: mpiexec -n 4 python train.py --cp 2 --tp 2"),
     ("train.py tiny-moe --ep 4", "mpiexec -n 4 python train.py tiny-moe --ep 4"),
+    ("train.py --shard 2", "a group of --zero, which is 0; add --zero 1"),
     ("train.py --shard 2 --zero 1", "this layout needs 2 ranks: mpiexec -n 2"),
     ("train.py --nproc_per_node=2 --tp 2", "it belongs to the launcher, mpiexec -n N python train.py; in"),
     # nanoGPT and wordplay

@@ -138,6 +138,9 @@ def test_what_one_graph_keeps_of_a_block(recompute, monkeypatch):
     model, *_ = build(cfg, parallel.make_mesh(World()), 64, torch.device("cpu"))
     Choice(False, False, False, False, flash=True).install(model)
     block = model.blocks["0"]
+    over_cp, *_ = build(cfg, parallel.make_mesh(World(size=2), cp=2, groups=False), 64, torch.device("cpu"))
+    Choice(False, False, False, False).install(over_cp)
+    assert over_cp.blocks["0"].norm1.kernel is not None  # several graphs, which keep a kernel's results
     is_full = recompute == "full"
     assert (block.norm1.kernel is None) == is_full == (flash.FlashAttention.operation in block.kept)
     monkeypatch.undo()

@@ -13,14 +13,13 @@ import pytest
 import test_import
 import torch
 import torch.nn.functional as F
-from runs import go, refused
+from runs import go, model_of, refused
 from safetensors.torch import load_file, save_file
 from test_import import VOCAB, WINDOWS
 from torch.overrides import TorchFunctionMode
 
 import convert
 import prepare
-import sample
 from corpus import chat, tokenizer
 from hub import families, weights
 from hub import tokenizer as tokenizer_json
@@ -66,15 +65,9 @@ def theirs(hf, folder, out):
 
 def ours(folder):
     """A run, or a directory of Hugging Face, by our model -> logits (2T, V), gradients by their names."""
-    cfg, vocab_size, reader, _, _ = convert.read_run(folder)
-    cfg = dataclasses.replace(cfg, dtype="fp64", dropout=0.0)
-    torch.set_default_dtype(torch.float64)
-    try:
-        model = sample.load_model(cfg, vocab_size, reader).eval()
-    finally:
-        torch.set_default_dtype(torch.float32)
+    model = model_of(folder, dtype="fp64")
     x, y = tokens()
-    logits = model(x)[0][:, :vocab_size]
+    logits = model(x)[0][:, :model.vocab_size]
     model(x, y)[0].backward()
     grads = {name: p.grad for name, p in model.named_parameters()}
 
@@ -83,7 +76,7 @@ def ours(folder):
 
         def fill(self, name, out, full, offset):
             out.copy_(grads[name][tuple(slice(o, o + s) for o, s in zip(offset, out.shape, strict=True))])
-    layout = weights.tensors(cfg, families.family_of(cfg), vocab_size)
+    layout = weights.tensors(model.cfg, families.family_of(model.cfg), model.vocab_size)
     return logits.detach(), {
         name: dataclasses.replace(tensor, weights=Gradients(), dtype=torch.float64).detach()
         for name, tensor in layout.items() if tensor.parts[0].name in grads}
@@ -102,7 +95,7 @@ def assert_same_function(hf, theirs_at, ours_at, out, zeros=()):
 # -----------------------------------------------------------------------------
 # Out: checkpoints of any layout
 
-GPT2 = ["--norm=layer", "--mlp=gelu", "--pos=learned", "--n-kv-head=2", "--tied"]
+GPT2 = ["--norm=layer", "--mlp=gelu", "--pos=learned", "--n-kv-head=2", "--tied", "--dropout=0.25"]
 MOE = ["--n-experts=4", "--top-k=2"]
 GEMMA3 = ["--norm=rms1p", "--mlp=geglu", "--norm-place=both", "--qk-norm=head", "--embed-scale", "--tied",
           "--window=4", "--full-every=2", "--window-rope-base=20"]
@@ -135,6 +128,8 @@ def test_an_exported_run_is_the_same_function(name, hf, tmp_path):
     go(ranks, tmp_path / "run", "--steps=2", "--save-every=2", "--lr=0.3", *flags)
     convert.main(["export", str(tmp_path / "run"), "--out", str(tmp_path / "hf"), "--dtype=fp64"])
     assert_same_function(hf, tmp_path / "hf", tmp_path / "run", tmp_path / "grads", zeros)
+    config = vars(hf.AutoConfig.from_pretrained(tmp_path / "hf"))
+    assert {config[field] for field in config if field.endswith("_pdrop")} <= {0.25}  # GPT-2's
 
 
 # -----------------------------------------------------------------------------
@@ -379,12 +374,13 @@ def test_data_by_a_tokenizer_of_theirs(hf, trained, tmp_path):
     (tmp_path / "own").mkdir()
     trained.save(tmp_path / "own" / "tokenizer.json")
     argv = [str(tmp_path / "text.txt"), f"--out={tmp_path}", "--workers=1", "--val-fraction=0.3"]
+    change(tmp_path / "tokenizer_config.json", eos_token={"content": tokenizer.EOD})  # as older files have it
     for name, where in ("a", f"hf:{tmp_path}"), ("b", f"{tmp_path}/own"):
         assert prepare.main([*argv, f"--name={name}", f"--tokenizer={where}"]) == 0
     a, b = ((tmp_path / name / "train_00000.bin").read_bytes() for name in "ab")
     assert a == b and len(a) > 1000
     change(tmp_path / "tokenizer_config.json", eos_token=None)
-    for eos, eod in (trained.eod, trained.eod), (10**6, None), ([1, 2], None):
+    for eos, eod in (trained.eod, trained.eod), (trained.n_vocab, None), ([1, 2], None):
         (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": eos}))
         assert tokenizer.load(tmp_path).eod == eod
     refused(prepare.main, [*argv, "--name=c", f"--tokenizer=hf:{tmp_path}"], "eos_token")

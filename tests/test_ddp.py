@@ -342,7 +342,7 @@ def test_no_rank_ever_has_the_whole_model(flags):
 def losses(world, zero, dtype, products=None):
     """The losses of five steps on a random text. products: 3 if ZeRO-3's way to multiply is taken."""
     cfg = Config(n_layer=2, n_head=4, n_kv_head=2, n_embd=32, ffn_hidden=80, vocab_size=100, seq_len=16,
-                 micro_batch=2, warmup=0, zero=zero, dtype=dtype)
+                 micro_batch=2, warmup=0, zero=zero, dtype=dtype, bias=True)
     mesh, source = make_mesh(world), Synthetic(100, cfg.seq_len, 1)
     taken = layers.linear if products is None else layers.linear_without_copy
     with mock.patch.object(layers, "linear", taken), mock.patch("ddp.COPY_ALONE", 2000):

@@ -2,7 +2,6 @@
 
 Besides, what import refuses in one line: a table of malformed inputs for each reader.
 """
-import dataclasses
 import json
 import math
 import os
@@ -12,7 +11,7 @@ import signal
 import pytest
 import torch
 from pool import ROOT
-from runs import TINY, chars, go, refused
+from runs import TINY, chars, go, model_of, refused
 from safetensors.torch import load_file, save_file
 from test_chat import chat_session
 from test_convert import SYSTEM, TALKS, asked, same_bytes
@@ -53,17 +52,11 @@ def test_an_exported_bert_has_the_same_logits(flags, hf, tmp_path):
     assert type(theirs).__name__ == "MegatronBertForMaskedLM"
     assert not any(said[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), said
 
-    cfg, vocab_size, weights, _, _ = convert.read_run(tmp_path / "run")
-    cfg = dataclasses.replace(cfg, dtype="fp64")
-    torch.set_default_dtype(torch.float64)
-    try:
-        ours = sample.load_model(cfg, vocab_size, weights).eval()
-    finally:
-        torch.set_default_dtype(torch.float32)
-    x = torch.randint(vocab_size, (2, 32), generator=torch.Generator().manual_seed(5))
+    ours = model_of(tmp_path / "run", dtype="fp64")
+    x = torch.randint(ours.vocab_size, (2, 32), generator=torch.Generator().manual_seed(5))
     with torch.no_grad():
         a = theirs.eval()(x, attention_mask=torch.ones_like(x)).logits.flatten(0, 1)
-        b = ours(x)[0][:, :vocab_size]
+        b = ours(x)[0][:, :ours.vocab_size]
     assert a.shape == b.shape and b.abs().max() > 0.1
     assert (a - b).abs().max() <= 1e-10 * b.abs().max()
 

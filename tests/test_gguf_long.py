@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from runs import go
+from runs import go, model_of
 from test_gguf import MODELS, NO_VOCAB
 
 import convert
@@ -83,11 +83,10 @@ def test_the_logits_are_ours(model):
     In fp16 single logits can differ by several roundings, so their root mean square is compared.
     """
     name, run, written = model
-    cfg, vocab_size, weights, _, _ = convert.read_run(run)
-    ours = sample.load_model(cfg, vocab_size, weights).eval()
-    ids = torch.randint(vocab_size, (64,), generator=torch.Generator().manual_seed(3)).tolist()
+    ours = model_of(run)
+    ids = torch.randint(ours.vocab_size, (64,), generator=torch.Generator().manual_seed(3)).tolist()
     with torch.no_grad():
-        want = ours(torch.tensor([ids]))[0][:, :vocab_size].numpy()
+        want = ours(torch.tensor([ids]))[0][:, :ours.vocab_size].numpy()
     differences = {}
     for dtype, file in written.items():
         llama = opened(file)

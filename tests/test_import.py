@@ -12,11 +12,10 @@ import shutil
 import pytest
 import torch
 from faults import planted
+from runs import model_of
 from safetensors.torch import load_file, save_file
 
 import config
-import convert
-import sample
 from hub import families, weights
 from interface.presets import PRESETS
 
@@ -70,8 +69,8 @@ def change_tensors(folder, **tensors):
 
 
 def our_logits(folder, ids):
-    cfg, vocab_size, reader, _, _ = convert.read_run(folder)
-    return sample.load_model(cfg, vocab_size, reader).eval()(ids)[0][:, :vocab_size].detach()
+    model = model_of(folder)
+    return model(ids)[0][:, :model.vocab_size].detach()
 
 
 def same_logits(hf, folder):

@@ -101,12 +101,15 @@ def test_the_nodes_of_a_world():
 def test_mpi_and_the_launcher_agree_on_rank_and_size(launcher, rank, size, found, monkeypatch):
     world = SimpleNamespace(rank=1, size=4)
     monkeypatch.setitem(sys.modules, "mpi4py", SimpleNamespace(MPI=SimpleNamespace(COMM_WORLD=world)))
+    monkeypatch.setenv("PMI_FD", "3")
+    monkeypatch.setattr(os.path, "exists", lambda path: path.endswith("mpich"))
     start = launch.Start(launcher, rank, size)
     if found == "error":
         with pytest.raises(ValueError, match=f"started rank {rank} of {size} but mpi4py sees 1 of 4"):
             launch._mpi_world(start)
     else:
         assert launch._mpi_world(start) is (world if found else None)
+    assert os.environ.pop("MPIR_CVAR_CH4_NETMOD", None) == ("ofi" if launcher == "srun" else None)
 
 
 # -----------------------------------------------------------------------------
@@ -297,8 +300,8 @@ def listeners():
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc/net")
 def test_on_one_node_the_store_listens_on_loopback_alone():
     one = SimpleNamespace(bcast=lambda value: value, size=1, Iprobe=lambda: None)
-    store = launch._meet(launch.Start("hydra", 0, 2), one, 1, timedelta(seconds=20))
-    assert listeners()[store.port] == "0100007F"
+    store, another = (launch._meet(launch.Start("hydra", 0, 2), one, 1, timedelta(seconds=20)) for _ in "ab")
+    assert listeners()[store.port] == listeners()[another.port] == "0100007F"
     other = SimpleNamespace(bcast=lambda _: (store.host, store.port), size=1, Iprobe=lambda: None)
     client = launch._meet(launch.Start("hydra", 1, 2, 1), other, 1, timedelta(seconds=20))
     client.set("key", "value")

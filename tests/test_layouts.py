@@ -174,7 +174,7 @@ LAYOUTS = [
     # Tensor parallelism; over four ranks two of them share a key head
     (2, dict(tp=2), "llama gpt2-masked dropless capacity olmo2 muon-llama",
      "gpt2 llama-mlm llama-documents"),
-    (4, dict(tp=4), "qwen2", "one-kv-head llama gpt2 qwen3 olmo2 nanochat"),
+    (4, dict(tp=4), "qwen2 gpt2", "one-kv-head llama qwen3 olmo2 nanochat"),
     (4, dict(tp=2), "", "llama gpt2"),
     (4, dict(tp=2, zero=1), "bert muon-llama", "llama gpt2"),
     (2, dict(tp=2, zero=1), "one-kv-head", ""),

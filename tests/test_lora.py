@@ -13,14 +13,13 @@ import pytest
 import torch
 from faults import with_faults
 from pool import run_ranks
-from runs import TINY, assert_refused, final, go, refused, rows, same, session
+from runs import TINY, assert_refused, final, go, model_of, refused, rows, same, session
 from safetensors.torch import load_file, save_file
 from shared import one_process_model
 from test_convert import Wide
 from test_layouts import BERT, GPT2, LLAMA, STEPS, check, compare, equality, reference, run
 
 import convert
-import sample
 import train
 from config import Config
 from corpus.samples import Synthetic
@@ -316,12 +315,9 @@ def test_peft_reads_our_adapters(qwen, hf, tmp_path):
     peft = pytest.importorskip("peft", reason="peft is not installed: pip install peft")
     convert.main(["peft", str(qwen / "tuned"), "--out", str(tmp_path / "peft"), "--dtype=fp64"])
     convert.main(["export", str(qwen / "tuned"), "--out", str(tmp_path / "merged"), "--dtype=fp64"])
-    cfg, vocab_size, weights, _, _ = convert.read_run(qwen / "tuned")
-    torch.set_default_dtype(torch.float64)
-    model = sample.load_model(dataclasses.replace(cfg, dtype="fp64"), vocab_size, weights)
-    torch.set_default_dtype(torch.float32)
+    model = model_of(qwen / "tuned", dtype="fp64")
     ids = torch.arange(16).view(2, 8)
-    ours = model(ids)[0][:, :vocab_size].detach()
+    ours = model(ids)[0][:, :model.vocab_size].detach()
     adapted = peft_model(qwen, peft, hf, tmp_path / "peft")
     with Wide():
         merged = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float64,

@@ -24,6 +24,7 @@ from ops import cross_entropy
 from ops.cross_entropy import IGNORE
 from parallel import MAX, Axis, all_to_all, gather_rows, make_mesh, scatter_rows
 from runtime.launch import World
+from zero import ShardedBucket
 
 SEND = [[1, 2, 0], [3, 0, 2], [0, 1, 4]]  # rows from rank i to rank j
 E, W = 8, 5  # bytes of an fp64, columns
@@ -263,7 +264,9 @@ def test_gpus_of_a_node_copy_within_a_shard():
         mesh = make_mesh(World(size=32), shard=shard, groups=False)
         choice = choose(cfg, mesh, torch.device("cuda"), lambda mesh, axis, device: axis.size <= 8)
         assert choice.peer_copies == copies
-        assert (choice.bucket_class(Bucket, mesh.dp, [torch.zeros(1)]) is PeerBucket) == copies
+        params = [mock.Mock(device=torch.device("cuda"))]
+        assert (choice.bucket_class(Bucket, mesh.dp, params) is PeerBucket) == copies
+        assert (choice.bucket_class(ShardedBucket, mesh.dp, params) is ShardedBucket) == (not copies)
 
 
 # -----------------------------------------------------------------------------

@@ -86,6 +86,7 @@ def test_the_table_of_runs_reads_only_and_survives_foreign_folders(runs, capsys)
         (runs / name / "config.json").write_text(json.dumps(text))
     (runs / "d").mkdir(), (runs / "e" / "step_x").mkdir(parents=True), (runs / "e" / "config.json").mkdir()
     (runs / "d" / "metrics.jsonl").write_text('{"step": 3, "loss": 1e250}\n\x00\n')
+    (runs / "f/metrics.jsonl").mkdir(parents=True)
     files.lock(runs / "c")
     before = {p: p.lstat().st_mtime_ns for p in runs.rglob("*")}
     plot.print_runs(runs)

@@ -8,7 +8,7 @@ import shutil
 import pytest
 import torch
 from pool import run_ranks
-from runs import TINY, called, chars, final, go, hash_of, refused, session
+from runs import TINY, called, chars, final, go, hash_of, model_of, refused, session
 
 import checkpoint
 import pipeline
@@ -206,16 +206,15 @@ def test_score_predicts_each_token_once(run, tmp_path):
     (tmp_path / "one.txt").write_text(text)
     lines = [json.dumps({"text": t}) + "\n" for t in (text, "a", "", text[:9])]
     (tmp_path / "docs.jsonl").write_text("".join(lines))
-    cfg, vocab_size, weights, *_ = sample.read_run(run)
-    model, ids = sample.load_model(cfg, vocab_size, weights).eval(), tokenizer.load(run).encode(text)
-    T, want = cfg.seq_len, []
+    model, ids = model_of(run), tokenizer.load(run).encode(text)
+    T, want = model.cfg.seq_len, []
     for j in range(1, len(ids)):
         # The first window ends after T inputs, each further one T/2 later, the last one with the document
         end = next((e for e in range(T, len(ids) - 1, T // 2) if j <= e), len(ids) - 1)
         context = ids[max(0, end - T):j]
         assert min(j, T // 2) <= len(context) <= T
         with torch.no_grad():
-            logits = model(torch.tensor([context]))[0][-1, :vocab_size].float()
+            logits = model(torch.tensor([context]))[0][-1, :model.vocab_size].float()
         want.append(-torch.log_softmax(logits, 0)[ids[j]].item())
     assert len(want) > 2 * T
     found = scores(run, "--score", tmp_path / "docs.jsonl")
