@@ -160,7 +160,7 @@ def go(n, out, *flags, plan=None, code=0, base=TINY):
 def rows(out, drop=TIMES):
     """Return the rows of metrics.jsonl without times and rates."""
     lines = Path(out, "metrics.jsonl").read_text().splitlines()
-    return [{k: v for k, v in json.loads(line).items() if k not in drop and not k.startswith("t_")}
+    return [{k: v for k, v in json.loads(line).items() if k not in drop and not (drop and k.startswith("t_"))}
             for line in lines]
 
 

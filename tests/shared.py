@@ -75,15 +75,11 @@ class Documents(Synthetic):
         return tokens[:, :-1], tokens[:, 1:], document_places(tokens[:, :-1], EOD)
 
 
-class Padded(Synthetic):
+class Padded(Documents):
     """Synthetic samples of one document each; sample i ends with 1 + i % 3 tokens of padding."""
 
-    def __init__(self, *args):
-        super().__init__(*args)
-        self.has_documents = True
-
     def batch(self, first, n):
-        x, y = super().batch(first, n)
+        x, y = Synthetic.batch(self, first, n)
         places = document_places(x, -1)  # no token has this id
         for number, row in enumerate(places, first):
             row[-1 - number % 3:] = 0

@@ -74,7 +74,7 @@ def test_a_conversation_in_ids_and_which_are_trained(data):
     vocab = tokenizer.load(data / "qa")
     assert [vocab.special[m] for m in chat.MARKERS] == list(range(vocab.n_vocab - 4, vocab.n_vocab))
     base = tokenizer.load(data / "base")
-    assert base.n_vocab == vocab.n_vocab - 4 and base.with_special([]) is base
+    assert base.n_vocab == vocab.n_vocab - 4 and vocab.with_special(chat.MARKERS) is vocab
     ids, trained = chat.Template(vocab).conversation(conversation(12))
     text = "<|system|>Be brief.<|end|><|user|>12 + 12?" + LIE + "<|end|><|assistant|>It is 24.<|end|>"
     assert vocab.decode(ids) == tokenizer.EOD + text

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from faults import with_faults
 from pool import run_ranks
-from runs import assert_refused, chars, final, go, refused, rows, session
+from runs import assert_refused, chars, final, go, model_of, refused, rows, session
 from safetensors.torch import load_file
 from shared import Documents
 from test_layouts import flags_of
@@ -161,12 +161,12 @@ def test_what_no_run_can_have_is_refused(mlm, tmp_path):
 def test_fill_prints_the_likeliest_tokens(mlm, capsys):
     sample.main([str(mlm), "--fill", "be[MASK]d f[MASK]ce"])
     text, *gaps = capsys.readouterr().out.splitlines()
-    cfg, vocab, weights, _, _ = sample.read_run(mlm)
+    model = model_of(mlm)
     words, mask = tokenizer.load(mlm), json.loads((mlm / "config.json").read_text())["mask_token"]
     ids = torch.tensor([[*words.encode("be"), mask, *words.encode("d f"), mask, *words.encode("ce")]])
-    named = dict(sample.load_model(cfg, vocab, weights).named_parameters())
     with torch.no_grad():
-        p = plain_model.forward(cfg, named, vocab, ids)[0][0].softmax(1)
+        named = dict(model.named_parameters())
+        p = plain_model.forward(model.cfg, named, model.vocab_size, ids)[0][0].softmax(1)
     want, filled = [], ids[0].clone()
     for number, at in enumerate((2, 6), 1):
         best = p[at, :mask].argsort(descending=True)[:5].tolist()

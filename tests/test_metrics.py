@@ -89,7 +89,7 @@ def plain_step(cfg, weights, number):
     "tp 2", "pp 2", "moe pp 2", "moe, capacity", "moe, sigmoid"]))
 def test_every_logged_number_of_a_step(name, tmp_path):
     n, layout = RUNS[name]
-    argv = [*FLAGS, *layout, "--save-every=1", "--keep=0", "--log-layers"]
+    argv = [*FLAGS, *layout, "--save-every=1", "--keep=0", "--log-layers", "--timers"]
     before = time.time()
     go(n, tmp_path / "run", "--dump-grads", tmp_path / "dump", base=argv)
     cfg, table = parse(argv), rows(tmp_path / "run", ())
@@ -116,6 +116,7 @@ def test_every_logged_number_of_a_step(name, tmp_path):
         assert row.keys().isdisjoint(["skip_reason", "mfu", "loss_scale", "val_loss"])
         assert 0.05 < row["mem_gb"] < 64, "what a process with torch occupies"
         assert before <= row["time"] <= time.time()
+        assert row["t_forward"] > 0 and row["t_backward"] > 0
         if n > 1:
             assert 0 < row["step_ms_min"] <= row["step_ms_max"] and row["slowest_rank"] in range(n)
         if cfg.n_experts:

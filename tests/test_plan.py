@@ -22,7 +22,7 @@ from cost.gpus import GPUS
 from cost.memory import saved_activations
 from cost.parameters import Rank, count_parameters, flops_per_token, stage_mesh
 from cost.step_time import peak_flops
-from cost.traffic import traffic
+from cost.traffic import reductions, traffic
 from ddp import Bucket, DataParallel, assign_buckets, trained_parameters
 from fast.buckets import CopyBucket, LoneBucket
 from interface.command_line import parse
@@ -202,6 +202,8 @@ def test_gradients_are_kept_as_buckets_keep_them(flags, gpus, single):
         found[rank.gradient_kind(bucket)] += bucket.elements
     assert list(found.values()) == list(elements.values())
     assert bool(found["lone"]) == (single and (gpus == 1 or cfg.ep == 2))
+    calls = sum(getattr(mesh, bucket.axis).size > 1 for bucket in rank.trained)
+    assert sum(number for _, number in reductions(rank).values()) == calls
 
 
 @pytest.mark.parametrize("name,peak", [("NVIDIA H200", 989e12), ("NVIDIA A100-SXM4-80GB", 312e12),
