@@ -8,7 +8,7 @@ import attention
 import moe
 import muon
 import parallel
-from ops import products
+from ops import cross_entropy, products
 
 
 def compile_blocks(model):
@@ -33,8 +33,9 @@ def compile_blocks(model):
         compile_block(block, whole)
     if model.norm is not None:
         model.norm.compile(fullgraph=True)
-    for name in ("add_gradient", "update_masters"):
-        setattr(muon, name, torch.compile(getattr(muon, name), dynamic=True))
+    compile_function(cross_entropy, "scale_rows")
+    compile_function(muon, "add_gradient")
+    compile_function(muon, "update_masters")
 
 
 def compile_block(block, whole):
@@ -58,6 +59,10 @@ def compile_block(block, whole):
 
 def compile_method(module, name):
     setattr(module, name, torch.compile(getattr(module, name)))
+
+
+def compile_function(module, name):
+    setattr(module, name, torch.compile(getattr(module, name), dynamic=True))
 
 
 def prepare_compiler():
@@ -93,8 +98,10 @@ def library_pass():
     class LibraryPass(CustomGraphPass):
         def __call__(self, graph):
             for node in graph.nodes:
-                if node.target is torch.ops.aten.mm.default and is_served(*node.args):
+                if node.target is torch.ops.aten.mm.default and is_served(*node.args, products.TILES):
                     node.target = torch.ops.nanoshard.product.default
+                elif node.target is torch.ops.aten.addmm.default and is_served_sum(*node.args, **node.kwargs):
+                    node.target = torch.ops.nanoshard.add_product.default
 
         def uuid(self):
             return get_hash_for_files((__file__, products.__file__))
@@ -102,7 +109,12 @@ def library_pass():
     return LibraryPass()
 
 
-def is_served(*factors):
+def is_served(a, b, tiles):
     """Whether the library multiplies two factors, nodes of the compiler's graph, faster."""
-    a, b = (factor.meta["val"] for factor in factors)
-    return a.dtype == torch.bfloat16 and products.is_faster(*a.shape, b.size(1))
+    a, b = a.meta["val"], b.meta["val"]
+    return a.dtype == torch.bfloat16 and products.is_faster(*a.shape, b.size(1), tiles)
+
+
+def is_served_sum(c, a, b, **factors):
+    is_matrix = c.meta["val"].dim() == 2  # and no bias
+    return is_matrix and not factors and is_served(a, b, products.TILES_OF_SUM)

@@ -51,6 +51,12 @@ def rows_per_block(vocab, element_bytes):
     return ROWS_AT_ONCE * max(1, blocks)
 
 
+def scale_rows(x, scale, out):
+    """Write the rows of x (R, C), each times its factor in scale (R,), to out (R, C), which may be x."""
+    # Without `out`, a bf16 tensor times the fp32 scale would be a tensor in fp32.
+    torch.mul(x, scale.unsqueeze(1), out=out)
+
+
 def add_product(total, a, b):
     """Return a b, (m, n), or with a total their sum in its memory."""
     if total is None:
@@ -86,12 +92,12 @@ class LinearCrossEntropy(torch.autograd.Function):
             z = multiply(rows, w.T) if bias is None else F.linear(rows, w, bias)  # (rows, V)
             loss, scale = losses(z, target[block], used)
             total += loss.sum()
-            # z holds (softmax - onehot) / scale. Without `out`, a bf16 tensor times the fp32 scale would be
-            # a tensor in fp32.
+            # z holds (softmax - onehot) / scale.
             if has_backward:
-                torch.mul(multiply(z, w), scale.unsqueeze(1), out=grad_x[block])
+                scale_rows(multiply(z, w), scale, out=grad_x[block])
             if has_backward and ctx.needs_input_grad[1]:
-                scaled = torch.mul(rows, scale.unsqueeze(1), out=torch.empty_like(rows))
+                scaled = torch.empty_like(rows)
+                scale_rows(rows, scale, out=scaled)
                 grad_w = add_product(grad_w, z.T, scaled)
             if has_backward and bias is not None:
                 part = z.T @ scale.to(z.dtype)  # (V,)
@@ -103,7 +109,9 @@ class LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_loss):
         grad_x, grad_w, grad_bias = ctx.saved_tensors
-        for grad in (grad_x, grad_w, grad_bias):
+        for grad in (grad_x, grad_w):
             if grad is not None:
-                grad.mul_(grad_loss)
+                scale_rows(grad, grad_loss.expand(grad.size(0)), out=grad)
+        if grad_bias is not None:
+            grad_bias.mul_(grad_loss)
         return grad_x, grad_w, None, None, grad_bias, None, None

@@ -28,7 +28,9 @@ DGELU = 192
 
 WORKSPACE = 1  # attribute of a preference: the bytes of memory that an algorithm may use
 MOST_WORKSPACE = 32 * 2**20
-PROPOSALS = 2  # how many algorithms the library is asked for
+PROPOSALS = 8  # how many algorithms the library is asked for
+TILE = 1  # attribute of an algorithm: what each block of threads computes
+TILE_128_128 = 20
 ALIGNMENT = 256  # bytes: the library expects it of each address
 WIDTHS = 8  # it wants widths that are multiples of this
 DEVICE = "cuda"  # where the matrices are that it multiplies
@@ -98,7 +100,7 @@ class Plan:
         self.out = layout(shape.m, shape.n)
         proposals = self.ask()  # the one that the library expects to be fastest first
         # A single proposal took longer than torch, in the one such shape that was looked at.
-        self.chosen = proposals[0] if len(proposals) > 1 else None
+        self.chosen = choose(proposals) if len(proposals) > 1 else None
 
     def set(self, attribute, value):
         call("MatmulDescSetAttribute", self.product, attribute, byref(value), c_size_t(sizeof(value)))
@@ -127,6 +129,23 @@ class Plan:
              c_void_p(a.data_ptr()), self.a, byref(c_float(0.0)), c_void_p(out.data_ptr()), self.out,
              c_void_p(out.data_ptr()), self.out, byref(proposal.algorithm),
              c_void_p(workspace.data_ptr()), c_size_t(proposal.workspace), stream)
+
+
+def choose(proposals):
+    """Return the proposal that multiplies.
+
+    In nine products on an H200 the fastest had tiles of 128 x 128, and of those the most waves, which are
+    rounds of blocks over the multiprocessors. It took 1 to 18 % less than the first proposal.
+    """
+    square = [proposal for proposal in proposals if tile_of(proposal) == TILE_128_128]
+    return max(square, key=lambda proposal: proposal.waves) if square else proposals[0]
+
+
+def tile_of(proposal):
+    tile = c_int32()
+    call("MatmulAlgoConfigGetAttribute", proposal.algorithm, TILE, byref(tile), c_size_t(sizeof(tile)),
+         byref(c_size_t()))
+    return tile.value
 
 
 make_plan = functools.cache(Plan)

@@ -196,7 +196,6 @@ def test_every_program_has_help_and_one_line_for_a_wrong_flag(name, capsys):
         assert end.value.code == code
     said, errors = capsys.readouterr()
     assert said.startswith(f"usage: {name}.py")
-    assert len(said.splitlines()) > 3, "it says what the program does"
     assert errors.count("\n") == 1 and "--no-such-flag" in errors and f"{name}.py --help" in errors
 
 

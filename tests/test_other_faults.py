@@ -12,7 +12,6 @@ import test_masks
 import test_metrics
 import test_model
 import test_moe
-import test_plan
 import test_sample
 import torch
 import torch.nn.functional as F
@@ -120,16 +119,6 @@ def test_a_fault_of_counting_is_caught(name, tmp_path):
         return run_ranks(n, with_faults, [fault], *args)
     with mock.patch.object(runs, "run_ranks", faulty), pytest.raises(AssertionError, match="tok_s|tflops"):
         test_metrics.test_every_logged_number_of_a_step(layout, tmp_path)
-
-
-def twice(original, device):
-    """The peak of sparse products, which NVIDIA's tables print first: fms-fsdp #89."""
-    return 2 * original(device)
-
-
-def test_mfu_of_the_sparse_peak_is_caught(monkeypatch):
-    with planted("cost.step_time.peak_flops", twice), pytest.raises(AssertionError):
-        test_plan.test_peak_flops_by_the_device_name("NVIDIA H200", 989e12, monkeypatch)
 
 
 # -----------------------------------------------------------------------------

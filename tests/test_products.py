@@ -61,6 +61,7 @@ class StandIn:
         self.proposals = proposals
         self.multiplied = 0
         self.algorithms = []  # which multiplied, the first of the proposals being 0
+        self.tiles, self.waves = [24, 20, 20], [3, 0.9, 1]  # of the proposals; 20 is 128 x 128
         self.preferences = 0  # that exist
         self.refused = False  # whether each proposal says that it cannot be taken
 
@@ -106,8 +107,14 @@ class StandIn:
             found[i].workspace = 16
             found[i].status = 15 if self.refused else 0  # CUBLAS_STATUS_NOT_SUPPORTED
             found[i].algorithm[0] = i
+            found[i].waves = self.waves[i]
         count._obj.value = min(self.proposals, wanted)
         return 0 if self.proposals else 15
+
+    def cublasLtMatmulAlgoConfigGetAttribute(self, algorithm, attribute, reference, size, written):
+        assert (attribute, size.value) == (1, 4)
+        reference._obj.value = self.tiles[algorithm[0]]
+        return 0
 
     @staticmethod
     def columns(address, layout):
@@ -213,7 +220,11 @@ def test_the_library_is_asked_for_what_the_formula_says(stand_in):
     grad_z = gelu_mlp.product_gelu_backward(grad, w2, z)
     expected = torch.ops.aten.gelu_backward(grad.float() @ w2.float(), z.float(), approximate="tanh")
     torch.testing.assert_close(grad_z, expected.bfloat16(), rtol=0.01, atol=0.01)
-    assert stand_in.algorithms == [0, 0] and stand_in.preferences == 0  # the first proposals
+    assert stand_in.algorithms == [2, 2] and stand_in.preferences == 0  # square tiles, most waves
+    stand_in.tiles = [24, 23, 31]
+    cublas_lt.make_plan.cache_clear()
+    gelu_mlp.product_gelu(x, w1)
+    assert stand_in.algorithms[2:] == [0]  # the first
 
 
 @pytest.mark.parametrize("proposals, refused", [(0, False), (1, False), (3, True)])
@@ -240,7 +251,9 @@ def test_torch_multiplies_what_the_library_cannot_read(stand_in, change):
 
 def test_torch_knows_the_operations():
     x, w1, w2, grad = matrices(torch.float32)
-    inputs = {"product": (x, w1.T), "product_gelu": (x, w1), "product_gelu_backward": (grad, w2, x @ w1.T)}
+    hidden = x @ w1.T
+    inputs = {"product": (x, w1.T), "add_product": (hidden, x, w1.T),
+              "product_gelu": (x, w1), "product_gelu_backward": (grad, w2, hidden)}
     for name, arguments in inputs.items():
         operation = getattr(torch.ops.nanoshard, name).default
         torch.library.opcheck(operation, arguments, test_utils=("test_schema", "test_faketensor"))
@@ -250,7 +263,7 @@ def test_torch_knows_the_operations():
 # Products by quack-kernels
 
 class Quack:
-    """The function of the library that ops/products.py calls."""
+    """The functions of the library that ops/products.py calls."""
 
     def __init__(self):
         self.shapes = []  # (m, k, n) of each product
@@ -260,6 +273,10 @@ class Quack:
         self.shapes.append((*a.shape, b.size(1)))
         return (a.float() @ b.float()).bfloat16()
 
+    def gemm_add(self, a, b, c, tuned):
+        self.gemm(a, b, tuned)
+        return (c.float() + a.float() @ b.float()).bfloat16()
+
 
 @pytest.fixture
 def quack(monkeypatch):
@@ -267,6 +284,7 @@ def quack(monkeypatch):
     library = Quack()
     monkeypatch.setattr(products, "quack", library)
     monkeypatch.setattr(products, "TILES", 0)
+    monkeypatch.setattr(products, "TILES_OF_SUM", 0)
     return library
 
 
@@ -276,7 +294,8 @@ def quack(monkeypatch):
     (65536, 3072, 768, True), (768, 65536, 3072, False),  # G2
     (8192, 2048, 16384, False), (8192, 2048, 49152, False)])  # W3
 def test_which_products_were_faster(m, k, n, faster):
-    assert products.is_faster(m, k, n) == faster
+    assert products.is_faster(m, k, n, products.TILES) == faster
+    assert products.is_faster(m, k, n, products.TILES_OF_SUM) == (faster or (k, n) == (512, 512))
 
 
 def factors():
@@ -383,7 +402,7 @@ def test_a_compiled_block_by_the_library_has_the_gradients_of_eager(quack, compi
     expected = results(block)
     compiler_of_blocks.multiply_by_library(True)
     found = results(torch.compile(block, backend=passes_alone))
-    assert len(quack.shapes) == 5  # two products and two gradients of each, but for x + W x'
+    assert len(quack.shapes) == 6  # two products, of which one is added to x, and two gradients of each
     for one, other in zip(found, expected, strict=True):
         error = (one.double() - other.double()).norm() / other.double().norm()
         assert error < 0.01
@@ -414,12 +433,13 @@ def test_the_library_on_a_gpu(shape, calls):
 def test_quack_on_a_gpu(monkeypatch, n, n_in, n_out):
     library = pytest.importorskip("quack.gemm_interface", reason="quack-kernels is not installed")
     monkeypatch.setattr(products, "quack", library)
-    monkeypatch.setattr(products, "is_faster", lambda m, k, n: True)
+    monkeypatch.setattr(products, "is_faster", lambda *shape: True)
     x, w, grad = (torch.randn(shape, dtype=HALF, device="cuda:0")
                   for shape in ((n, n_in), (n_out, n_in), (n, n_out)))
     with mock.patch.object(library, "gemm", side_effect=library.gemm) as called:
-        found = product(x, w.T), product(grad, w), product(grad.T, x)
+        found = product(x, w.T), product(grad, w), product(grad.T, x), products.add_product(x, grad, w)
     assert called.call_count == 3
-    wide = x.double() @ w.double().T, grad.double() @ w.double(), grad.double().T @ x.double()
+    wide_x, wide_w, wide_grad = x.double(), w.double(), grad.double()
+    wide = wide_x @ wide_w.T, wide_grad @ wide_w, wide_grad.T @ wide_x, wide_x + wide_grad @ wide_w
     for one, other in zip(found, wide, strict=True):
         assert (one.double() - other).norm() / other.norm() < 3e-3
