@@ -1,4 +1,4 @@
-"""The README's pictures: the first run's curve and texts, five layouts' losses, and the code of a step.
+"""The README's pictures: the first run's curve and text, five layouts' losses, and the code of a step.
 
     make train && make picture          take them from out/tiny, and write them into the README
     python bench/first_run.py           write them again from results/first-run.json
@@ -32,7 +32,7 @@ RUN = "train.py tiny --global-batch 16 --steps 100"
 LAYOUTS = ("python $RUN", "mpiexec -n 2 python $RUN", "mpiexec -n 2 python $RUN --tp 2",
            "mpiexec -n 2 python $RUN --pp 2", "mpiexec -n 2 python $RUN --zero 1")
 STEPS = (1, 20, 100)  # of the table
-TERMINAL = os.terminal_size((80, 12))  # plotext draws no larger
+TERMINAL = os.terminal_size((80, 11))
 
 
 def take(run):
@@ -55,7 +55,7 @@ def run_layouts():
 
 
 def printed(rows):
-    """Return the end of what `make train` prints: the last step, the curve, the lowest loss."""
+    """Return the end of what `make train` prints: the last step, and the curve."""
     row = rows[-1]
     lines = [f"step={row['step']}/{row['step']} loss={row['loss']:.4f} lr={row['lr']:.2e} "
              f"gnorm={row['grad_norm']:.3f} ... val_loss={row['val_loss']:.4f} "
@@ -63,16 +63,13 @@ def printed(rows):
     series = [("loss", "", plot.points(rows, "loss")), ("val_loss", "x", plot.points(rows, "val_loss"))]
     with mock.patch("shutil.get_terminal_size", lambda *fallback: TERMINAL):
         lines += [line.rstrip() for line in plot.draw("loss", series).splitlines()]
-    loss, step = lowest(rows)
-    lines.append(f"lowest validation loss {loss:.4f} in step_{step:06d}")
     return lines
 
 
-def texts(found):
-    """Return the beginnings of the first and the last text that a run wrote."""
-    first, *_, last = found
-    lines = [f"--- step {first}", *found[first].splitlines()[:1],
-             f"--- step {last}", *found[last].splitlines()[:4]]
+def text(found):
+    """Return the beginning of the last text that a run wrote."""
+    *_, last = found
+    lines = [f"--- step {last}", *found[last].splitlines()[:4]]
     return [line.rstrip() for line in lines]
 
 
@@ -83,23 +80,17 @@ def step():
     return fenced(textwrap.dedent(loop).splitlines(), "python")
 
 
-def lowest(rows):
-    """Return (the lowest validation loss of a run's rows, its step)."""
-    return min((row["val_loss"], row["step"]) for row in rows if "val_loss" in row)
-
-
 def fenced(lines, language=""):
     return "\n".join([f"```{language}", *lines, "```"])
 
 
 def table(layouts):
     """Return the table of the losses that the layouts print."""
-    heads = ["loss at step", *map(str, STEPS), "valid."]
+    heads = ["command", *(f"loss at step {step}" for step in STEPS)]
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for command, rows in layouts.items():
         by_step = {row["step"]: row["loss"] for row in rows}
-        values = [*(by_step[step] for step in STEPS), rows[-1]["val_loss"]]
-        losses = " | ".join(f"{value:.4f}" for value in values)
+        losses = " | ".join(f"{by_step[step]:.4f}" for step in STEPS)
         lines.append(f"|{f'`{command}`':35s}| {losses} |")  # 100 columns
     return "\n".join(lines)
 
@@ -107,7 +98,7 @@ def table(layouts):
 def with_pictures(page, results):
     """Return a page (str) in which each picture is the one of the results."""
     first = results["first"]
-    pictures = {"curve": fenced([*printed(first["rows"]), *texts(first["texts"])]),
+    pictures = {"curve": fenced([*printed(first["rows"]), *text(first["texts"])]),
                 "layouts": table(results["layouts"]), "step": step()}
     for name, picture in pictures.items():
         before, marker, after = page.partition(f"<!-- make picture: {name} -->\n")
