@@ -167,11 +167,11 @@ def latest(path):
     return next(iter(steps(path)), Path(path))
 
 
-def read_index(path):
-    """Return the index of the checkpoint at path. FileNotFoundError, ValueError: it is missing or damaged."""
+def read_index(path, give=""):
+    """Return a checkpoint's index. ValueError: damaged. OSError: not there; give: as meant_run() takes it."""
     path = Path(path)
     if not (path / "index.json").is_file():
-        raise FileNotFoundError(f"{path} is no checkpoint, a step_N in a run; {meant_run(path)}")
+        raise FileNotFoundError(f"{path} is no checkpoint, a step_N in a run; {meant_run(path, give)}")
     index = load_json(path / "index.json")
     if not isinstance(index, dict) or index.pop("crc32", None) != crc_of(index):
         raise ValueError(damaged(path, "index.json differs from its crc32"))

@@ -151,7 +151,7 @@ def read(flags):
     for run, letter in zip(flags.runs, itertools.cycle(string.ascii_lowercase), strict=False):
         path = Path(run) / "metrics.jsonl"
         if not path.is_file():
-            raise ValueError(f"{run} holds no metrics.jsonl; {paths.meant_run(run)}")
+            raise ValueError(f"{run} holds no metrics.jsonl; {paths.meant_run(run, paths.GIVE_RUN)}")
         rows = sound_rows(path)
         for metric in metrics:
             if not flags.follow and metric != "val_loss" and not any(metric in row for row in rows):

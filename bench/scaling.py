@@ -22,7 +22,7 @@ from tyro.conf import Positional
 from config import Config, Outcome
 from cost.gpus import GPUS, kind_of
 from interface.command_line import command_line, wrong_input
-from interface.paths import meant_run
+from interface.paths import GIVE_RUN, meant_run
 from interface.terminal import warn
 
 MODEL = ("preset", "n_layer", "n_embd", "seq_len", "ffn_hidden", "n_experts", "top_k", "vocab_size_used",
@@ -230,7 +230,7 @@ def main(argv=None):
     for path in flags.runs:
         try:
             if not Path(path).exists():
-                raise ValueError(f"it is not there; {meant_run(path)}")
+                raise ValueError(f"it is not there; {meant_run(path, GIVE_RUN)}")
             found += read(path, flags.last)
         # A run that ended early does not hide the other runs.
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:

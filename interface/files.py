@@ -137,8 +137,11 @@ def lock(out, wait=0.0):
     """Claim OUT for this process until unlock(). ValueError: another run works there after `wait` seconds."""
     global _held
     folder = out.resolve()  # a link may lead to a folder that comes later
-    folder.mkdir(parents=True, exist_ok=True)
-    file = open(folder / ".lock", "a")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = open(folder / ".lock", "a")
+    except OSError as e:
+        raise ValueError(f"--out {out}: {e.strerror}; give a folder that can be written") from None
     until = time.monotonic() + wait
     if wait and in_use(out):
         say(f"{out} is in use by another run: waiting up to {wait:.0f} s")

@@ -5,6 +5,7 @@ from pathlib import Path
 
 FROM_HUB = ("a model of the Hugging Face hub: hf download OWNER/NAME --local-dir NAME, then python "
             "convert.py import NAME --out out/NAME")
+GIVE_RUN = "give the --out of a run (python train.py --list shows those in out)"
 
 
 def is_run(folder):
@@ -31,8 +32,9 @@ def meant_data(folder):
     return f"make it with: python prepare.py FILE... --name {shlex.quote(path.name)}"
 
 
-def meant_run(run):
-    """Return what to type for the run, or the checkpoint of one, `run`, which is not there."""
+def meant_run(run, give=""):
+    """Return what to type for the run, or the checkpoint of one, `run`, which is not there. give: what it is
+    if no checkpoint is near; by default a run, or a model of the hub."""
     if steps(run):
         return f"its newest checkpoint is {steps(run)[0]}"
-    return f"give the --out of a run (python train.py --list shows those in out); {FROM_HUB}"
+    return give or f"{GIVE_RUN}; {FROM_HUB}"

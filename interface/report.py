@@ -147,10 +147,3 @@ def command_of(config, goes_on=False):
     if config.get("world", 1) == 1:
         return shlex.join(["python", program, *argv])
     return command(config["world"], argv, config.get("launcher"), program, config.get("nodes", 1))
-
-
-def sample_command(out, config):
-    """Return the command that lets the model of a run write text; "" if it cannot."""
-    if config.get("data") == "synthetic" or config.get("objective") == "mlm":
-        return ""
-    return shlex.join(["python", "sample.py", str(out)])

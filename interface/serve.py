@@ -61,9 +61,6 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(text.encode())
 
-    def log_message(self, *args):
-        pass  # it would be a client's words
-
 
 class Server(http.server.ThreadingHTTPServer):
     server_bind = socketserver.TCPServer.server_bind  # http.server's asks the network for our name
@@ -71,7 +68,10 @@ class Server(http.server.ThreadingHTTPServer):
     def __init__(self, host, port):
         self.host = host.lower()
         self.turn = threading.Lock()
-        super().__init__((host, port), Handler)
+        try:
+            super().__init__((host, port), Handler)
+        except OSError as e:
+            raise ValueError(f"port {port}: {e.strerror}; give another --port, or 0 for a free one") from None
 
     def run(self, talk, settings, page="serve.html"):
         """Answer until Ctrl-C. settings: what the page shows. talk: a function of what it asks that returns

@@ -279,9 +279,9 @@ def report_ending(run):
     if outcome is Outcome.STOPPED and signals.parsed:  # a notebook has no command line
         say(f"to go on, type: {report.command_of(config, goes_on=True)}")
     if outcome is Outcome.DONE and signals.parsed:
-        text = report.sample_command(out, config)
-        if text and run.saver.saved:
-            say(f"try it:       {text}")
+        writes_text = config.get("data") != "synthetic" and config.get("objective") != "mlm"
+        if writes_text and run.saver.saved:
+            say(f"try it:       python sample.py {shlex.quote(str(out))}")
         say(f"draw curves:  python plot.py {out}")
         if (out / "report.html").exists():
             say(f"see it all:   {out}/report.html, in a browser")

@@ -137,7 +137,8 @@ def check_paths(cfg):
     if cfg.init_from and not goes_on:
         checkpoint.read_index(checkpoint.latest(cfg.init_from))
     if cfg.resume not in ("auto", "none"):
-        checkpoint.read_index(cfg.resume)
+        checkpoint.read_index(cfg.resume, "give auto, or OUT/step_N of a run (python train.py --list shows "
+                              "the newest of each in out)")
     from corpus import samples, tokenizer
     samples.open_data(cfg)
     tokenizer.prompt_tokenizer(cfg)
