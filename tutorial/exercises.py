@@ -1,4 +1,4 @@
-"""The exercises of tutorial/README.md: one function per chapter, four in 13, two in 12 and 15.
+"""The exercises of tutorial/README.md: one function per chapter, four in 13 and two in 15.
 
 Each function raises an error until you fill it in. This command runs the test of chapter 3:
 

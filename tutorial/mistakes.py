@@ -219,8 +219,8 @@ def summed(loss, w):
     return grad
 
 
-@mistake("global_gradient", "You take the mean of the ranks' means, which counts a row of a rank with few "
-         "rows more: divide by the rows of all ranks, and sum.")
+@mistake("global_gradient", "You take the mean of the ranks' means, in which a row weighs more if its rank "
+         "has few rows: divide by the rows of all ranks, and sum.")
 def mean_of_means(x, y, w, rows_of_all_ranks):
     return summed((x @ w - y).square().mean(), w) / dist.get_world_size()
 
