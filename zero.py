@@ -56,7 +56,6 @@ class SlotBucket(Bucket):
         self.pending = len(self.params)  # yet to come in the last one: the hook counts down
         self.total_is_empty = True
         self.sum_handle = self.replica_handle = None
-        self.reduces_last = False  # the reduce under way has the last gradients of this step
 
     def take(self, i):
         self.missing.discard(i)
@@ -68,7 +67,7 @@ class SlotBucket(Bucket):
         self.copy_gradients()
         self.grad[self.filled:].zero_()  # The padding may hold gradients of another bucket.
         self.missing = set(range(len(self.params)))
-        self.reduces_last = self.pending == 0
+        self.reduces_last = self.pending == 0  # this reduce has the last gradients of the step
         self.start_reduce()
 
     def start_reduce(self):

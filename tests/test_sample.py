@@ -147,15 +147,14 @@ def test_sample_py_passes_its_flags_on(run, monkeypatch):
 def test_a_model_of_experts_with_a_capacity_drops_no_row_where_text_is_made(tmp_path):
     """In training an expert takes one row of two tokens here. One read is then other logits than 16 reads."""
     go(1, tmp_path / "run", "--steps=1", "--save-every=1", "--n-experts=4", "--capacity-factor=0.5")
-    cfg, vocab_size, weights, *_ = sample.read_run(tmp_path / "run")
-    model = sample.load_model(cfg, vocab_size, weights).eval()
+    model = model_of(tmp_path / "run")
     tokens = torch.arange(16).unsqueeze(0) * 7 % 100
     cache = pipeline.Cache()
     for i in range(16):
         one_by_one = pipeline.next_logits(model, tokens[:, i:i + 1], cache)
     at_once = pipeline.next_logits(model, tokens, pipeline.Cache())
     torch.testing.assert_close(one_by_one, at_once)
-    assert cfg.capacity_factor == 0.5 and model.cfg.capacity_factor == 0
+    assert sample.read_run(tmp_path / "run")[0].capacity_factor == 0.5 and model.cfg.capacity_factor == 0
 
 
 def test_sample_py_draws_several_samples_of_several_prompts(run, monkeypatch):
