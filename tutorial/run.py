@@ -22,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -183,6 +184,15 @@ def run(command, folder):
     return done.stdout
 
 
+TOGETHER = "python plan.py ", "for seed in "  # such commands use one core and read no file of each other
+
+
+def run_block(lines, folder):
+    """Return what each command prints. They run one by one, or two at a time if all are of TOGETHER."""
+    with ThreadPoolExecutor(2 if all(line.startswith(TOGETHER) for line in lines) else 1) as pool:
+        return list(pool.map(lambda line: run(line, folder), lines))
+
+
 def main():
     argparse.ArgumentParser(description="Run all commands of the tutorial, and write what they print into "
                                         "tutorial/README.md.").parse_args()
@@ -197,7 +207,7 @@ def main():
             outputs = []
             for kind, body in BLOCK.findall(chapter):
                 if kind == "sh":
-                    outputs += [run(command, clone) for command in commands(body)]
+                    outputs += run_block(commands(body), clone)
             chapters[i], lost = refresh(chapter, outputs)
             path.write_text("".join(chapters))
             for line in lost:
