@@ -274,7 +274,8 @@ def print_schedule(cfg):
 def print_plan(cfg, plan):
     flags = ", ".join(f"{name} {plan['layout'][name]}" for name in ("dp", *LAYOUT))
     print(f"{cfg.preset} on {cfg.gpus} {cfg.gpu}: {flags}")
-    print_numbers("parameters", plan["parameters"], "{:,}")
+    counted = "" if cfg.vocab_size or cfg.data else " with GPT-2's vocabulary; --data DIR counts that of DIR"
+    print_numbers(f"parameters{counted}", plan["parameters"], "{:,}")
     print_numbers(f"memory of the fullest rank, GiB of {plan['capacity_gib']:.1f}",
                   {**plan["memory_gib"], "sum": plan["memory"]}, "{:.2f}")
     sent = dict(plan["traffic_mb"])

@@ -30,13 +30,13 @@ class Flags:
     runs: tyro.conf.Positional[tuple[str, ...]]  # --out directories of runs of train.py
     metric: str = "loss,val_loss"  # keys of metrics.jsonl; val_loss is drawn into the plot of loss
     log: bool = False  # logarithmic vertical axis
-    steps: tuple[int, int] = (0, 10**15)  # first and last step to draw
+    steps: tuple[int, float] = (0, float("inf"))  # first and last step to draw
     follow: bool = False  # draw again every few seconds, until Ctrl-C
     every: float = 5.0  # seconds between two drawings of --follow
     html: str = ""  # FILE: also write a page of all runs: curves, samples, flags
     width: int = 90  # columns
     height: int = 24  # lines of each plot
-    RANGES = {"steps": (0, 10**15), "every": (0.1, 3600), "width": (20, 1000), "height": (8, 500)}
+    RANGES = {"steps": (0, float("inf")), "every": (0.1, 3600), "width": (20, 1000), "height": (8, 500)}
 
 
 # Drawing

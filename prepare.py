@@ -63,10 +63,10 @@ class Flags:
     vocab_size: int = 4096  # bpe: number of ids, end-of-document included
     text_key: str = "text"  # the column or json key of the text
     split_at: str = ""  # words that end a document in the text, such as "<|endoftext|>"
-    shuffle: Switch = False  # put the documents of all sources in one random order; the default for records
-    no_shuffle: Switch = False  # keep the order of the sources; the default for text
+    shuffle: Switch = False  # put the documents of all sources in one random order, as records without a flag
+    no_shuffle: Switch = False  # keep the order of the sources, as texts without a flag
     seed: int = 1337  # of the shuffle
-    shard_tokens: int = 1 << 28  # tokens per file; 512 MB as uint16
+    shard_tokens: int = 1 << 28  # tokens per file; 2**28 are 512 MB as uint16
     seq_len: int = 128  # chat: tokens of a window; a longer conversation is cut
     workers: int = min(8, os.cpu_count() or 1)  # processes
     with_tests: bool = False  # stdlib: its test suites too, 3 times the text

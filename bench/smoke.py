@@ -15,6 +15,7 @@ import time
 
 BEGAN = time.perf_counter()  # before torch: importing it is a good part of the whole run
 import json
+import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -235,7 +236,9 @@ def main(argv=None):
         say(f"loss {rows[0]['loss']:.6g} -> {rows[-1]['loss']:.6g} in {flags.iters} iterations; "
             f"weights of {world.size} rank(s) are {'equal bit for bit' if same else 'DIFFERENT'}; "
             f"more plots in {flags.out}")
-        say(f"training {took:.2f} s, whole run {time.perf_counter() - BEGAN:.2f} s")
+        trains = same and math.isfinite(rows[-1]["loss"])
+        say(f"{'ok: this machine trains' if trains else 'NOT ok: see the line above'}; "
+            f"training {took:.2f} s, whole run {time.perf_counter() - BEGAN:.2f} s")
     return Outcome.DONE if same else Outcome.REPLICAS_DIFFER
 
 

@@ -11,12 +11,12 @@ from fast import flash, symm_mem
 from fast.buckets import PEER, CopyBucket, KernelBucket, LoneBucket
 from fast.flex import FlexAttention
 from fast.padded import PaddedAllToAll
-from interface.packages import version_of
 from interface.terminal import say
 from layers import NORMS, Norm, vocab_cross_entropy
 from model import DTYPES, MLP
 from ops import backend, gelu_mlp, grouped_mm, norms, products
 from ops.activations import swiglu_by_kernel
+from ops.backend import version_of
 from ops.cross_entropy import linear_cross_entropy
 
 QUACK = "0.6.5"  # the version of quack-kernels that was tried; flash-attn-4 installs the library

@@ -7,8 +7,7 @@ import warnings
 import torch
 
 from config import head_width
-from interface.packages import version_of
-from ops.backend import is_hopper
+from ops.backend import is_hopper, version_of
 
 VERSION = "4.0.0b36"  # the two functions of it that are called below are not public
 NAME = f"flash-attn-4 {VERSION}"

@@ -1,6 +1,7 @@
 """The command line of every program: a dataclass whose fields are the flags, its comments their help."""
 import contextlib
 import dataclasses
+import difflib
 import inspect
 import io
 import itertools
@@ -31,7 +32,8 @@ def parse(argv, cls=Config, prog="train.py", about="Train a GPT; --list [DIR]: s
     if has_preset:
         preset, *argv = argv
     if preset not in PRESETS:
-        raise ValueError(f"no preset {preset!r}; the first word is one of {', '.join(PRESETS)}")
+        nearest = ", ".join(difflib.get_close_matches(preset.lower(), PRESETS, len(PRESETS), 0))
+        raise ValueError(f"no preset {preset!r}; the first word is one of these, nearest first: {nearest}")
     file = given(argv, "config")
     if file and has_preset:
         raise ValueError(f"{preset} and --config {file} both set the flags; give one of them")

@@ -28,7 +28,6 @@ def check_layout(cfg, ranks):
     tp = cfg.tp
     cp = cfg.cp
     pp = cfg.pp
-    dp = check_ranks(ranks, tp, pp, cfg.ep, cp, shard=cfg.shard)
     if cfg.pdb >= ranks:
         raise ValueError(f"--pdb {cfg.pdb}: the ranks are 0 to {ranks - 1}")
     must_divide("n-experts", cfg.n_experts, "ep", cfg.ep)
@@ -41,6 +40,8 @@ def check_layout(cfg, ranks):
         raise ValueError(f"seq-len {cfg.seq_len} does not divide by 2 * cp {cp} segments; "
                          f"try --seq-len {ceil_div(cfg.seq_len, 2 * cp) * 2 * cp}")
     must_divide("the tokens of a micro-batch,", cfg.micro_batch * cfg.seq_len // cp, "tp", tp)
+    stage_layers(cfg, pp * cfg.pp_chunks)
+    dp = check_ranks(ranks, tp, pp, cfg.ep, cp, shard=cfg.shard)
 
     # The global batch and each phase of its ramp are whole micro-batches.
     unit = cfg.micro_batch * dp
@@ -64,7 +65,6 @@ def check_layout(cfg, ranks):
     if cfg.pp_chunks > 1 and cfg.zero > 1:
         raise ValueError(f"--pp-chunks {cfg.pp_chunks} does not go with --zero {cfg.zero}, which sums the "
                          "gradients of one stage per micro-batch; try --zero 1")
-    stage_layers(cfg, pp * cfg.pp_chunks)
     return dp
 
 

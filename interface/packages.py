@@ -11,11 +11,3 @@ if missing:
     print(f"nanoshard: this python has no {', '.join(missing)}; in the folder of train.py type: "
           "make .venv/ready && source .venv/bin/activate", file=sys.stderr)
     raise SystemExit(2)
-
-
-def version_of(package):
-    import importlib.metadata  # takes a tenth of a second
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return ""

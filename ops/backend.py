@@ -1,4 +1,4 @@
-"""Whether an operation runs as a Triton kernel or as its torch twin: one answer for all of ops/."""
+"""What decides whether a kernel or its torch twin runs: the device, the dtype, the packages that are here."""
 import importlib.util
 
 import torch
@@ -13,6 +13,14 @@ def is_hopper(device):
     if device.type != "cuda" or torch.version.hip is not None:
         return False
     return torch.cuda.get_device_capability(device)[0] == 9
+
+
+def version_of(package):
+    import importlib.metadata  # takes a tenth of a second
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
 
 
 def use_triton(x):

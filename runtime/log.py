@@ -186,10 +186,11 @@ def report_traffic(run, batch):
         leaving = [bytes_between_nodes(mesh, by_axis, nodes.__getitem__) for by_axis in (predicted, counted)]
         pairs["to other nodes"] = leaving
     if pairs:
-        say("comm per step, MB sent by rank 0, predicted / measured:")
+        say("comm per step, sent by rank 0, predicted / measured:")
         run.log_file.notes.add({"step": run.state.step, "traffic": pairs})
-    for axis, (expected, found) in pairs.items():
-        say(f"  {axis:14}{expected / 1e6:10.4g} / {found / 1e6:.4g}")
+    for axis, pair in pairs.items():
+        expected, found = (f"{n / 1e6:.4g} MB" if n >= 1e5 else f"{n:.0f} B" for n in pair)
+        say(f"  {axis:14}{expected:>10} / {found}")
 
 
 # Both ends of a run

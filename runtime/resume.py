@@ -162,7 +162,7 @@ def settle(cfg, world, out, state, found):
     if found is not None and state.step >= cfg.steps:
         if world.rank == 0:
             say(f"{out if cfg.resume == 'auto' else found} has all its {state.step} steps; give a larger "
-                "--steps to go on, or another --out")
+                "--steps to go on, or --resume none to start anew")
         raise SystemExit(Outcome.DONE)
     if world.rank == 0 and found is not None and found.resolve().is_relative_to(out.resolve()):
         set_later_aside(out, state.step, found)

@@ -65,7 +65,7 @@ WRONG = [
     ("train.py --shard 2 --zero 1", "this layout needs 2 ranks: mpiexec -n 2"),
     ("train.py --nproc_per_node=2 --tp 2", "it belongs to the launcher, mpiexec -n N python train.py; in"),
     # nanoGPT and wordplay
-    ("train.py config/train_shakespeare_char.py", "the first word is one of tiny, tiny-moe, shakesp"),
+    ("train.py config/train_shakespeare_char.py", "nearest first: shakespeare-char, "),
     ("train.py --block_size=64 --batch_size=12", "python train.py --seq-len 64 --micro-batch 12"),
     ("train.py --device=cpu", "CUDA_VISIBLE_DEVICES=-1 in front hides it"),
     ("train.py --init_from=resume", "python train.py --resume auto"),
@@ -82,7 +82,7 @@ WRONG = [
     ("train.py --use-distributed-optimizer --sequence-parallel", "python train.py --zero 1"),
     ("train.py --kernels plain", "--kernels: leave it out"), ("plan.py gpt2 --kernels=x", "leave it out"),
     # Slips
-    ("train.py tinny", "the first word is one of tiny, tiny-moe"),
+    ("train.py tinny", "one of these, nearest first: tiny, tiny-moe"),
     ("train.py n_layer=3", "python train.py --n-layer 3"), ("train.py --stepz 3", "meant --steps"),
     ("train.py --no-plots", "perhaps you meant --plot"),
     ("train.py --steps 1e3", "--steps: invalid literal for int() with base 10: '1e3'"),
@@ -96,9 +96,8 @@ WRONG = [
     ("train.py --train-range-to-skip 3 5 9", "--train-range-to-skip must be pairs"),
     ("train.py --dump-grads g --train-range-to-skip 1 1", "--dump-grads writes step 1, which is skipped"),
     ("train.py --rampup-batch-size 4 2 0", "START INCREMENT SAMPLES"),
-    ("train.py --data synthetic --prompt=a", "--prompt"),
+    ("train.py --data synthetic --prompt=a", "--prompt"), (f"{RESUME} --data synthetic", "--resume-changed"),
     (f"{RESUME} --n-layer=3", "--n-layer 1 (this run: 3)"), (f"{RESUME} --bias", "--bias False (this run:"),
-    (f"{RESUME} --data synthetic", "--resume-changed"),
     ("train.py --data data/chars --vocab-size=3", "--vocab-size 3"),
     ("train.py --data data/chars --seq-len=1000000", "--seq-len"),
     ("train.py --data data/chars --prompt=%", "'%'"), ("convert.py export out/run", "--out is missing"),
@@ -182,12 +181,14 @@ def test_layouts_that_do_not_fit_two_ranks_are_refused(flags, words):
         check_layout(parse(flags.split()), 2)
 
 
-def test_one_rank_prints_the_error_under_mpiexec():
+def test_one_rank_prints_the_error_under_mpiexec(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "file"))  # torchrun repeats what it holds
     for program, argv, said in (("train.py", "--data=nowhere", "no prepared data"), ("sample.py", "x", "one"),
                                 ("train.py", "--global-batch=9", "dp 2; try --global-batch 16")):
         command = [MPIEXEC, "-n", "2", sys.executable, ROOT / program, argv]
         job = subprocess.run(command, capture_output=True, text=True, timeout=240)
         assert_refused({"code": job.returncode, "err": job.stderr}, said)
+    assert json.loads((tmp_path / "file").read_text())["message"]["message"] == job.stderr.strip()
 
 
 # -----------------------------------------------------------------------------

@@ -21,10 +21,9 @@ import attention
 from config import Config
 from fast import choose, flash
 from fast.flash import FlashAttention
-from interface.packages import version_of
 from model import GPT
 from ops import activations, grouped_mm
-from ops.backend import is_hopper
+from ops.backend import is_hopper, version_of
 from runtime.launch import World
 
 CUDA = torch.device("cuda", 0)

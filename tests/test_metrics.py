@@ -365,8 +365,8 @@ def test_the_printed_traffic_is_as_predicted(layout, tmp_path):
     """Of the first step alone: what was sent before it, and later, is not in it."""
     got = go(2, tmp_path, *layout, "--steps=3")
     (table,) = re.findall(r"^comm per step.*measured:\n((?:  .*\n)+)", got["out"], re.M)
-    pairs = [line.split()[1::2] for line in table.splitlines()]
-    assert pairs and all(a == b and float(a) > 0 for a, b in pairs), (
+    pairs = [re.findall(r"([\d.]+ M?B)(?: /|$)", line) for line in table.splitlines()]
+    assert pairs and all(a == b and float(a.split()[0]) > 0 for a, b in pairs), (
         "cost/traffic.py predicts other bytes than the ranks sent. The first number of an axis is the "
         f"prediction, the second was measured:\n{table}")
 

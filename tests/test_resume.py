@@ -105,7 +105,7 @@ def test_resume_of_a_finished_run_changes_nothing(tmp_path):
     before = {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*") if p.is_file() and p.name != ".lock"}
     again = go(2, tmp_path, "--steps=3", "--resume=auto", "--plot")
     assert again["steps"] == [] and len(again["out"].splitlines()) == 2
-    assert f"{tmp_path} has all its 3 steps; give a larger --steps to go on" in again["out"]
+    assert f"{tmp_path} has all its 3 steps; give a larger --steps to go on, or --resume none" in again["out"]
     assert before == {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*") if p in before}
     again = go(1, tmp_path, "--steps=4", "--resume=auto")
     assert len(again["steps"]) == 1 and "lr 0.001 -> 0.0055, as it decays until step 4" in again["out"]
