@@ -130,12 +130,12 @@ WRONG = [
     ("prepare.py chat input.txt --name x --tokenizer data/chars", "row 1 is no JSON object"),
 ]
 TWO_RANKS = [
-    ("--tp=2 --n-embd=18 --n-head=3 --n-kv-head=1", "n-head 3 does not divide by tp 2"),
+    ("--tp=3", "n-head 4 does not divide by tp 3; try --tp 2"),
     ("--tp=2 --ffn-hidden=33", "ffn-hidden 33 does not divide by tp 2"),
     ("--tp=2 --micro-batch=1 --seq-len=15", "of a micro-batch, 15 does not divide by tp 2"),
     ("--cp=2 --seq-len=18", "seq-len 18 does not divide by 2 * cp 2 segments; try --seq-len 20"),
     ("--tp=2 --pp=2", "2 ranks do not divide by tp 2 * cp 1 * pp 2; start a multiple of 4 ranks"),
-    ("--pp=2 --n-layer=1", "try --n-layer 2"), ("--pp=2 --pp-layers=1,2", "try --pp-layers 2,2"),
+    ("--pp=8", "try --n-layer 8"), ("--pp=2 --pp-layers=1,2", "try --pp-layers 2,2"),
     ("--pp=2 --pp-layers=1,a,1", "try --pp-layers 2,2"), ("--pp=2 --zero=3", "try --zero 2"),
 ]
 

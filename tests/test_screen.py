@@ -118,9 +118,9 @@ def test_a_program_ends_well_whatever_its_streams_are(how, tmp_path):
 def test_a_plan_does_not_depend_on_what_lies_in_data(monkeypatch, capsys):
     monkeypatch.setattr(plan, "open_data", lambda cfg: (None, None, 77, ""))
     plan.main(["gpt2"])
-    assert " 50,257\n" in capsys.readouterr().out
+    assert " counts that of DIR\n  vocabulary       50,257\n" in capsys.readouterr().out
     plan.main(["gpt2", "--data", "data/chars"])
-    assert " 77\n" in capsys.readouterr().out
+    assert "parameters\n  vocabulary          77\n" in capsys.readouterr().out
 
 
 # -----------------------------------------------------------------------------
