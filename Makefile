@@ -3,8 +3,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 # of TORCH=cpu: on Linux the torch of PyPI is the CUDA build. pip asks every index for every package, and waits
 # for one that does not answer, so this index is asked for torch alone
-$(if $(filter-out cpu,$(TORCH)),$(error TORCH=$(TORCH) is unknown: give TORCH=cpu, or leave it out))
 CPU_WHEELS := https://download.pytorch.org/whl/cpu
+$(if $(filter-out cpu,$(TORCH)),$(error TORCH=$(TORCH) is unknown: give TORCH=cpu, or leave it out))
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 # the tests start many processes: none compiles again what another one has compiled
 export PYTHONDONTWRITEBYTECODE :=

@@ -4,7 +4,7 @@
     ZeRO-3   whole weights exist only while they are needed, too: of the current part and the next
 
 The table in ddp.py says what a rank keeps under each --zero. A bucket of one rank is a plain one.
-Methods of one line, such as kept_slice, are those that fast/buckets.py replaces.
+Small methods such as kept_slice stand apart so that fast/buckets.py can replace them.
 """
 import torch
 

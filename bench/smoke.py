@@ -168,7 +168,7 @@ def plots(rows, out):
     sys.stdout.reconfigure(errors="replace")  # plots are unicode; an ascii terminal gets question marks
     try:
         for name in METRICS:
-            series = [(name, "", [(row["iter"], row[name]) for row in rows])]
+            series = [(name, "", [(row["iter"], row[name]) for row in rows if math.isfinite(row[name])])]
             text = plot.draw(f"{name} by iter", series, (80, 13))
             (out / f"{name}.txt").write_text(text, encoding="utf-8")
             if name == "dt":
@@ -229,6 +229,7 @@ def main(argv=None):
     world = launch()
     rows, same, took = run(world, flags)
     shutdown(world)  # the other ranks end here; only rank 0 has more to do
+    trains = same and math.isfinite(rows[-1]["loss"])
     if world.rank == 0:
         plots(rows, flags.out)
         if flags.wandb != "off":
@@ -236,10 +237,11 @@ def main(argv=None):
         say(f"loss {rows[0]['loss']:.6g} -> {rows[-1]['loss']:.6g} in {flags.iters} iterations; "
             f"weights of {world.size} rank(s) are {'equal bit for bit' if same else 'DIFFERENT'}; "
             f"more plots in {flags.out}")
-        trains = same and math.isfinite(rows[-1]["loss"])
         say(f"{'ok: this machine trains' if trains else 'NOT ok: see the line above'}; "
             f"training {took:.2f} s, whole run {time.perf_counter() - BEGAN:.2f} s")
-    return Outcome.DONE if same else Outcome.REPLICAS_DIFFER
+    if not same:
+        return Outcome.REPLICAS_DIFFER
+    return Outcome.DONE if trains else Outcome.FAILED
 
 
 if __name__ == "__main__":

@@ -115,6 +115,7 @@ def is_served(a, b, tiles):
     return a.dtype == torch.bfloat16 and products.is_faster(*a.shape, b.size(1), tiles)
 
 
-def is_served_sum(c, a, b, **factors):
-    is_matrix = c.meta["val"].dim() == 2  # and no bias
-    return is_matrix and not factors and is_served(a, b, products.TILES_OF_SUM)
+def is_served_sum(c, a, b, **alpha_or_beta):
+    shape = a.meta["val"].size(0), b.meta["val"].size(1)
+    is_whole = c.meta["val"].shape == shape  # and no bias
+    return is_whole and not alpha_or_beta and is_served(a, b, products.TILES_OF_SUM)

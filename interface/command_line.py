@@ -32,7 +32,7 @@ def parse(argv, cls=Config, prog="train.py", about="Train a GPT; --list [DIR]: s
     if has_preset:
         preset, *argv = argv
     if preset not in PRESETS:
-        nearest = ", ".join(difflib.get_close_matches(preset.lower(), PRESETS, len(PRESETS), 0))
+        nearest = ", ".join(difflib.get_close_matches(Path(preset).stem.lower(), PRESETS, len(PRESETS), 0))
         raise ValueError(f"no preset {preset!r}; the first word is one of these, nearest first: {nearest}")
     file = given(argv, "config")
     if file and has_preset:

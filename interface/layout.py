@@ -40,6 +40,8 @@ def check_layout(cfg, ranks):
         raise ValueError(f"seq-len {cfg.seq_len} does not divide by 2 * cp {cp} segments; "
                          f"try --seq-len {ceil_div(cfg.seq_len, 2 * cp) * 2 * cp}")
     must_divide("the tokens of a micro-batch,", cfg.micro_batch * cfg.seq_len // cp, "tp", tp)
+    if cfg.pp_chunks > 1 and pp == 1:
+        raise ValueError(f"--pp-chunks {cfg.pp_chunks} interleaves the stages of several ranks; try --pp 2")
     stage_layers(cfg, pp * cfg.pp_chunks)
     dp = check_ranks(ranks, tp, pp, cfg.ep, cp, shard=cfg.shard)
 
@@ -60,8 +62,6 @@ def check_layout(cfg, ranks):
         raise ValueError(f"--zero 3 gathers a stage anew for each micro-batch of --pp {pp}; try --zero 2")
     if cp > 1 and cfg.recompute == "selective" and cfg.objective == "causal":
         raise ValueError(f"--recompute selective cannot make the mask of --cp {cp}; try --recompute full")
-    if cfg.pp_chunks > 1 and pp == 1:
-        raise ValueError(f"--pp-chunks {cfg.pp_chunks} interleaves the stages of several ranks; try --pp 2")
     if cfg.pp_chunks > 1 and cfg.zero > 1:
         raise ValueError(f"--pp-chunks {cfg.pp_chunks} does not go with --zero {cfg.zero}, which sums the "
                          "gradients of one stage per micro-batch; try --zero 1")

@@ -61,6 +61,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(text.encode())
 
+    def log_message(self, *args):
+        pass  # it would be a client's words
+
 
 class Server(http.server.ThreadingHTTPServer):
     server_bind = socketserver.TCPServer.server_bind  # http.server's asks the network for our name
@@ -71,7 +74,8 @@ class Server(http.server.ThreadingHTTPServer):
         try:
             super().__init__((host, port), Handler)
         except OSError as e:
-            raise ValueError(f"port {port}: {e.strerror}; give another --port, or 0 for a free one") from None
+            raise ValueError(f"{host}, port {port}: {e.strerror}; give another --host, or --port 0 for a "
+                             "free one") from None
 
     def run(self, talk, settings, page="serve.html"):
         """Answer until Ctrl-C. settings: what the page shows. talk: a function of what it asks that returns

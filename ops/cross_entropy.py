@@ -57,7 +57,7 @@ def scale_rows(x, scale, out):
     torch.mul(x, scale.unsqueeze(1), out=out)
 
 
-def add_product(total, a, b):
+def add_to_total(total, a, b):
     """Return a b, (m, n), or with a total their sum in its memory."""
     if total is None:
         product = multiply(a, b)
@@ -98,7 +98,7 @@ class LinearCrossEntropy(torch.autograd.Function):
             if has_backward and ctx.needs_input_grad[1]:
                 scaled = torch.empty_like(rows)
                 scale_rows(rows, scale, out=scaled)
-                grad_w = add_product(grad_w, z.T, scaled)
+                grad_w = add_to_total(grad_w, z.T, scaled)
             if has_backward and bias is not None:
                 part = z.T @ scale.to(z.dtype)  # (V,)
                 grad_bias = part if grad_bias is None else grad_bias + part

@@ -7,7 +7,6 @@ import contextlib
 import fcntl
 import functools
 import gc
-import json
 import os
 import socket
 import struct
@@ -68,13 +67,8 @@ def started_by(env=os.environ):
     return Start()
 
 
-def end_others(start, why):
-    """Let MPICH's mpiexec end the other ranks before they have met, as other launchers do by themselves.
-    why: a line that torchrun repeats in its last words."""
-    if "TORCHELASTIC_ERROR_FILE" in os.environ:
-        said = {"message": f"nanoshard: {why}", "extraInfo": {"timestamp": int(time.time())}}
-        with open(os.environ["TORCHELASTIC_ERROR_FILE"], "w") as file:
-            json.dump({"message": said}, file)
+def end_others(start):
+    """Let MPICH's mpiexec end the other ranks before they have met, as other launchers do by themselves."""
     if start.launcher == "hydra" and "PMI_FD" in os.environ:
         os.write(int(os.environ["PMI_FD"]), b"cmd=abort exitcode=2\n")
 

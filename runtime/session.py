@@ -126,7 +126,7 @@ def parse_flags(argv):
                 return Config(), one_line(e)
             if start.rank == 0:
                 warn(e)
-                launch.end_others(start, one_line(e))
+                launch.end_others(start)
             raise SystemExit(Outcome.WRONG_INPUT) from None
     return cfg, None
 

@@ -136,6 +136,7 @@ TWO_RANKS = [
     ("--cp=2 --seq-len=18", "seq-len 18 does not divide by 2 * cp 2 segments; try --seq-len 20"),
     ("--tp=2 --pp=2", "2 ranks do not divide by tp 2 * cp 1 * pp 2; start a multiple of 4 ranks"),
     ("--pp=8", "try --n-layer 8"), ("--pp=2 --pp-layers=1,2", "try --pp-layers 2,2"),
+    ("--pp-chunks=8", "try --pp 2"),
     ("--pp=2 --pp-layers=1,a,1", "try --pp-layers 2,2"), ("--pp=2 --zero=3", "try --zero 2"),
 ]
 
@@ -181,14 +182,12 @@ def test_layouts_that_do_not_fit_two_ranks_are_refused(flags, words):
         check_layout(parse(flags.split()), 2)
 
 
-def test_one_rank_prints_the_error_under_mpiexec(tmp_path, monkeypatch):
-    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "file"))  # torchrun repeats what it holds
+def test_one_rank_prints_the_error_under_mpiexec():
     for program, argv, said in (("train.py", "--data=nowhere", "no prepared data"), ("sample.py", "x", "one"),
                                 ("train.py", "--global-batch=9", "dp 2; try --global-batch 16")):
         command = [MPIEXEC, "-n", "2", sys.executable, ROOT / program, argv]
         job = subprocess.run(command, capture_output=True, text=True, timeout=240)
         assert_refused({"code": job.returncode, "err": job.stderr}, said)
-    assert json.loads((tmp_path / "file").read_text())["message"]["message"] == job.stderr.strip()
 
 
 # -----------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from config import Config
 from fast import flash
 from fast.choose import Choice, choose
 from fast.graph import make_step
-from ops import backend
+from ops import backend, cross_entropy
 from runtime.launch import World
 from train import Step, build
 
@@ -25,7 +25,8 @@ TINY = dict(n_head=2, n_kv_head=2, n_embd=16, ffn_hidden=32, seq_len=8, micro_ba
 
 
 PLACES = ((parallel, "_uncompiled"), (parallel.Axis, "start_all_reduce"), (attention, "attend_segments"),
-          (moe.MoE, "forward"), (muon, "add_gradient"), (muon, "update_masters"))
+          (moe.MoE, "forward"), (cross_entropy, "scale_rows"), (muon, "add_gradient"),
+          (muon, "update_masters"))
 
 
 @contextlib.contextmanager

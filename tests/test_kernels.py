@@ -105,8 +105,11 @@ def test_cross_entropy(width, used):
     assert not z[:, used:].any()
 
 
-@pytest.mark.parametrize("has_bias", [False, True])
-def test_the_head_has_the_loss_and_the_gradients_of_autograd(has_bias):
+@pytest.mark.parametrize("has_bias, compiler", [(False, None), (True, "eager"), (True, "aot_eager")])
+def test_the_head_has_the_loss_and_the_gradients_of_autograd(has_bias, compiler, monkeypatch):
+    if compiler:  # as --compile has it
+        scale_rows = torch.compile(cross_entropy.scale_rows, dynamic=True, backend=compiler)
+        monkeypatch.setattr(cross_entropy, "scale_rows", scale_rows)
     leaves = [torch.randn(*shape, dtype=torch.float64) for shape in ((6, 8), (16, 8), (16,))[:2 + has_bias]]
     target = torch.tensor([1, 2, -100, 4, 11, 0])
 

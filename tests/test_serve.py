@@ -101,7 +101,7 @@ def test_pages_of_others_are_refused(host, origin, status, echo):
 def test_what_cannot_be_answered_is_told_in_one_line(echo):
     assert ask(echo, {**ASKS, "messages": ["no"]}) == (400, "I cannot say this\n")
     assert ask(echo, ASKS) == (200, "a")
-    with pytest.raises(ValueError, match=r"port \d+: Address already in use; give another --port, or 0"):
+    with pytest.raises(ValueError, match=r"port \d+: Address already in use; give another --host, or"):
         serve.Server(*echo.server_address)
 
 

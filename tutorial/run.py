@@ -1,7 +1,7 @@
 """Run the tutorial's commands in order and write what they print into its text:   make tutorial
 
 The commands run in a fresh clone in a temporary folder, so nothing of out/ and data/ is touched. It takes
-about eleven minutes on two idle cores. These are the kinds of blocks in tutorial/README.md:
+about ten minutes on two idle cores. These are the kinds of blocks in tutorial/README.md:
 
     ```sh      commands, one per line; a backslash at the end of a line continues it
     ```        lines of their output. Each line is replaced by the line of the new output that says the same
