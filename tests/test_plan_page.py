@@ -105,4 +105,4 @@ def test_the_page_in_a_browser(server, view, capsys):
     view.wait_for_selector(f"#headline:has-text('{printed(words, capsys)['ms']:,.1f} ms')")
     assert view.inner_text("#command") == f"python plan.py {' '.join(words)}"
     view.fill("input[name=--tp]", "3")
-    view.wait_for_selector("#bad:has-text('do not divide by tp 3')")
+    view.wait_for_selector("#bad:has-text('does not divide by tp 3')")
