@@ -180,6 +180,9 @@ def test_smoke_under_mpiexec(tmp_path):
     assert [r["iter"] for r in rows] == [1, 2, 3, 4, 5] and rows[-1]["loss"] < rows[0]["loss"]
     assert all(r["dtf"] <= r["dt"] <= (r["dtf"] + r["dtb"]) * 1.00001 for r in rows)
     assert re.search(r"^the hottest lines.*\n +[\d.]+ s  \w+.*\.py:\d+ \w+$", text, re.M)
+    done = subprocess.run([sys.executable, ROOT / "bench/smoke.py", *flags[4:], "--lr=1000", "--iters=30"],
+                          cwd=tmp_path, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 1 and "\nNOT ok: " in done.stdout  # its loss is not finite
 
 
 PROGRAMS = ("collectives", "doctor", "equal_one", "gpu_matrix", "moe_layer", "oracles", "peer_cell", "peers",
