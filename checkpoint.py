@@ -168,7 +168,8 @@ def latest(path):
 
 
 def read_index(path, give=""):
-    """Return a checkpoint's index. ValueError: damaged. OSError: not there; give: as meant_run() takes it."""
+    """Return the index of the checkpoint at path. FileNotFoundError, ValueError: it is missing or damaged.
+    give: what to type instead, as meant_run() takes it."""
     path = Path(path)
     if not (path / "index.json").is_file():
         raise FileNotFoundError(f"{path} is no checkpoint, a step_N in a run; {meant_run(path, give)}")
